@@ -38,6 +38,15 @@ class WeightNames:
     latent_norm: str = "self_attn.kv_a_layernorm"
     expanding: str = "self_attn.kv_b_proj"
 
+    # Of what is in attention's place.
+    mixer_in: tuple[str, ...] = ("linear_attn.in_proj_qkv", "linear_attn.in_proj_z")
+    mixer_gates: tuple[str, ...] = ("linear_attn.in_proj_b", "linear_attn.in_proj_a")
+    convolution: str = "linear_attn.conv1d"
+    decay: str = "linear_attn.A_log"  # whole, as these two have no suffix
+    decay_bias: str = "linear_attn.dt_bias"
+    mixer_norm: str = "linear_attn.norm"
+    mixer_out: str = "linear_attn.out_proj"
+
     gate_up: tuple[str, ...] = ("mlp.gate_proj", "mlp.up_proj")  # without a gate, the last
     down: str = "mlp.down_proj"
     activation: str = "mlp.act_fn"

@@ -13,13 +13,14 @@ import torch
 from torch import Tensor, nn
 
 from tree_kernels.attention import AttentionBatch, TreeAttention, sequence_mask
+from tree_kernels.recurrence import RecurrentPass, RecurrentStates, TreeRecurrence
 from tree_models.agreement import TOLERANCE
 from tree_models.building import build
 from tree_models.families import describe
 from tree_models.layers.decoder import Decoder
 from tree_models.layers.placing import Placement
 from tree_models.layers.rotary import RotaryEmbedding
-from tree_models.spec import DecoderSpec, RotarySpec
+from tree_models.spec import DecoderSpec, RecurrentSpec, RotarySpec
 from tree_models.weights.checkpoint import TensorsInMemory, TensorSource
 
 # Of the comparison with transformers' layers.
@@ -96,7 +97,9 @@ def _batch() -> AttentionBatch:
 
 def _turns(inner: Any, config: Any, hidden: Tensor, positions: Tensor, index: int) -> Any:
     """What transformers' layer takes for its positions; made anew, since the model lies on no device."""
-    if getattr(inner, "rotary_emb", None) is None:
+    # LFM2 with experts has another name for it.
+    own = getattr(inner, "rotary_emb", None) or getattr(inner, "pos_emb", None)
+    if own is None:
         return None
     made = config
     if thetas := getattr(config, "layer_rope_theta", None):
@@ -105,9 +108,21 @@ def _turns(inner: Any, config: Any, hidden: Tensor, positions: Tensor, index: in
             return None
         made = copy.deepcopy(config)
         made.rope_parameters = {**config.rope_parameters, "rope_theta": thetas[index]}
-    rotary = type(inner.rotary_emb)(config=made).to(hidden.device)
+    rotary = type(own)(config=made).to(hidden.device)
     by_kind = {"layer_type": config.layer_types[index]} if "layer_type" in signature(rotary.forward).parameters else {}
-    return rotary(hidden[None], position_ids=positions[None], **by_kind)
+    # Those of Qwen3.5's are threefold, of which texts have the same thrice.
+    ids = positions.expand(3, 1, -1) if hasattr(rotary, "mrope_section") else positions[None]
+    return rotary(hidden[None], position_ids=ids, **by_kind)
+
+
+def _recurrent_pass(decoder: Decoder) -> RecurrentPass | None:
+    """Of a text that begins, where layers keep states."""
+    if decoder.recurrent_layers is None:
+        return None
+    layers, shape = decoder.recurrent_layers
+    states = RecurrentStates(layers, 1, _ROWS, shape, decoder.dtype, decoder.device)
+    recurrence = TreeRecurrence("torch", decoder.device)
+    return RecurrentPass(recurrence, recurrence.plan(_batch(), (1,), _ROWS), states)
 
 
 @torch.inference_mode()
@@ -123,18 +138,21 @@ def _outputs(own: Any, inner: Any, config: Any, decoder: Decoder, index: int) ->
     mask.masked_fill_(~seen, torch.finfo(decoder.dtype).min)
     output = own(
         hidden[None],
-        attention_mask=mask[None, None],
+        # Without padding, other layers need none.
+        attention_mask=None if isinstance(spec, RecurrentSpec) else mask[None, None],
         position_ids=positions[None],
         position_embeddings=_turns(inner, config, hidden, positions, index),
     )
     expected = (output[0] if isinstance(output, tuple) else output)[0]
     attention = TreeAttention("reference", decoder.device)
     plan = attention.plan(_batch())
+    layer: Any = decoder.layers[index]
     heads, *widths = decoder.expanded_shape
     keys, values = (hidden.new_zeros(1, _ROWS, heads, width) for width in widths)
-    cache = SimpleNamespace(keys={index: keys}, values={index: values})
-    step = SimpleNamespace(attention=attention, plan=plan, slots=positions, cache=cache)
-    layer: Any = decoder.layers[index]
+    place = getattr(layer.attention, "cache_layer", 0)
+    cache = SimpleNamespace(keys={place: keys}, values={place: values})
+    recurrent = _recurrent_pass(decoder)
+    step = SimpleNamespace(attention=attention, plan=plan, slots=positions, cache=cache, recurrent=recurrent)
     found = layer(hidden, decoder.angles_of(index, positions), step)
     return found - hidden, expected - hidden
 
@@ -213,6 +231,8 @@ def _without_layers(config: Any, words: Tensor, places: Tensor) -> tuple[SimpleN
 def _masks_that_differ(spec: DecoderSpec, given: Sequence[dict[str, Any]]) -> list[int]:
     found = []
     for index, (layer, arguments) in enumerate(zip(spec.layers, given, strict=True)):
+        if isinstance(layer.attention, RecurrentSpec):
+            continue
         mask = arguments.get("attention_mask")
         own = sequence_mask(_batch(), 0, getattr(layer.attention, "window", None))
         # Without one every row sees all others.

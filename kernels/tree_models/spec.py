@@ -79,6 +79,7 @@ class AttentionSpec:
     window: int | None = None  # tokens that are seen, a row's own among them; None for all
     sinks: bool = False  # a logit of each head, one more term in its softmax's sum
     score_cap: float | None = None  # scores are cap * tanh(score / cap)
+    gated: bool = False  # the output is multiplied by the sigmoid of a gate, made beside each head's query
 
 
 @dataclass(frozen=True, slots=True)
@@ -99,6 +100,41 @@ class LatentSpec:
     def query_width(self) -> int:
         """Width of a head's query and key."""
         return self.plain + self.rotary.width
+
+
+@dataclass(frozen=True, slots=True)
+class GatedConvolutionSpec:
+    """A short causal convolution in place of attention, between two gates: out(c * convolve(b * x))."""
+
+    taps: int
+    bias: bool = False  # of the products and of the convolution
+
+    @property
+    def rotary(self) -> None:
+        """No positions are embedded."""
+        return None
+
+
+@dataclass(frozen=True, slots=True)
+class DeltaNetSpec:
+    """A gated delta net in place of attention: queries, keys and values go through a short convolution and SiLU, and
+    the state of each head is changed by the delta rule. Heads of values share those of keys, in groups."""
+
+    key_heads: int
+    heads: int
+    key_width: int
+    value_width: int
+    taps: int
+    epsilon: float  # of the norm of the heads' outputs, which is gated
+
+    @property
+    def rotary(self) -> None:
+        """No positions are embedded."""
+        return None
+
+
+# What keeps a state of a fixed size in place of keys and values.
+RecurrentSpec = GatedConvolutionSpec | DeltaNetSpec
 
 
 @dataclass(frozen=True, slots=True)
@@ -150,7 +186,7 @@ class LayerSpec:
     `parallel`: attention and MLP read the same normed rows, and both are added to the residual.
     """
 
-    attention: AttentionSpec | LatentSpec
+    attention: AttentionSpec | LatentSpec | RecurrentSpec  # or what is in its place
     mlp: MLPSpec | ExpertsSpec
     before_attention: NormSpec | None
     before_mlp: NormSpec | None

@@ -84,8 +84,15 @@ class Scheduler:
     def shrink(self) -> bool:
         """Halve the rows of a step for good, which did not fit the device's memory. False if none can be taken away."""
         smallest = self.max_step_rows <= max(1, len(self.running))
+        self.restart_states()
         self.max_step_rows = max(1, self.max_step_rows // 2)
         return not smallest
+
+    def restart_states(self) -> None:
+        """Behind a pass that ended in its middle: some layers have taken its tokens into their states, and others have
+        not, so that sequences are read again where layers keep states."""
+        if self._cache.recurrent is not None:
+            self.preempt_all()
 
     @property
     def waiting(self) -> int:

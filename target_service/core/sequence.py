@@ -281,6 +281,8 @@ class Sequence:
     # How many of the first pages are in the tree of prefixes, and the node of the last of them.
     prefix_pages: int = 0
     prefix: PrefixNode | None = None
+    # Of its recurrent states, as long as it holds pages; 0 where there are none.
+    state_slot: int = 0
     # The tree to verify next, when the client drafts.
     external_tree: TokenTree | None = None
     # While a step is prepared before the one under way has ended: this sequence's place in that one, which samples the

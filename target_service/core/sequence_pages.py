@@ -42,9 +42,10 @@ class SequencePages:
     """
 
     def __init__(self, cache: KVCache, *, shares: bool = False, states: PrefixStates | None = None) -> None:
-        """`shares` keeps a tree of prefixes. `states` may be set later, while no sequence holds pages."""
+        """`shares` keeps a tree of prefixes, but not for layers with states: behind a shared page their state is not
+        known. `states` may be set later, while no sequence holds pages."""
         self._cache = cache
-        self.prefixes = PrefixTree(cache) if shares else None
+        self.prefixes = PrefixTree(cache) if shares and cache.recurrent is None else None
         self.states = states
         # Pages that the next in line needs; 0 if it would not fit without drafted rows either.
         self._kept_out = 0
@@ -69,7 +70,12 @@ class SequencePages:
         missing = self._missing(sequence, tokens)
         if missing > 0:
             last = sequence.pages[-1] if sequence.pages else None
+            recurrent = self._cache.recurrent
+            if recurrent is not None and last is None and not recurrent.free_slots:
+                raise OutOfPages("every slot of recurrent states has a sequence")
             sequence.pages.extend(self._cache.allocate(missing, after=last))
+            if recurrent is not None and last is None:
+                sequence.state_slot = recurrent.allocate_slot()
 
     def reserve_for_drafts(self, tokens: Iterable[tuple[Sequence, int]], running: Iterable[Sequence]) -> bool:
         """Reserve pages for drafted rows: for so many tokens of each of these sequences. False, and nothing is changed,
@@ -197,6 +203,9 @@ class SequencePages:
     def release(self, sequence: Sequence) -> None:
         if self.prefixes is not None and sequence.prefix is not None:
             self.prefixes.use(sequence.prefix)
+        if self._cache.recurrent is not None and sequence.pages:
+            self._cache.recurrent.release_slot(sequence.state_slot)
+            sequence.state_slot = 0
         self._cache.release(sequence.pages)
         del sequence.pages[:]
         sequence.kv_length, sequence.prefix, sequence.prefix_pages = 0, None, 0
@@ -210,7 +219,10 @@ class SequencePages:
         """Raise AssertionError unless every page is free or owned by these sequences and the tree, as often as it is
         counted."""
         cached = self.prefixes.pages() if self.prefixes is not None else ()
+        sequences = list(sequences)
         self._cache.check_integrity([sequence.pages for sequence in sequences], cached)
+        if self._cache.recurrent is not None:
+            self._cache.recurrent.check_slots([one.state_slot for one in sequences if one.pages])
 
     def _missing(self, sequence: Sequence, tokens: int) -> int:
         return self._cache.pages_for(tokens) - len(sequence.pages)

@@ -258,6 +258,7 @@ class EngineLoop:
             return self._begin(schedule, self.gathering.without_waiting(schedule), clock, behind=step)
         except torch.OutOfMemoryError:
             # There may be memory once this step has ended.
+            self.scheduler.restart_states()
             return None
         finally:
             step.forget_tokens()

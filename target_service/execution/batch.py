@@ -152,6 +152,7 @@ def lay_out(
     attention = AttentionBatch(tuple(starts), tuple(prefixes), tuple(pages), cache.page_size, tuple(parents))
     room, laid_out = (device_rows.rows, device_rows.laid_out) if device_rows is not None else (0, 0)
     rows_of_pass = tuple(token_ids), tuple(positions), tuple(slots)
-    forward = ForwardInput(*rows_of_pass, attention, tuple(logit_rows), room, laid_out)
+    states = tuple([chunk.sequence.state_slot for chunk in chunks]) if cache.recurrent is not None else ()
+    forward = ForwardInput(*rows_of_pass, attention, tuple(logit_rows), room, laid_out, states)
     prefill_rows = len(token_ids) - decode_rows
     return StepBatch(tuple(items), forward, max(decode_rows, room - prefill_rows), prefill_rows, drafted, device_rows)

@@ -20,6 +20,7 @@ from target_service.execution.prompt_scores import ScoredPrompt, score_prompts
 from target_service.model.runner import ModelRunner
 from target_service.sampling.verifier import SequenceVerifier, Verified
 from tree_kernels.device_event import DeviceEvent
+from tree_kernels.recurrence import RecurrentStates
 from tree_kernels.verification import TOKEN_BITS, move_kv
 
 # See `Steps.launch`.
@@ -155,6 +156,7 @@ class _OnHost:
             pairs = zip(self._batch.items, self._verifiers, strict=True)
             self._outcomes = [_verify(item, one, self._logits) for item, one in pairs]
             move_on_host(self._batch.items, self._outcomes, self._runner.cache)
+            move_nodes_on_host(self._batch, self._outcomes, self._runner.cache.recurrent)
             for number in range(1, self._passes_at_once):
                 self._outcomes = self._run_later_pass(self._outcomes, number)
         return self._outcomes
@@ -215,3 +217,18 @@ def move_on_host(items: SequenceOf[StepItem], outcomes: SequenceOf[Verified | No
                 targets += cache.slots(item.sequence.pages, root_slot + place, 1)
     if sources:
         move_kv([*cache.keys, *cache.values], sources, targets)
+
+
+def move_nodes_on_host(
+    batch: StepBatch, outcomes: SequenceOf[Verified | None], recurrent: RecurrentStates | None
+) -> None:
+    """The same for what layers with states keep of every accepted path."""
+    if recurrent is None:
+        return
+    for item, outcome, slot in zip(batch.items, outcomes, batch.input.state_slots, strict=True):
+        if outcome is None or not item.kept or not item.sequence.pages:
+            continue
+        root = item.start + item.known - 1
+        accepted = [root + row for row in outcome.walk.accepted_rows]
+        if accepted:
+            recurrent.move_nodes(slot, accepted, range(root + 1, root + 1 + len(accepted)))

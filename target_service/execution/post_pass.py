@@ -98,7 +98,10 @@ class PostPass:
         if work.logprobs:
             self._logprobs.gather(done.logits, done.token_ids, done.parameters, verdicts)
         if work.drafted:
-            move_accepted(cache.key_pool, cache.value_pool, done.slots, done.parameters, verdicts, self._backend)
+            accepted = done.parameters, verdicts, self._backend
+            move_accepted(cache.key_pool, cache.value_pool, done.slots, *accepted)
+            if cache.recurrent is not None and done.node_slots is not None:
+                move_accepted(cache.recurrent.inputs, cache.recurrent.gates, done.node_slots, *accepted)
             keep_accepted(cache.tokens, done.token_ids, done.slots, done.parameters, verdicts, self._backend)
         torch.bitwise_and(verdicts.next_tokens, TOKEN_BITS, out=self._runner.pending[: len(verdicts.next_tokens)])
         if work.table is not TableWork.NONE:

@@ -15,6 +15,7 @@ from tree_kernels.latent_attention import LatentAttention
 from tree_kernels.logit_shaping import SequenceTexts
 from tree_kernels.node_table import StepIntegers
 from tree_kernels.pages import Pages
+from tree_kernels.recurrence import RecurrentPass
 
 # Attention over keys and values of heads, or over latents that are both.
 Attention = TreeAttention | LatentAttention
@@ -29,6 +30,7 @@ class PassContext:
     plan: AttentionPlan
     slots: Tensor
     cache: KVCache
+    recurrent: RecurrentPass | None = None  # where layers keep states
 
 
 @dataclass(frozen=True, slots=True)
@@ -44,6 +46,8 @@ class ForwardInput:
     # come first; else 0.
     room: int = 0
     laid_out: int = 0
+    # [B] slots of recurrent states. Empty where there are none, or for a pass of no sequence's, which takes slot 0.
+    state_slots: tuple[int, ...] = ()
 
     @classmethod
     def of_sequence(
@@ -72,6 +76,7 @@ class ForwardInput:
             tuple(held[start // size] * size + start % size for held, start in pages),
             replace(attention, prefix_lengths=tuple(starts)),
             self.logit_rows,
+            state_slots=self.state_slots,
         )
 
     def shifted_by_accepted(self, accepted_counts: Sequence[int]) -> ForwardInput:
@@ -107,6 +112,7 @@ class ForwardPass:
     texts: SequenceTexts  # of its sequences
     graph_buffers: object | None = None  # what owns these tensors, pass after pass; None where they are new each time
     step: StepIntegers | None = None  # the step's integers, of a captured pass or one whose rows were drafted there
+    node_slots: Tensor | None = None  # [rows] int32, see `RecurrencePlan`; None where no layer keeps states
 
 
 def rows_of(values: Tensor, rows: tuple[int, ...]) -> Tensor:

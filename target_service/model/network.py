@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 
 from target_service.model.forward import PassContext
+from tree_kernels.recurrence import StateShape
 from tree_models.layers.decoder import CacheShape, Tap
 from tree_models.slots import Copy, WeightSlot
 
@@ -34,7 +35,15 @@ class TargetNetwork(Protocol):
 
     @property
     def layer_count(self) -> int:
-        """Decoder layers, each with a cache."""
+        """Decoder layers."""
+
+    @property
+    def cached_layers(self) -> int:
+        """Those with keys and values, or latents."""
+
+    @property
+    def recurrent_layers(self) -> tuple[int, StateShape] | None:
+        """How many layers keep states instead, and of which shape; None where there are none."""
 
     @property
     def longest_context(self) -> int:
@@ -46,7 +55,7 @@ class TargetNetwork(Protocol):
 
     @property
     def cache_shape(self) -> CacheShape:
-        """Of every layer's cache."""
+        """Of the cache of every layer that has keys and values."""
 
     def __call__(self, token_ids: Tensor, positions: Tensor, step: PassContext, rows: Tensor | int = 0) -> Tensor:
         """Logits [.., V] of the given rows, 0 for all, of token ids [R] and positions [R]."""

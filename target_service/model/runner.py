@@ -29,6 +29,7 @@ from tree_kernels.latent_attention import LatentAttention, LatentBackend
 from tree_kernels.logit_shaping import SequenceTexts
 from tree_kernels.node_table import NodeTable, StepIntegers, fill_pending
 from tree_kernels.node_table.layout import LOOKUP
+from tree_kernels.recurrence import RecurrentPass, RecurrentStates, TreeRecurrence
 from tree_kernels.verification import DRAWN_BY_POSITION, RECORD, records_of
 from tree_models.building import build
 from tree_models.layers.placing import Placement
@@ -38,6 +39,8 @@ from tree_models.reference import published_tensors
 Begin = Callable[[StepIntegers, object | None], None]
 # Rows that hooks have room for until a pass has more.
 _HOOKED_ROWS = 64
+# Those of the default settings: `max_running`, and `max_draft_nodes` with the root.
+_STATE_SLOTS, _LARGEST_TREE = 64, 64
 
 
 @dataclass(eq=False, repr=False)
@@ -68,6 +71,7 @@ class ModelRunner:
         # The hidden states that a drafter reads, and the part of its head that runs here.
         self.hooks: LayerHooks | None = None
         self.draft_head: DraftHead | None = None
+        self._recurrence = None if self.cache.recurrent is None else TreeRecurrence("torch", network.device)
 
     @property
     def latent(self) -> bool:
@@ -129,7 +133,8 @@ class ModelRunner:
     def forward(self, batch: ForwardInput) -> Tensor:
         """Logits [len(logit_rows), vocabulary], in the model's dtype. Writes the rows' keys and values."""
         rows = torch.tensor(batch.logit_rows, dtype=torch.int64, device=self.device)
-        return self._logits(batch, torch.tensor(batch.token_ids, device=self.device), rows)
+        token_ids = torch.tensor(batch.token_ids, device=self.device)
+        return self._logits(batch, token_ids, rows, self._recurrent_pass(batch))
 
     @torch.inference_mode()
     def run_pass(self, batch: ForwardInput, parameters: NDArray[numpy.int32]) -> ForwardPass:
@@ -140,8 +145,11 @@ class ModelRunner:
         slots = self._to_device(batch.slots)
         token_ids = fill_pending(self._to_device(batch.token_ids), self.pending, slots, self.cache.tokens)
         parents = self._to_device(_parents_of(batch.attention))
-        logits, on_device = self._logits(batch, token_ids.long(), 0), torch.from_numpy(parameters).to(self.device)
-        return ForwardPass(logits, token_ids, parents, slots, on_device, self._texts(batch.attention))
+        recurrent = self._recurrent_pass(batch)
+        logits = self._logits(batch, token_ids.long(), 0, recurrent)
+        on_device = torch.from_numpy(parameters).to(self.device)
+        nodes = None if recurrent is None else recurrent.plan.node_slots
+        return ForwardPass(logits, token_ids, parents, slots, on_device, self._texts(batch.attention), node_slots=nodes)
 
     def run_later(self, first: ForwardInput, passes: int, parameters: NDArray[numpy.int32]) -> ForwardPass:
         """Run `first.advanced_by(passes)` right after the pass before that one, which left the pending tokens.
@@ -232,10 +240,20 @@ class ModelRunner:
     def _to_device(self, integers: Sequence[int]) -> Tensor:
         return torch.tensor(integers, dtype=torch.int32).to(self.device)
 
-    def _logits(self, batch: ForwardInput, token_ids: Tensor, rows: Tensor | int) -> Tensor:
+    def _recurrent_pass(self, batch: ForwardInput) -> RecurrentPass | None:
+        """The plan of layers with states, if there are some."""
+        states = self.cache.recurrent
+        if self._recurrence is None or states is None:
+            return None
+        slots = batch.state_slots or (0,) * batch.attention.sequences
+        return RecurrentPass(self._recurrence, self._recurrence.plan(batch.attention, slots, states.window), states)
+
+    def _logits(
+        self, batch: ForwardInput, token_ids: Tensor, rows: Tensor | int, recurrent: RecurrentPass | None
+    ) -> Tensor:
         """Logits of the given rows, 0 for all; `token_ids` [R] int64."""
         slots, positions = (torch.tensor(each, device=self.device) for each in (batch.slots, batch.positions))
-        step = PassContext(self._attention, self._attention.plan(batch.attention), slots, self.cache)
+        step = PassContext(self._attention, self._attention.plan(batch.attention), slots, self.cache, recurrent)
         # A tree may reach past the end of position tables; no such row can be committed.
         return self._compute(token_ids, positions.clamp_(max=self._last_position), step, rows)
 
@@ -271,9 +289,16 @@ def runner_over(
     name: str = "model",
     max_context: int | None = None,
     tokenizer_fingerprint: str = "",
+    state_slots: int = _STATE_SLOTS,
+    largest_tree: int = _LARGEST_TREE,
 ) -> ModelRunner:
-    """A runner for a network, on its device and in its dtype."""
-    cache = KVCache(num_pages, page_size, network.layer_count, *network.cache_shape, network.dtype, network.device)
+    """A runner for a network, on its device and in its dtype. Where layers keep states, `state_slots` sequences have
+    one at a time, and `largest_tree` is the most rows of a sequence that may be dropped."""
+    recurrent, of_network = None, (network.dtype, network.device)
+    if network.recurrent_layers is not None:
+        count, shape = network.recurrent_layers
+        recurrent = RecurrentStates(count, state_slots, largest_tree, shape, *of_network)
+    cache = KVCache(num_pages, page_size, network.cached_layers, *network.cache_shape, *of_network, recurrent)
     over_cache: Attention
     if network.latent:
         over_cache = LatentAttention(cast(LatentBackend, attention), network.device)

@@ -89,6 +89,16 @@ class TransformersNetwork:
         return int(self.model.config.num_hidden_layers)
 
     @property
+    def cached_layers(self) -> int:
+        """All of them."""
+        return self.layer_count
+
+    @property
+    def recurrent_layers(self) -> None:
+        """Families without an entry that have some are refused."""
+        return None
+
+    @property
     def longest_context(self) -> int:
         return longest_context(self.model.config)
 

@@ -11,12 +11,14 @@ import pytest
 import torch
 from conftest import make_tiny
 from latent_models import V2, V3
+from recurrent_models import RECURRENT
 from thread_ranks import ThreadRank, on_ranks
 from torch import Tensor
 from windowed_models import EXPERTS, PARTIAL, WINDOWED
 
 from tree_kernels.attention import AttentionBatch, TreeAttention
 from tree_kernels.latent_attention import LatentAttention
+from tree_kernels.recurrence import RecurrentPass, RecurrentStates, TreeRecurrence
 from tree_models.building import build
 from tree_models.families import FAMILIES, describe
 from tree_models.layers.decoder import Decoder
@@ -24,7 +26,7 @@ from tree_models.layers.placing import Placement
 from tree_models.ranks.decoder import build_rank
 from tree_models.ranks.share import rank_share
 from tree_models.reference import published_tensors
-from tree_models.spec import AttentionSpec, FamilyRefused
+from tree_models.spec import FamilyRefused, LatentSpec, RecurrentSpec
 
 SIGMOID: dict[str, Any] = {
     "n_routed_experts": 8, "num_experts_per_tok": 3, "n_group": 4, "topk_group": 2, "first_k_dense_replace": 1,
@@ -125,7 +127,7 @@ TINY_MODELS: dict[str, tuple[str, dict[str, Any]]] = {
     "glm4_moe_lite": ("glm4_moe_lite", V3 | SIGMOID),
     "youtu": ("youtu", V3),
     "minicpm3": ("minicpm3", V3 | {"scale_emb": 3.0, "scale_depth": 1.4}),
-} | WINDOWED  # fmt: skip
+} | WINDOWED | RECURRENT  # fmt: skip
 PROMPT, NEW_TOKENS = 9, 6
 # What rounding in fp32 makes of logits of about 10.
 TOLERANCE = {"rtol": 2e-4, "atol": 2e-4}
@@ -143,6 +145,7 @@ class Pass:
     plan: Any
     slots: Tensor
     cache: Cache
+    recurrent: RecurrentPass | None
 
 
 @dataclass
@@ -156,12 +159,17 @@ class Served:
     def __post_init__(self) -> None:
         self.pages = tuple(random.Random(0).sample(range(64), 64))
         layers = [layer.attention for layer in self.decoder.spec.layers]
-        shapes = [_widths(layer, latent=self.latent) for layer in layers]
+        attending = [layer for layer in layers if not isinstance(layer, RecurrentSpec)]
+        shapes = [_widths(layer, latent=self.latent) for layer in attending]
         self.cache = Cache(
             [torch.zeros(64, self.page_size, heads, width) for heads, width, _ in shapes],
             [torch.zeros(64, self.page_size, heads, width) for heads, _, width in shapes],
         )
         self.attention: Any = LatentAttention() if self.latent else TreeAttention()
+        self.recurrence, self.states = TreeRecurrence(), None
+        if self.decoder.recurrent_layers is not None:
+            count, shape = self.decoder.recurrent_layers
+            self.states = RecurrentStates(count, 1, 6, shape, torch.float32, torch.device("cpu"))
 
     def run(self, tokens: list[int], start: int, parents: tuple[int, ...] | None = None) -> Tensor:
         """Logits of a chain or a tree of tokens behind `start` keys."""
@@ -173,14 +181,17 @@ class Served:
         held = self.pages[: -(-(start + rows) // self.page_size)]
         slots = [held[t // self.page_size] * self.page_size + t % self.page_size for t in range(start, start + rows)]
         batch = AttentionBatch((0, rows), (start,), (held,), self.page_size, (parents,))
-        step = Pass(self.attention, self.attention.plan(batch), torch.tensor(slots), self.cache)
+        recurrent = None
+        if self.states is not None:
+            recurrent = RecurrentPass(self.recurrence, self.recurrence.plan(batch, (1,), 6), self.states)
+        step = Pass(self.attention, self.attention.plan(batch), torch.tensor(slots), self.cache, recurrent)
         with torch.inference_mode():
             logits: Tensor = self.decoder(torch.tensor(tokens), start + torch.tensor(depths), step)
         return logits
 
 
 def _widths(spec: Any, *, latent: bool) -> tuple[int, int, int]:
-    if isinstance(spec, AttentionSpec):
+    if not isinstance(spec, LatentSpec):
         return spec.kv_heads, spec.head_width, spec.head_width
     if latent:
         return 1, spec.latent + spec.rotary.width, 0
@@ -200,7 +211,7 @@ def pair(request: pytest.FixtureRequest) -> tuple[Any, Decoder]:
     model.set_attn_implementation("eager")
     description = describe(model.config)
     assert description is not None
-    latent = not isinstance(description.spec.layers[0].attention, AttentionSpec)
+    latent = isinstance(description.spec.layers[0].attention, LatentSpec)
     place = Placement(torch.device("cpu"), torch.float32, latent=latent)
     return model, build(description, published_tensors(model), place)
 
@@ -212,7 +223,7 @@ def own_logits(model: Any, tokens: list[int]) -> Tensor:
 
 
 def is_latent(decoder: Decoder) -> bool:
-    return not isinstance(decoder.spec.layers[0].attention, AttentionSpec)
+    return isinstance(decoder.spec.layers[0].attention, LatentSpec)
 
 
 @pytest.mark.values
@@ -255,8 +266,8 @@ def size_of(decoder: Decoder) -> int:
     return sum(weight.numel() for weight in decoder.parameters())
 
 
-# Queries are normed over all heads together, which ranks cannot share.
-NOT_DIVIDED = {"olmo2", "olmo3", "olmoe", "minimax_m2"}
+# Queries are normed over all heads together, or layers keep states, which ranks cannot share.
+NOT_DIVIDED = {"olmo2", "olmo3", "olmoe", "minimax_m2"} | {model_type for model_type, _ in RECURRENT.values()}
 
 
 def test_ranks_compute_the_same_logits(pair: tuple[Any, Decoder], request: pytest.FixtureRequest) -> None:
@@ -268,7 +279,7 @@ def test_ranks_compute_the_same_logits(pair: tuple[Any, Decoder], request: pytes
     assert description is not None
     tensors, latent = published_tensors(model), is_latent(decoder)
     if model.config.model_type in NOT_DIVIDED:
-        with pytest.raises(FamilyRefused, match="normed over all heads"):
+        with pytest.raises(FamilyRefused, match=r"normed over all heads|layers with states"):
             rank_share(description.spec, ranks)
         return
     prompt, tree, parents = list(range(3, 3 + PROMPT)), [5, 9, 5, 17, 40, 2], (0, 0, 0, 1, 1, 2)

@@ -17,7 +17,7 @@ from tree_kernels.recurrence.types import Convolved, HeadsLayout, RecurrencePlan
 RecurrenceBackend = Literal["torch"]
 
 
-class _Implementation(Protocol):
+class _RecurrenceForm(Protocol):
     def plan(self, batch: AttentionBatch, states: Sequence[int], window: int) -> RecurrencePlan: ...
 
     def convolve(
@@ -55,7 +55,7 @@ class TreeRecurrence:
         if backend not in get_args(RecurrenceBackend):
             raise ValueError(f"expected a backend among {get_args(RecurrenceBackend)}, got {backend!r}")
         self.backend = backend
-        self._implementation: _Implementation = TorchRecurrence(torch.device(device))
+        self._implementation: _RecurrenceForm = TorchRecurrence(torch.device(device))
 
     def plan(self, batch: AttentionBatch, states: Sequence[int], window: int) -> RecurrencePlan:
         """Do the index work of one step.

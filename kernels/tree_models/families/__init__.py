@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-from tree_models.families import deepseek, ernie, gemma, glm, granite, llama, mixtral, olmo, others, phi, qwen
+from tree_models.families import deepseek, ernie, gemma, glm, granite, lfm, llama, mixtral, olmo, others, phi, qwen
 from tree_models.families.common import Description, Family
 
 __all__ = ["FAMILIES", "Description", "Family", "describe"]
@@ -34,6 +34,8 @@ FAMILIES: Mapping[str, Family] = {
     "granitemoe_swa": granite.granitemoe_swa,
     "granitemoehybrid": granite.granitemoehybrid,
     "granitemoeshared": granite.granitemoe,
+    "lfm2": lfm.lfm2,
+    "lfm2_moe": lfm.lfm2_moe,
     "llama": llama.llama,
     "mellum": qwen.qwen3_moe,
     "minicpm3": deepseek.minicpm3,
@@ -52,7 +54,10 @@ FAMILIES: Mapping[str, Family] = {
     "qwen2": qwen.qwen2,
     "qwen2_moe": qwen.qwen2_moe,
     "qwen3": qwen.qwen3,
+    "qwen3_5_moe_text": qwen.qwen3_5,
+    "qwen3_5_text": qwen.qwen3_5,
     "qwen3_moe": qwen.qwen3_moe,
+    "qwen3_next": qwen.qwen3_next,
     "seed_oss": llama.seed_oss,
     "smollm3": llama.smollm3,
     "starcoder2": others.starcoder2,

@@ -18,6 +18,7 @@ from tree_models.spec import (
     LayerSpec,
     MLPSpec,
     NormSpec,
+    RecurrentSpec,
 )
 
 _ACTIVATIONS: dict[str, Activation] = {
@@ -100,7 +101,10 @@ def mlp(config: Any, width: int | None = None, **changes: Any) -> MLPSpec:
 
 
 def layer(
-    attending: AttentionSpec | LatentSpec, feeding: MLPSpec | ExpertsSpec, norm: NormSpec, **changes: Any
+    attending: AttentionSpec | LatentSpec | RecurrentSpec,
+    feeding: MLPSpec | ExpertsSpec,
+    norm: NormSpec,
+    **changes: Any,
 ) -> LayerSpec:
     """Llama's layer, a norm before each half, with `changes`."""
     return replace(LayerSpec(attending, feeding, norm, norm), **changes)

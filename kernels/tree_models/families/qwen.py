@@ -1,4 +1,4 @@
-"""Qwen2, 2.5 and 3, dense and with experts; MiMo, which is Qwen2 with modules that predict more tokens."""
+"""Qwen2 to 3.5, dense and with experts; MiMo, which is Qwen2 with modules that predict more tokens."""
 
 from __future__ import annotations
 
@@ -16,7 +16,20 @@ from tree_models.families.common import (
 )
 from tree_models.families.llama import llama
 from tree_models.names import WeightNames
-from tree_models.spec import ExpertsSpec, HeadNormSpec, MLPSpec, RouterSpec
+from tree_models.spec import (
+    AttentionSpec,
+    DeltaNetSpec,
+    ExpertsSpec,
+    FamilyRefused,
+    HeadNormSpec,
+    MLPSpec,
+    RouterSpec,
+)
+
+_SHARED: dict[str, Any] = {
+    "shared_gate_up": ("mlp.shared_expert.gate_proj", "mlp.shared_expert.up_proj"),
+    "shared_down": "mlp.shared_expert.down_proj",
+}
 
 
 def qwen2(config: Any) -> Description:
@@ -33,11 +46,7 @@ def qwen2_moe(config: Any) -> Description:
     """Qwen1.5 and 2 with experts: a shared one is weighed by a gate."""
     bias = bool(getattr(config, "qkv_bias", True))
     shared = mlp(config, config.shared_expert_intermediate_size, bias=False)
-    names = {
-        "shared_gate_up": ("mlp.shared_expert.gate_proj", "mlp.shared_expert.up_proj"),
-        "shared_down": "mlp.shared_expert.down_proj",
-    }
-    return _experts(config, shared, names, qkv_bias=bias, out_bias=False)
+    return _experts(config, shared, _SHARED, qkv_bias=bias, out_bias=False)
 
 
 def qwen3_moe(config: Any) -> Description:
@@ -45,18 +54,63 @@ def qwen3_moe(config: Any) -> Description:
     return _experts(config, None, {}, head_norm=HeadNormSpec(rms_norm(config)))
 
 
-def _experts(config: Any, shared: MLPSpec | None, names: dict[str, Any], **attending: Any) -> Description:
-    norm, dense = rms_norm(config), mlp(config, bias=False)
-    router = RouterSpec(renormalised=bool(config.norm_topk_prob), rounded=True)
-    experts = ExpertsSpec(
+def qwen3_next(config: Any) -> Description:
+    """Qwen3-Next: gated delta nets beside gated attention; experts with a shared one."""
+    names: dict[str, Any] = {"mixer_in": ("linear_attn.in_proj_qkvz",), "mixer_gates": ("linear_attn.in_proj_ba",)}
+    return _with_delta_nets(config, WeightNames(**_SHARED, **names))
+
+
+def qwen3_5(config: Any) -> Description:
+    """The text of Qwen3.5, 3.6 and 3.8: Qwen3-Next's layers under other names, dense or with experts."""
+    return _with_delta_nets(config, WeightNames(**_SHARED))
+
+
+def _with_delta_nets(config: Any, names: WeightNames) -> Description:
+    if activation(config) != "silu":
+        raise FamilyRefused(f"the activation {config.hidden_act} of a delta net is not served")
+    norm = rms_norm(config, offset=1.0)
+    delta = DeltaNetSpec(
+        key_heads=int(config.linear_num_key_heads),
+        heads=int(config.linear_num_value_heads),
+        key_width=int(config.linear_key_head_dim),
+        value_width=int(config.linear_value_head_dim),
+        taps=int(config.linear_conv_kernel_dim),
+        epsilon=float(config.rms_norm_eps),
+    )
+    layers = []
+    for index in counted(config):
+        mixing: AttentionSpec | DeltaNetSpec = delta
+        if config.layer_types[index] == "full_attention":
+            mixing = attention(config, index, head_norm=HeadNormSpec(norm), gated=True)
+        layers.append(layer(mixing, _feeding(config, index), norm))
+    return Description(decoder(config, layers, norm), names)
+
+
+def _feeding(config: Any, index: int) -> MLPSpec | ExpertsSpec:
+    """Of a layer of Qwen3-Next or 3.5."""
+    if not getattr(config, "num_experts", 0) or index in (getattr(config, "mlp_only_layers", None) or ()):
+        return mlp(config, bias=False)
+    if (index + 1) % (getattr(config, "decoder_sparse_step", None) or 1):
+        return mlp(config, bias=False)
+    shared = mlp(config, config.shared_expert_intermediate_size, bias=False)
+    return _mixture(config, shared, renormalised=bool(getattr(config, "norm_topk_prob", True)))
+
+
+def _mixture(config: Any, shared: MLPSpec | None, *, renormalised: bool) -> ExpertsSpec:
+    return ExpertsSpec(
         count=int(config.num_experts),
         top_k=int(config.num_experts_per_tok),
         width=int(config.moe_intermediate_size),
-        router=router,
+        router=RouterSpec(renormalised=renormalised, rounded=True),
         activation=activation(config),
         shared=shared,
         shared_gate=shared is not None,
     )
+
+
+def _experts(config: Any, shared: MLPSpec | None, names: dict[str, Any], **attending: Any) -> Description:
+    norm, dense = rms_norm(config), mlp(config, bias=False)
+    experts = _mixture(config, shared, renormalised=bool(config.norm_topk_prob))
     layers = []
     for index in counted(config):
         kinds = getattr(config, "mlp_layer_types", None)

@@ -72,7 +72,7 @@ class ExpertParts:
 class LayerParts:
     """Weights of one decoder layer, and what it computes between its products."""
 
-    index: int
+    cache_layer: int
     head_width: int
     scaling: float
     variant: AttentionVariant
@@ -90,7 +90,7 @@ class LayerParts:
 def parts_of(layer: DecoderLayer) -> LayerParts | None:
     """The parts of a layer whose products lie as published and whose form the launches have, else None."""
     attention, spec = layer.attention, layer.spec
-    if not isinstance(attention, HeadAttention) or attention.spec.clip is not None:
+    if not isinstance(attention, HeadAttention) or attention.spec.clip is not None or attention.spec.gated:
         return None
     norms = [layer.before_attention, layer.after_attention, layer.before_mlp, layer.after_mlp]
     found = [None if norm is None else norm_of(norm) for norm in norms]
@@ -103,7 +103,7 @@ def parts_of(layer: DecoderLayer) -> LayerParts | None:
     if [one is None for one in norms] != [one is None for one in found] or (isinstance(mlp, ExpertParts) and unusual):
         return None
     return LayerParts(
-        index=attention.layer,
+        cache_layer=attention.cache_layer,
         head_width=attention.spec.head_width,
         scaling=attention.spec.scaling,
         variant=attention.variant,
@@ -189,7 +189,7 @@ class FusedForm:
     def _attended(self, linears: RowLinears, scaled: ScaledRows, angles: Angles | None, step: PagedPass) -> Tensor:
         """[R, Hq * D]."""
         parts = self.parts
-        keys, values = step.cache.keys[parts.index], step.cache.values[parts.index]
+        keys, values = step.cache.keys[parts.cache_layer], step.cache.values[parts.cache_layer]
         angles = angles or self._unturned(len(scaled.rows))
         heads = HeadRows(angles.cosines, angles.sines, step.slots, keys, values)
         # The weight behind attention is not prefetched: that slows this product by more than it saves there, 3 % of a

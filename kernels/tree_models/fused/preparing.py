@@ -111,10 +111,10 @@ def computes_the_same(decoder: Decoder, index: int, form: FusedForm) -> bool:
     with torch.compiler.set_stance("force_eager"):
         for most, linears in form.linears.ranges:
             hidden, angles = _probe_rows(decoder, index, weight, int(min(_PROBE_ROWS, most)))
-            expected = _outcome(partial(layer, hidden, angles), hidden, spec, index)
+            expected = _outcome(partial(layer, hidden, angles), hidden, spec, form.parts.cache_layer)
             alone = FusedForm(form.parts, LinearsByRows(((inf, linears),)), form.experts)
             try:
-                found = _outcome(partial(_run, alone, hidden, angles), hidden, spec, index)
+                found = _outcome(partial(_run, alone, hidden, angles), hidden, spec, form.parts.cache_layer)
             except Exception:
                 # A device or a compiler may not take the kernels: the plain form serves.
                 log.warning("layer %d cannot be fused on %s", index, weight.device, exc_info=True)
@@ -141,11 +141,11 @@ def _run(form: FusedForm, hidden: Tensor, angles: Angles | None, step: Any) -> T
     return done[0]
 
 
-def _outcome(run: Any, hidden: Tensor, spec: AttentionSpec, index: int) -> Sequence[Tensor]:
+def _outcome(run: Any, hidden: Tensor, spec: AttentionSpec, cache_layer: int) -> Sequence[Tensor]:
     """What a layer adds to `hidden`, and the keys and values that it writes."""
-    step = _probe_step(hidden, spec, index)
+    step = _probe_step(hidden, spec, cache_layer)
     output = run(step)
-    return output - hidden, step.cache.keys[index], step.cache.values[index]
+    return output - hidden, step.cache.keys[cache_layer], step.cache.values[cache_layer]
 
 
 @dataclass(frozen=True, slots=True)
@@ -162,10 +162,10 @@ class _ProbeAttention:
         return (8 * scale * query * key + value).contiguous()
 
 
-def _probe_step(hidden: Tensor, spec: AttentionSpec, index: int) -> SimpleNamespace:
+def _probe_step(hidden: Tensor, spec: AttentionSpec, cache_layer: int) -> SimpleNamespace:
     """A `PagedPass` with empty caches, and slots in another order than the rows'."""
     rows = len(hidden)
     keys, values = (hidden.new_zeros(1, rows, spec.kv_heads, spec.head_width) for _ in range(2))
     slots = torch.arange(rows, device=hidden.device).flip(0)
-    cache = SimpleNamespace(keys={index: keys}, values={index: values})
+    cache = SimpleNamespace(keys={cache_layer: keys}, values={cache_layer: values})
     return SimpleNamespace(attention=_ProbeAttention(slots), plan=None, slots=slots, cache=cache)

@@ -15,17 +15,22 @@ from tree_models.layers.placing import Placement
 from tree_models.layers.rotary import Angles, halves_order, rotate_heads, scaled_queries
 from tree_models.names import WeightNames
 from tree_models.slots import Copy, WeightSlot, in_place
-from tree_models.spec import AttentionSpec
+from tree_models.spec import AttentionSpec, FamilyRefused
 
 
 class HeadAttention(nn.Module):
-    """See `AttentionSpec`. Queries, keys and values are one product."""
+    """See `AttentionSpec`. Queries, gates, keys and values are one product."""
 
-    def __init__(self, spec: AttentionSpec, hidden_size: int, layer: int, place: Placement) -> None:
+    def __init__(
+        self, spec: AttentionSpec, hidden_size: int, layer: int, place: Placement, cache_layer: int | None = None
+    ) -> None:
+        """`cache_layer` counts layers with keys and values, if others have none."""
         super().__init__()
         self.spec, self.layer = spec, layer
+        self.cache_layer = layer if cache_layer is None else cache_layer
         width = spec.head_width
-        parts = [heads * width for heads in (spec.heads, spec.kv_heads, spec.kv_heads)]
+        queries = 2 * spec.heads if spec.gated else spec.heads
+        parts = [heads * width for heads in (queries, spec.kv_heads, spec.kv_heads)]
         self.qkv = Linear(hidden_size, parts, place, bias=spec.qkv_bias)
         self.out = Linear(spec.heads * width, [hidden_size], place, bias=spec.out_bias)
         norm = spec.head_norm
@@ -38,7 +43,10 @@ class HeadAttention(nn.Module):
         """[R, H] -> [R, H]. `angles` are None where the layer embeds no positions."""
         spec = self.spec
         product: Tensor = self.qkv(rows)
-        heads = product.view(len(rows), -1, spec.head_width)
+        heads, gate = product.view(len(rows), -1, spec.head_width), None
+        if spec.gated:
+            gate = heads[:, spec.heads : 2 * spec.heads]
+            heads = torch.cat([heads[:, : spec.heads], heads[:, 2 * spec.heads :]], dim=1)
         rotating, value = heads[:, : -spec.kv_heads], heads[:, -spec.kv_heads :]
         if self.query_norm is not None and self.key_norm is not None:
             query, key = rotating[:, : spec.heads], rotating[:, spec.heads :]
@@ -51,6 +59,8 @@ class HeadAttention(nn.Module):
         if angles is not None and angles.query_scale is not None:
             query = scaled_queries(query, angles.query_scale)
         attended = attend(self, query, key, value, step)
+        if gate is not None:
+            attended = attended * torch.sigmoid(gate)
         output: Tensor = self.out(attended.flatten(1))
         return output
 
@@ -69,8 +79,14 @@ class HeadAttention(nn.Module):
                 yield from norm.slots(names.in_layer(name, layer), copy, within)
 
     def _order(self) -> Tensor | None:
-        """Of the rows of queries, keys and values; see `halves_order`."""
+        """Of the rows of queries, gates, keys and values; see `halves_order`. Each head's published query and gate are
+        neighbours."""
         spec = self.spec
+        if spec.gated:
+            if spec.rotary is not None and spec.rotary.interleaved:
+                raise FamilyRefused("neighbouring pairs are not rotated beside gates")
+            queries = torch.arange(2 * spec.heads * spec.head_width).view(spec.heads, 2, -1).transpose(0, 1).flatten()
+            return torch.cat([queries, len(queries) + torch.arange(2 * spec.kv_heads * spec.head_width)])
         rotating = halves_order(spec.rotary, spec.heads + spec.kv_heads, spec.head_width)
         if rotating is None:
             return None

@@ -10,6 +10,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
+from tree_kernels.recurrence import StateShape
 from tree_models.layers.attention import HeadAttention
 from tree_models.layers.experts import MixtureOfExperts
 from tree_models.layers.latent import LatentHeads
@@ -18,10 +19,20 @@ from tree_models.layers.mlp import MLP
 from tree_models.layers.norm import Normalization
 from tree_models.layers.paged import PagedPass
 from tree_models.layers.placing import Placement
+from tree_models.layers.recurrent import GatedConvolution, GatedDeltaNet, state_shape
 from tree_models.layers.rotary import Angles, RotaryEmbedding
 from tree_models.names import WeightNames
 from tree_models.slots import Copy, WeightSlot, in_place
-from tree_models.spec import AttentionSpec, DecoderSpec, ExpertsSpec, LatentSpec, LayerSpec
+from tree_models.spec import (
+    AttentionSpec,
+    DecoderSpec,
+    ExpertsSpec,
+    FamilyRefused,
+    GatedConvolutionSpec,
+    LatentSpec,
+    LayerSpec,
+    RecurrentSpec,
+)
 
 # Gets the outputs [R, H] of one decoder layer.
 Tap = Callable[[Tensor], None]
@@ -30,13 +41,20 @@ Tap = Callable[[Tensor], None]
 class DecoderLayer(nn.Module):
     """See `LayerSpec`: [R, H] -> [R, H]."""
 
-    def __init__(self, spec: LayerSpec, hidden_size: int, layer: int, place: Placement) -> None:
+    def __init__(self, spec: LayerSpec, hidden_size: int, layer: int, place: Placement, kept: int) -> None:
+        """`kept` counts the layers whose keys and values, or whose states, are kept beside this one's."""
         super().__init__()
         self.spec, self._ranks = spec, place.ranks
+        of = hidden_size, layer, place
+        self.attention: HeadAttention | LatentHeads | GatedConvolution | GatedDeltaNet
         if isinstance(spec.attention, AttentionSpec):
-            self.attention: HeadAttention | LatentHeads = HeadAttention(spec.attention, hidden_size, layer, place)
+            self.attention = HeadAttention(spec.attention, *of, kept)
+        elif isinstance(spec.attention, LatentSpec):
+            self.attention = LatentHeads(spec.attention, *of)
+        elif isinstance(spec.attention, GatedConvolutionSpec):
+            self.attention = GatedConvolution(spec.attention, *of, kept)
         else:
-            self.attention = LatentHeads(spec.attention, hidden_size, layer, place)
+            self.attention = GatedDeltaNet(spec.attention, *of, kept)
         if isinstance(spec.mlp, ExpertsSpec):
             self.mlp: MLP | MixtureOfExperts = MixtureOfExperts(spec.mlp, hidden_size, layer, place)
         else:
@@ -122,7 +140,13 @@ class Decoder(nn.Module):
         self.embedding = place.empty(spec.vocabulary_size, spec.hidden_size)
         # Rounded as the rows are: the square root of 3,072, which Gemma takes, is 55.5 in bf16.
         self._embedding_scale = float(torch.tensor(spec.embedding_scale, dtype=place.dtype))
-        made = [DecoderLayer(layer, spec.hidden_size, index, place) for index, layer in enumerate(spec.layers)]
+        recurrent = [isinstance(layer.attention, RecurrentSpec) for layer in spec.layers]
+        made = [
+            DecoderLayer(layer, spec.hidden_size, index, place, recurrent[:index].count(recurrent[index]))
+            for index, layer in enumerate(spec.layers)
+        ]
+        if recurrent and all(recurrent):
+            raise FamilyRefused("no layer attends to earlier tokens")
         self.layers: Sequence[DecoderLayer] = nn.ModuleList(made)  # type: ignore[assignment]
         self.norm = Normalization(spec.final_norm, spec.hidden_size, place)
         self.head = Linear(spec.hidden_size, [spec.vocabulary_size], place, bias=spec.head_bias)
@@ -177,9 +201,29 @@ class Decoder(nn.Module):
         return self.place.latent and all(isinstance(layer.attention, LatentSpec) for layer in self.spec.layers)
 
     @property
+    def cached_layers(self) -> int:
+        """Layers with keys and values, or latents."""
+        return len(self._attending)
+
+    @property
+    def recurrent_layers(self) -> tuple[int, StateShape] | None:
+        """How many layers keep states, and of which shape; None where there are none."""
+        shapes = [
+            state_shape(layer.attention, self.hidden_size)
+            for layer in self.spec.layers
+            if isinstance(layer.attention, RecurrentSpec)
+        ]
+        return (len(shapes), shapes[0]) if shapes else None
+
+    @property
+    def _attending(self) -> list[AttentionSpec | LatentSpec]:
+        specs = [layer.attention for layer in self.spec.layers]
+        return [spec for spec in specs if not isinstance(spec, RecurrentSpec)]
+
+    @property
     def cache_shape(self) -> CacheShape:
-        """Of every layer's cache."""
-        attending = self.spec.layers[0].attention
+        """Of the cache of every layer that has keys and values."""
+        attending = self._attending[0]
         if isinstance(attending, LatentSpec) and self.latent:
             return CacheShape(1, attending.latent + attending.rotary.width, 0)
         return self.expanded_shape
@@ -187,7 +231,7 @@ class Decoder(nn.Module):
     @property
     def expanded_shape(self) -> CacheShape:
         """Of a cache with keys and values of heads."""
-        attending = self.spec.layers[0].attention
+        attending = self._attending[0]
         if isinstance(attending, AttentionSpec):
             return CacheShape(attending.kv_heads, attending.head_width, attending.head_width)
         return CacheShape(attending.heads, attending.query_width, attending.value)

@@ -38,7 +38,7 @@ class LatentHeads(nn.Module):
 
     def __init__(self, spec: LatentSpec, hidden_size: int, layer: int, place: Placement) -> None:
         super().__init__()
-        self.spec, self.layer, self.variant = spec, layer, PLAIN
+        self.spec, self.layer, self.cache_layer, self.variant = spec, layer, layer, PLAIN
         queries = spec.heads * spec.query_width
         latents = spec.latent + spec.rotary.width
         norm = NormSpec("rms", spec.latent_epsilon)

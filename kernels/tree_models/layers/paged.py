@@ -13,7 +13,7 @@ from tree_kernels.paging import write_kv
 
 
 class PagedCache(Protocol):
-    """Keys and values of each layer, [pages, page_size, heads, width]."""
+    """Keys and values of each layer that has some, [pages, page_size, heads, width]."""
 
     @property
     def keys(self) -> Sequence[Tensor]:
@@ -33,12 +33,13 @@ class PagedPass(Protocol):
     plan: AttentionPlan
     slots: Tensor  # [R], where each row's key and value go
     cache: Any  # a `PagedCache`
+    recurrent: Any  # a `tree_kernels.recurrence.RecurrentPass` where layers keep states, else None
 
 
 class AttendingLayer(Protocol):
     """Whose keys and values they are."""
 
-    layer: int
+    cache_layer: int  # among those with keys and values
     variant: AttentionVariant
 
     @property
@@ -50,7 +51,7 @@ class AttendingLayer(Protocol):
 @torch.compiler.disable  # type: ignore[untyped-decorator]
 def attend(owner: AttendingLayer, query: Tensor, key: Tensor, value: Tensor, step: PagedPass) -> Tensor:
     """[R, Hq, Dv]: write keys and values [R, Hkv, D] of the rows into the cache, and attend with query [R, Hq, D]."""
-    keys, values = step.cache.keys[owner.layer], step.cache.values[owner.layer]
+    keys, values = step.cache.keys[owner.cache_layer], step.cache.values[owner.cache_layer]
     write_kv(key, value, keys, values, step.slots)
     out: Tensor = step.attention.run(step.plan, query, keys, values, owner.spec.scaling, owner.variant)
     return out

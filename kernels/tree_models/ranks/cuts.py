@@ -11,7 +11,7 @@ from torch import Tensor
 
 from tree_models.names import WeightNames
 from tree_models.ranks.share import kv_heads_of
-from tree_models.spec import AttentionSpec, DecoderSpec, ExpertsSpec, LatentSpec, LayerSpec, MLPSpec
+from tree_models.spec import AttentionSpec, DecoderSpec, ExpertsSpec, LatentSpec, LayerSpec, MLPSpec, RecurrentSpec
 from tree_models.weights.checkpoint import Stored, TensorSource
 
 
@@ -108,6 +108,7 @@ class _Cutter:
 
     def attention(self, layer: LayerSpec, names: WeightNames) -> Iterator[tuple[str, Cut]]:
         spec = layer.attention
+        assert not isinstance(spec, RecurrentSpec), "`rank_share` refuses layers with states"
         heads = self._block(spec.heads)
         if isinstance(spec, LatentSpec):
             for name in (names.query, names.query_expanding):

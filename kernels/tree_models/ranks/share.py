@@ -8,7 +8,16 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-from tree_models.spec import AttentionSpec, DecoderSpec, ExpertsSpec, FamilyRefused, LatentSpec, LayerSpec, MLPSpec
+from tree_models.spec import (
+    AttentionSpec,
+    DecoderSpec,
+    ExpertsSpec,
+    FamilyRefused,
+    LatentSpec,
+    LayerSpec,
+    MLPSpec,
+    RecurrentSpec,
+)
 
 
 def rank_share(spec: DecoderSpec, ranks: int) -> DecoderSpec:
@@ -34,7 +43,11 @@ def _layer(layer: LayerSpec, ranks: int) -> LayerSpec:
     return replace(layer, attention=_attention(layer.attention, ranks), mlp=_mlp(layer.mlp, ranks))
 
 
-def _attention(spec: AttentionSpec | LatentSpec, ranks: int) -> AttentionSpec | LatentSpec:
+def _attention(spec: AttentionSpec | LatentSpec | RecurrentSpec, ranks: int) -> AttentionSpec | LatentSpec:
+    if isinstance(spec, RecurrentSpec):
+        raise FamilyRefused(f"{ranks} ranks: layers with states are not divided")
+    if isinstance(spec, AttentionSpec) and spec.gated:
+        raise FamilyRefused(f"{ranks} ranks: gated attention is not divided")
     heads = _divided(spec.heads, ranks, "attention heads")
     if isinstance(spec, LatentSpec):
         return replace(spec, heads=heads)

@@ -16,17 +16,19 @@ _FOREIGN = {
     "mamba_d_state": "state-space layers",
     "H_cycles": "layers that run more than once",
 }
-# Of these what is a variant of plain attention.
-_CAPS = {"attn_logit_softcapping"}
+# Of these what layers with an entry in `tree_models.families` compute.
+_COMPUTED = {"attn_logit_softcapping", "conv_L_cache", "linear_num_value_heads"}
 # Kinds of layers, as configurations list them, that are plain attention.
 _PLAIN = {"full_attention", "attention"}
 _WINDOWED = {"sliding_attention"}
+# With an entry in `tree_models.families`.
+_OWN = _WINDOWED | {"conv", "linear_attention"}
 
 
 def attention_refusal(config: PretrainedConfig, *, variants: bool = False) -> str:
     """Why a configuration's attention is no plain causal one, in a few words; empty where it is.
 
-    With `variants`, sliding windows and capped scores are computed too.
+    With `variants`, sliding windows, capped scores, short convolutions and gated delta nets are computed too.
     """
     if getattr(config, "is_causal", True) is False:
         return "tokens that see later ones (is_causal) are not served"
@@ -37,12 +39,12 @@ def attention_refusal(config: PretrainedConfig, *, variants: bool = False) -> st
     if by_blocks and not (kinds and kinds <= _PLAIN):
         return "layers that are not attention are not served"
     for name, what in _FOREIGN.items():
-        if variants and name in _CAPS:
+        if variants and name in _COMPUTED:
             continue
         # Settings of kinds of layers of which there are none mean nothing.
         if getattr(config, name, None) and not (kinds and kinds <= _PLAIN and name.startswith("mamba")):
             return f"{what} ({name}) is not served"
-    if foreign := kinds - _PLAIN - (_WINDOWED if variants else set()):
+    if foreign := kinds - _PLAIN - (_OWN if variants else set()):
         return f"layers of type {', '.join(sorted(foreign))} are not served"
     window = getattr(config, "sliding_window", None)
     # Where layers are listed by kind, the list tells which have the window.

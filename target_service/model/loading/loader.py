@@ -29,6 +29,7 @@ from target_service.model.support import ModelRefused, check_supported, descript
 from target_service.model.transformers_network import TransformersNetwork, pack_linears
 from target_service.text.loading import load_tokenizer
 from tree_kernels.attention import Backend
+from tree_kernels.recurrence import RecurrentStates
 from tree_models.building import build
 from tree_models.families import Description
 from tree_models.fused.preparing import LayerOptions
@@ -82,8 +83,12 @@ def load_runner(config: TargetConfig) -> ModelRunner:
     tokenizer = load_tokenizer(folder)
     longest = network.longest_context
     max_context = min(config.max_context or min(longest, _CONTEXT_LIMIT), longest)
-    kv_tokens = config.kv_tokens or _tokens_that_fit(network)
-    if config.captures and not config.kv_tokens:
+    states = config.max_running * states_bytes(network, config.max_draft_nodes + 1)
+    kv_tokens = config.kv_tokens or _tokens_that_fit(network, states)
+    captures = config.captures and network.recurrent_layers is None
+    if config.captures and not captures:
+        log.info("steps run eagerly: layers of %s keep states, which no captured step computes", settings.model_type)
+    if captures and not config.kv_tokens:
         # Until captured steps have taken their memory.
         kv_tokens = 2 * config.step_rows
     log.info("serving %s in %s", config.model, config.dtype)
@@ -98,11 +103,13 @@ def load_runner(config: TargetConfig) -> ModelRunner:
         name=config.served_names[0],
         max_context=max_context,
         tokenizer_fingerprint=tokenizer_fingerprint(tokenizer),
+        state_slots=config.max_running,
+        largest_tree=config.max_draft_nodes + 1,
     )
     if config.draft_head:
         runner.run_head(read_draft_head(config.draft_head, settings.num_hidden_layers, settings.hidden_size))
     check_runner(runner, own)
-    if not config.captures:
+    if not captures:
         log.info("KV cache of %s", runner.cache)
         return runner
     runner = _captured(runner, config)
@@ -217,12 +224,25 @@ def _backend(config: TargetConfig, device: torch.device) -> Backend:
     return cast(Backend, backend)
 
 
-def _tokens_that_fit(network: TargetNetwork) -> int:
-    """Tokens whose keys and values fit a share of the memory that is free now."""
+def states_bytes(network: TargetNetwork, largest_tree: int) -> int:
+    """Bytes of one sequence's recurrent states and of the nodes of a tree; 0 where no layer keeps states."""
+    if network.recurrent_layers is None:
+        return 0
+    layers, shape = network.recurrent_layers
+    return layers * RecurrentStates.layer_bytes(shape, largest_tree, network.dtype)
+
+
+def _tokens_that_fit(network: TargetNetwork, states: int) -> int:
+    """Tokens whose keys and values fit a share of the memory that is free now, beside `states` bytes. Raises
+    `ModelRefused` where those do not fit."""
     if network.device.type == "cuda":
         free, _ = torch.cuda.mem_get_info(network.device)
     else:
         free = psutil.virtual_memory().available
     heads, key_width, value_width = network.cache_shape
-    each = network.layer_count * heads * (key_width + value_width) * network.dtype.itemsize
-    return int(min(_KV_TOKENS_LIMIT, free * _KV_MEMORY_SHARE / each))
+    each = network.cached_layers * heads * (key_width + value_width) * network.dtype.itemsize
+    if states > free:
+        raise ModelRefused(
+            f"recurrent states take {states:,} bytes of {free:,} that are free: set a lower --max-running"
+        )
+    return int(min(_KV_TOKENS_LIMIT, (free - states) * _KV_MEMORY_SHARE / each))

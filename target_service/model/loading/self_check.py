@@ -15,6 +15,7 @@ from target_service.model.forward import ForwardInput, PassContext
 from target_service.model.runner import ModelRunner
 from target_service.model.support import ModelRefused
 from tree_kernels.attention import AttentionBatch, TreeAttention
+from tree_kernels.recurrence import RecurrentPass, RecurrentStates, TreeRecurrence
 from tree_models.layers.decoder import Decoder
 
 # Of the text: no multiple of a page, a tile or a group of heads, so that none of them hides a fault. Chosen.
@@ -47,8 +48,14 @@ def plain_logits(decoder: Decoder) -> Tensor:
     plan = attention.plan(AttentionBatch((0, _TOKENS), (0,), ((0,),), _TOKENS, (None,)))
     places = torch.arange(_TOKENS, device=decoder.device)
     shape = decoder.expanded_shape
-    cache = KVCache(1, _TOKENS, decoder.layer_count, *shape, decoder.dtype, decoder.device)
-    logits: Tensor = decoder(ids, places, PassContext(attention, plan, places, cache))
+    cache = KVCache(1, _TOKENS, decoder.cached_layers, *shape, decoder.dtype, decoder.device)
+    recurrent = None
+    if decoder.recurrent_layers is not None:
+        count, of_state = decoder.recurrent_layers
+        states = RecurrentStates(count, 1, _TOKENS, of_state, decoder.dtype, decoder.device)
+        recurrence = TreeRecurrence("torch", decoder.device)
+        recurrent = RecurrentPass(recurrence, recurrence.plan(plan.batch, (1,), _TOKENS), states)
+    logits: Tensor = decoder(ids, places, PassContext(attention, plan, places, cache, recurrent))
     return logits
 
 

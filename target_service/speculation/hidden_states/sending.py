@@ -79,7 +79,7 @@ class Features:
             runner = self._runner
             if request.projected and not self._head_is_named:
                 # A head that comes with Outrider, since the operator has named none.
-                layers, width = len(runner.cache.keys), runner.hidden_size
+                layers, width = runner.network.layer_count, runner.hidden_size
                 runner.run_head(shipped_draft_head(request.projection_fingerprint, layers, width))
             self._check(request)
         self._set_request(request)

@@ -1,0 +1,150 @@
+"""Layers that keep a state of a fixed size in place of keys and values."""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Iterator, Sequence
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional
+
+from tree_kernels.recurrence import HeadsLayout, RecurrentPass, ShortConvolution, StateRule, StateShape
+from tree_models.layers.linear import Linear
+from tree_models.layers.paged import PagedPass
+from tree_models.layers.placing import Placement
+from tree_models.layers.rotary import Angles
+from tree_models.names import WeightNames
+from tree_models.slots import Copy, TensorSpec, WeightSlot, in_place
+from tree_models.spec import DeltaNetSpec, GatedConvolutionSpec, RecurrentSpec
+
+
+class GatedConvolution(nn.Module):
+    """See `GatedConvolutionSpec`. Both gates and what is convolved are one product."""
+
+    def __init__(
+        self, spec: GatedConvolutionSpec, hidden_size: int, layer: int, place: Placement, state_layer: int
+    ) -> None:
+        """`state_layer` counts layers with states."""
+        super().__init__()
+        self.spec, self.layer, self.state_layer = spec, layer, state_layer
+        self.products = Linear(hidden_size, [3 * hidden_size], place, bias=spec.bias)
+        self.weight = place.empty(hidden_size, spec.taps)
+        self.bias = place.empty(hidden_size) if spec.bias else None
+        self.out = Linear(hidden_size, [hidden_size], place, bias=spec.bias)
+
+    def forward(self, rows: Tensor, angles: Angles | None, step: PagedPass) -> Tensor:
+        """[R, H] -> [R, H]."""
+        del angles
+        product: Tensor = self.products(rows)
+        before, behind, inputs = product.chunk(3, dim=-1)
+        output: Tensor = self.out(behind * self._convolved(before * inputs, step))
+        return output
+
+    # Not compiled: layers differ in their number, which is read here alone.
+    @torch.compiler.disable  # type: ignore[untyped-decorator]
+    def _convolved(self, inputs: Tensor, step: PagedPass) -> Tensor:
+        of_pass: RecurrentPass = step.recurrent
+        gates = inputs.new_empty(len(inputs), 0, dtype=torch.float32)
+        return of_pass.convolve(self.state_layer, inputs, gates, ShortConvolution(self.weight, self.bias)).rows
+
+    def slots(self, names: WeightNames, copy: Copy) -> Iterator[WeightSlot]:
+        """Slots of the layer's tensors."""
+        yield from self.products.slots([names.in_layer(name, self.layer) for name in names.mixer_in], copy)
+        yield from _convolution_slots(names.in_layer(names.convolution, self.layer), self.weight, self.bias, copy)
+        yield from self.out.slots([names.in_layer(names.mixer_out, self.layer)], copy)
+
+
+class GatedDeltaNet(nn.Module):
+    """See `DeltaNetSpec`. Queries, keys, values and the output's gates are one product; betas and decays another."""
+
+    def __init__(self, spec: DeltaNetSpec, hidden_size: int, layer: int, place: Placement, state_layer: int) -> None:
+        """`state_layer` counts layers with states."""
+        super().__init__()
+        self.spec, self.layer, self.state_layer = spec, layer, state_layer
+        keys, values = spec.key_heads * spec.key_width, spec.heads * spec.value_width
+        channels = 2 * keys + values
+        self.products = Linear(hidden_size, [channels, values], place)
+        self.gates = Linear(hidden_size, [spec.heads, spec.heads], place)
+        self.weight = place.empty(channels, spec.taps)
+        # In fp32: decays are powers of them.
+        self.decay = place.empty(spec.heads, dtype=torch.float32)
+        self.decay_bias = place.empty(spec.heads, dtype=torch.float32)
+        self.norm = place.empty(spec.value_width)
+        self.out = Linear(values, [hidden_size], place)
+        self.layout = HeadsLayout(
+            StateRule.DELTA, spec.key_heads, 0, keys, 2 * keys, normed=True, scaling=spec.key_width**-0.5
+        )
+
+    def forward(self, rows: Tensor, angles: Angles | None, step: PagedPass) -> Tensor:
+        """[R, H] -> [R, H]."""
+        del angles
+        spec = self.spec
+        product: Tensor = self.products(rows)
+        inputs, gate = product[:, : len(self.weight)], product[:, len(self.weight) :]
+        betas, decays = self.gates(rows).float().chunk(2, dim=-1)
+        decays = self.decay * functional.softplus(decays + self.decay_bias)
+        mixed = self._mixed(inputs, torch.cat([decays, torch.sigmoid(betas)], dim=-1), step)
+        normed = functional.rms_norm(mixed.float(), (spec.value_width,), None, spec.epsilon)
+        normed = self.norm * normed.to(mixed.dtype)
+        gated = normed * functional.silu(gate.float()).view_as(normed)
+        output: Tensor = self.out(gated.to(rows.dtype).flatten(1))
+        return output
+
+    @torch.compiler.disable  # type: ignore[untyped-decorator]
+    def _mixed(self, inputs: Tensor, gates: Tensor, step: PagedPass) -> Tensor:
+        """[R, heads, value width]. Not compiled, as above."""
+        of_pass: RecurrentPass = step.recurrent
+        convolved = of_pass.convolve(self.state_layer, inputs, gates, ShortConvolution(self.weight, silu=True))
+        return of_pass.mix(self.state_layer, convolved, gates, self.layout)
+
+    def slots(self, names: WeightNames, copy: Copy) -> Iterator[WeightSlot]:
+        """Slots of the layer's tensors."""
+        spec = self.spec
+
+        def of(name: str) -> str:
+            return names.in_layer(name, self.layer)
+
+        group = spec.heads // spec.key_heads
+        parts = [spec.key_width, spec.key_width, group * spec.value_width, group * spec.value_width]
+        yield from _by_head(self.products, [of(name) for name in names.mixer_in], spec.key_heads, parts, copy)
+        yield from _by_head(self.gates, [of(name) for name in names.mixer_gates], spec.key_heads, [group, group], copy)
+        yield from _convolution_slots(of(names.convolution), self.weight, None, copy)
+        yield self._decay_slot(of(names.decay), copy)
+        yield in_place(of(names.decay_bias), self.decay_bias, copy)
+        yield in_place(f"{of(names.mixer_norm)}.weight", self.norm, copy)
+        yield from self.out.slots([of(names.mixer_out)], copy)
+
+    def _decay_slot(self, name: str, copy: Copy) -> WeightSlot:
+        """Published is the logarithm of what is multiplied with."""
+
+        def write(tensors: Sequence[Tensor]) -> None:
+            (logarithm,) = tensors
+            copy(self.decay, -logarithm.exp())
+
+        return WeightSlot({name: TensorSpec(tuple(self.decay.shape), torch.float32)}, write)
+
+
+def state_shape(spec: RecurrentSpec, hidden_size: int) -> StateShape:
+    """What a layer keeps of a sequence."""
+    if isinstance(spec, GatedConvolutionSpec):
+        return StateShape(hidden_size, spec.taps)
+    channels = 2 * spec.key_heads * spec.key_width + spec.heads * spec.value_width
+    return StateShape(channels, spec.taps, spec.heads, spec.key_width, spec.value_width)
+
+
+def _by_head(
+    product: Linear, names: Sequence[str], heads: int, parts: Sequence[int], copy: Copy
+) -> Iterator[WeightSlot]:
+    """Slots of a product's tensors. Where there is one for all, it has for each head its rows of every part."""
+    if len(names) > 1:
+        return product.slots(names, copy)
+    each, ends = torch.arange(heads * sum(parts)).view(heads, -1), [0, *itertools.accumulate(parts)]
+    order = torch.cat([each[:, start:end].flatten() for start, end in itertools.pairwise(ends)])
+    return product.slots(names, copy, order)
+
+
+def _convolution_slots(name: str, weight: Tensor, bias: Tensor | None, copy: Copy) -> Iterator[WeightSlot]:
+    yield in_place(f"{name}.weight", weight.view(len(weight), 1, -1), copy)
+    if bias is not None:
+        yield in_place(f"{name}.bias", bias, copy)

@@ -1,0 +1,100 @@
+"""Targets with recurrent layers say what transformers' own model says, whatever drafts, preempts or cancels (fp32)."""
+
+from __future__ import annotations
+
+import random
+from dataclasses import replace
+from functools import cache
+from typing import Any
+
+import pytest
+from conftest import make_tiny
+from engine_harness import (
+    DEVICE_SEQUENCES,
+    Outcome,
+    engine_config,
+    knowing_tree,
+    make_runner,
+    plain,
+    random_tree,
+    real_drafter,
+    request,
+    run,
+)
+from recurrent_models import RECURRENT
+from transformers import PreTrainedModel
+
+from outrider.sampling import SamplingParams
+from target_service.core.sequence import SequenceRequest
+
+pytestmark = pytest.mark.pairs
+
+VOCABULARY = 211
+GREEDY = SamplingParams(ignore_eos=True)
+SEEDED = SamplingParams(temperature=0.8, top_p=0.9, seed=99, ignore_eos=True)
+SAMPLINGS = {"greedy": GREEDY, "seeded": SEEDED}
+MAX_TOKENS = 14
+
+
+@cache
+def made(name: str) -> PreTrainedModel:
+    model_type, settings = RECURRENT[name]
+    return make_tiny(model_type, **settings)
+
+
+def requests(sampling: SamplingParams) -> list[SequenceRequest]:
+    """The second is longer than a tree's window, and the last repeats itself."""
+    rng = random.Random(3)
+    prompts = [[rng.randrange(3, VOCABULARY) for _ in range(length)] for length in (5, 75)]
+    return [request(prompt, MAX_TOKENS, sampling=sampling) for prompt in (*prompts, prompts[0] * 6)]
+
+
+def accepted(outcomes: list[Outcome]) -> int:
+    return sum(outcome.finished.totals.accepted_tokens for outcome in outcomes)
+
+
+@pytest.mark.parametrize("sampling", SAMPLINGS.values(), ids=SAMPLINGS)
+@pytest.mark.parametrize("name", RECURRENT)
+def test_trees_change_nothing(name: str, sampling: SamplingParams) -> None:
+    """Trees that are often right, verified by what a device runs, with prompts in parts, and by the host with whole
+    prompts; then without drafts."""
+    model, wanted = made(name), requests(sampling)
+    expected = [plain(model, one) for one in wanted]
+    whole = [(*one.token_ids, *output) for one, output in zip(wanted, expected, strict=True)]
+    drafts = knowing_tree(whole, VOCABULARY, 24, right=0.8)
+    parts: dict[str, Any] = {"config": engine_config(prefill_chunk=7), "stagger": 1}
+    for settings in ({"on_device": True, **parts}, {"config": engine_config(prefill_chunk=128)}):
+        outcomes = run(make_runner(model, 4), wanted, propose=drafts, **settings)
+        assert [outcome.token_ids for outcome in outcomes] == expected
+        assert accepted(outcomes) > 10
+    assert [outcome.token_ids for outcome in run(make_runner(model), wanted, **parts)] == expected
+
+
+@pytest.mark.parametrize("name", ["lfm2", "qwen3_next"])
+def test_rows_of_the_device_and_of_tries_change_nothing(name: str) -> None:
+    """Rows that the device chooses, of lookup and of predictions, four passes at once; then trees of a trie, which are
+    merged with predictions too."""
+    model, wanted = made(name), requests(GREEDY)
+    expected = [plain(model, one) for one in wanted]
+    predicted = [replace(one, prediction=output) for one, output in zip(wanted, expected, strict=True)]
+    runner = make_runner(model)
+    runner.enable_device_row_selection(DEVICE_SEQUENCES, 7)
+    looked_up = run(runner, predicted, config=engine_config(prefill_chunk=16), on_device=True, passes=4)
+    assert [outcome.token_ids for outcome in looked_up] == expected
+    with real_drafter("trie", VOCABULARY) as connect:
+        tried = run(make_runner(model), [*wanted, *predicted], connect=connect, stagger=24)
+    assert [outcome.token_ids for outcome in tried] == [*expected, *expected]
+    assert accepted(looked_up) > 10 and accepted(tried) > 10
+
+
+@pytest.mark.parametrize("name", ["lfm2", "qwen3_next"])
+@pytest.mark.parametrize("scarce", [{"kv_tokens": 140}, {"state_slots": 2}], ids=["pages", "slots"])
+@pytest.mark.parametrize("on_device", [False, True])
+def test_preempted_sequences_are_read_again(name: str, scarce: dict[str, int], *, on_device: bool) -> None:
+    model, wanted = made(name), requests(GREEDY)
+    expected = [plain(model, one) for one in wanted]
+    runner = make_runner(model, page_size=4, **scarce)
+    settings: dict[str, Any] = {"on_device": True} if on_device else {"can_launch_before_results": True}
+    outcomes = run(runner, [*wanted, *wanted], propose=random_tree(VOCABULARY, 9), late=1, stagger=2, **settings)
+    assert [outcome.token_ids for outcome in outcomes] == [*expected, *expected]
+    assert sum(outcome.finished.totals.preemptions for outcome in outcomes) > 0

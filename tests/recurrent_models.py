@@ -1,0 +1,27 @@
+"""Tiny models with random weights whose layers keep states in place of keys and values."""
+
+from __future__ import annotations
+
+from typing import Any
+
+EXPERTS: dict[str, Any] = {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 24}
+CONVOLVED: dict[str, Any] = {
+    "num_hidden_layers": 3, "layer_types": ["conv", "full_attention", "conv"], "block_multiple_of": 16,
+}  # fmt: skip
+DELTA: dict[str, Any] = {
+    "num_hidden_layers": 3, "layer_types": ["linear_attention", "full_attention", "linear_attention"],
+    "linear_num_key_heads": 2, "linear_num_value_heads": 4, "linear_key_head_dim": 8, "linear_value_head_dim": 6,
+    "head_dim": 16, "shared_expert_intermediate_size": 24,
+}  # fmt: skip
+TURNED = {"rope_type": "default", "rope_theta": 10000.0, "partial_rotary_factor": 0.5}
+
+# By a name for the test: `model_type`, and settings beside the usual ones of `conftest.TINY`.
+RECURRENT: dict[str, tuple[str, dict[str, Any]]] = {
+    "lfm2": ("lfm2", CONVOLVED),
+    "lfm2, biases": ("lfm2", CONVOLVED | {"conv_bias": True, "conv_L_cache": 4, "block_auto_adjust_ff_dim": False}),
+    "lfm2_moe": ("lfm2_moe", CONVOLVED | EXPERTS | {"num_dense_layers": 1, "routed_scaling_factor": 1.5}),
+    "qwen3_next": ("qwen3_next", DELTA | EXPERTS | {"mlp_only_layers": [1]}),
+    "qwen3_next, dense": ("qwen3_next", DELTA | {"num_experts": 0, "linear_num_key_heads": 4}),
+    "qwen3_5": ("qwen3_5_text", DELTA | {"rope_parameters": TURNED}),
+    "qwen3_5, experts": ("qwen3_5_moe_text", DELTA | EXPERTS),
+}
