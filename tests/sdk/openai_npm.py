@@ -12,10 +12,10 @@ from typing import Any
 
 import pytest
 from sdk.toolchains import BUILD
+from waits import HUNG_SECONDS
 
 SOURCE = Path(__file__).with_name("openai_npm")
 INSTALLED = BUILD / "openai"
-_SECONDS = 60.0
 
 
 class ApiError(Exception):
@@ -65,7 +65,7 @@ class OpenAiNpm:
             stderr=asyncio.subprocess.PIPE,
         )
         try:
-            out, complaints = await asyncio.wait_for(process.communicate(given.encode()), _SECONDS)
+            out, complaints = await asyncio.wait_for(process.communicate(given.encode()), HUNG_SECONDS)
         except TimeoutError:
             process.kill()
             await process.wait()

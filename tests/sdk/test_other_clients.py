@@ -40,6 +40,9 @@ HEADINGS = {
     "Pydantic AI": "python", "anthropic of Python": "python",
 }  # fmt: skip
 
+# Of all programs.
+SETTINGS = {"PYTHONDONTWRITEBYTECODE": "", "LITELLM_LOCAL_MODEL_COST_MAP": "True", "PYTHONIOENCODING": "utf-8"}
+
 
 def section(heading: str) -> str:
     found = re.search(rf"^## {re.escape(heading)}.*?(?=^## |\Z)", PAGE, re.MULTILINE | re.DOTALL)
@@ -61,8 +64,10 @@ def installed() -> Path:
     if not stamp.exists() or stamp.read_text() != wanted:
         shutil.rmtree(INSTALLED, ignore_errors=True)
         shutil.copytree(SOURCE, INSTALLED)
-        venv.create(INSTALLED / "venv", with_pip=True)
-        _run(str(PYTHON / "pip"), "install", "--quiet", "--disable-pip-version-check", "-r", "requirements.txt")
+        venv.create(INSTALLED / "venv")
+        pip = (sys.executable, "-m", "pip", "--python", str(PYTHON / "python"), "--disable-pip-version-check")
+        # What programs import they compile, and it is kept.
+        _run(*pip, "install", "--quiet", "--no-compile", "-r", "requirements.txt")
         _run("npm", "ci", "--ignore-scripts")
         stamp.write_text(wanted)
     return INSTALLED
@@ -117,7 +122,7 @@ async def _said(*argv: str | Path, **environment: str) -> str:
     process = await asyncio.create_subprocess_exec(
         *argv, cwd=INSTALLED, stdin=asyncio.subprocess.DEVNULL,
         stdout=asyncio.subprocess.PIPE, stderr=asyncio.subprocess.PIPE,
-        env={**os.environ, "LITELLM_LOCAL_MODEL_COST_MAP": "True", "PYTHONIOENCODING": "utf-8", **environment},
+        env={**os.environ, **SETTINGS, **environment},
     )  # fmt: skip
     try:
         out, complaints = await asyncio.wait_for(process.communicate(), HUNG_SECONDS)
