@@ -7,14 +7,35 @@ import os
 # As `python -m draft_service` has it, before torch is imported.
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 
-from draft_service.ngram.config import TrieConfig
-from draft_service.ngram.drafter import NgramDrafter
+from pathlib import Path
+from tempfile import TemporaryDirectory
+from typing import Any
+
+from eagle_heads import make_head
+from medusa_heads import make_heads
+
+from draft_service.drafters.base import create, drafter_spec
+from draft_service.eagle.checkpoint import save_head
+from draft_service.eagle.config import EagleConfig
+from draft_service.medusa.checkpoint import save_heads
+from draft_service.medusa.config import MedusaConfig
+
+_SIZES = {"vocab_size": 50, "draft_vocab_size": 50}
 
 
 def _load() -> None:
-    drafter = NgramDrafter(TrieConfig())
-    drafter.start()
-    drafter.stop()
+    """Start the drafters that together run all of them."""
+    with TemporaryDirectory() as folder:
+        head = save_head(make_head(**_SIZES), Path(folder) / "eagle", embedding=True)
+        heads = save_heads(make_heads(**_SIZES), Path(folder) / "medusa")
+        settings: dict[str, Any] = {
+            "eagle": EagleConfig(head=str(head), dtype="float32", projection="draft"),
+            "medusa": MedusaConfig(head=str(heads), dtype="float32"),
+        }
+        for name in ("merged", "medusa"):
+            drafter = create(name, lambda part: settings.get(part) or drafter_spec(part).config())
+            drafter.start()
+            drafter.stop()
 
 
 _load()
