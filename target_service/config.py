@@ -49,7 +49,10 @@ class TargetConfig(ServiceSettings):
     draft_tls_key: str = setting("", "PEM private key of that certificate")
     speculation: bool = setting(True, "use drafts; off verifies one-row trees through the same code")
     speculative_disable_queue_size: int = setting(
-        64, "stop drafting while more than this many sequences run (on again at three quarters of it)", ge=0
+        MAX_SEQUENCES,
+        "stop drafting while more than this many sequences run (on again at three quarters of it); by default it is "
+        "used at any load where it pays",
+        ge=0,
     )
     allow_lossy: bool = setting(
         False,

@@ -22,7 +22,7 @@ from draft_service.neural.config import NeuralConfig
 from draft_service.ngram.config import TrieConfig
 from outrider_client.bench.table import figures_table
 from outrider_client.cli.commands import COMMANDS
-from target_service.config import TargetConfig
+from target_service.config import MAX_SEQUENCES, TargetConfig
 from target_service.core.events import EngineSnapshot
 from target_service.speculation_state import speculation_state
 
@@ -112,7 +112,7 @@ def test_defaults_that_are_named_are_the_settings() -> None:
     assert defaults("lookup-tokens").startswith(f"{lookup} on a GPU")
     assert defaults("max-draft-nodes") == f"{target.max_draft_nodes}"
     assert defaults("speculative-disable-queue-size").startswith(f"{target.speculative_disable_queue_size}, as")
-    assert target.speculative_disable_queue_size == target.max_running
+    assert target.speculative_disable_queue_size == MAX_SEQUENCES
     assert defaults("max-running") == f"{target.max_running}"
     assert defaults("max-step-rows").startswith(f"{target.step_rows}, and {TargetConfig(device='cuda').step_rows:,} on")
     assert defaults("capture-seconds") == f"{target.capture_seconds:g}"

@@ -33,10 +33,13 @@ Reals = npt.NDArray[np.float64]
 # Weight of one launch in the means of expected and accepted tokens: some fifty launches, a quarter of a second at 8B
 # size.
 _SHARE = 0.02
-# Expected tokens of the best 1, 3, 7 .. rows of a sequence before any pass: those of prompt lookup alone, on the
-# answers that `layout.RIGHT` is from.
-_FIRST_PROSPECTS = (0.4, 0.7, 0.9, 1.0, 1.0, 1.0)
-_COUNTS = np.array(PROSPECTS, np.float64)
+# Rows of a sequence, on average, for which expected tokens are known: `PROSPECTS`, and fewer than one of each sequence,
+# which go to the surest. With many sequences a captured size has no more room.
+POOLED = (0.25, 0.5, *map(float, PROSPECTS))
+# Expected tokens of these before any pass: those of prompt lookup alone, on the answers that `layout.RIGHT` is from, of
+# which fewer rows than sequences take their part, as if all were as sure.
+_FIRST_PROSPECTS = (0.1, 0.2, 0.4, 0.7, 0.9, 1.0, 1.0, 1.0)
+_COUNTS, _POOLED = np.array(PROSPECTS, np.float64), np.array(POOLED, np.float64)
 # Rows for each token that a sequence may still generate. Chosen: as many children as a head's nodes have. A page or two
 # are held for them at the end.
 _GUESSES = 8
@@ -66,7 +69,7 @@ class _Yield:
     """Expected and accepted tokens of recent passes of one mode."""
 
     def __init__(self) -> None:
-        # Expected tokens of a sequence's best 1, 3, 7 .. rows.
+        # Expected tokens of a sequence by its rows, see `POOLED`.
         self._prospects = [RunningMean(_SHARE, tokens, _PRIOR) for tokens in _FIRST_PROSPECTS]
         # Their quotient scales expected tokens.
         self._accepted, self._expected = RunningMean(_SHARE, 1.0, _PRIOR), RunningMean(_SHARE, 1.0, _PRIOR)
@@ -102,7 +105,7 @@ class RowPolicy:
         self.on = most > 0
         if self.on:
             # Compile now, not at the first pass.
-            pooled([_FIRST_PROSPECTS] * 2)
+            pooled([_FIRST_PROSPECTS[-len(PROSPECTS) :]] * 2)
         self._limit = min(most, KEPT)
         self._cost = cost
         self._live = live
@@ -153,7 +156,16 @@ class RowPolicy:
         # Rows pay if they bring more than passes without the others do in the time that they take.
         profit = {rows: tokens[rows] - rate * self._cost(rows) for rows in beside}
         best = max(beside, key=lambda rows: profit[rows])
-        return best if tokens[best] > _MARGIN * sequences else 0
+        plain = row_sizes(max_rows)[bisect.bisect_left(row_sizes(max_rows), laid_out_rows + sequences)]
+        return best if profit[best] > _MARGIN * sequences - rate * self._cost(plain) else 0
+
+    def seconds_without_prompts(self, seconds: float, rows: int, prompt_rows: int) -> float:
+        """Of the `seconds` of a pass those that its rows of prompts did not add, as costs were measured."""
+        if not prompt_rows or self._cost is None:
+            return seconds
+        added = self._cost(rows) - self._cost(max(1, rows - prompt_rows))
+        # Where most of the time was theirs, what is left is mostly noise.
+        return max(seconds - added, seconds / 4)
 
     def seconds(self, sequences: int, rows: int, mode: LaunchMode | None) -> float:
         """Measured seconds of a pass with `rows`, 0 for a plain one; 0 while unknown."""
@@ -266,17 +278,20 @@ def _sizes(limits: SequenceOf[int], prefill_rows: int, max_rows: int) -> list[in
     return list(sizes[first : 1 + bisect.bisect_left(sizes, held + sum(limits), first)])
 
 
-def pooled(prospects: SequenceOf[SequenceOf[float]]) -> SequenceOf[float]:
-    """Expected tokens of a sequence for 1, 3, 7 .. rows per sequence [len(PROSPECTS)], where the rows go to the best of
-    all sequences. `prospects` [B][len(PROSPECTS)] are those of each sequence's own best rows, concave in the rows."""
-    return prospects[0] if len(prospects) == 1 else _pooled(np.array(prospects), _COUNTS).tolist()
+def pooled(prospects: SequenceOf[SequenceOf[float]]) -> list[float]:
+    """Expected tokens of a sequence for the rows per sequence of `POOLED` [len(POOLED)], where the rows go to the best
+    of all sequences. `prospects` [B][len(PROSPECTS)] are those of each sequence's own best rows, concave in the
+    rows."""
+    found: list[float] = _pooled(np.array(prospects), _COUNTS, _POOLED).tolist()
+    return found
 
 
 @numba.njit(nogil=True)  # type: ignore[untyped-decorator]
-def _pooled(prospects: Reals, counts: Reals) -> Reals:
+def _pooled(prospects: Reals, counts: Reals, wanted: Reals) -> Reals:
     """See `pooled`: of the sequences' next ranges of rows, that with the most tokens a row is taken, again and again.
-    `prospects` is [B, N], `counts` [N] rising. Compiled: numpy's calls take longer than a few hundred figures."""
-    sequences, sizes = prospects.shape
+    `prospects` is [B, N], `counts` [N] and `wanted` rise. Compiled: numpy's calls take longer than a few hundred
+    figures."""
+    sequences, sizes = prospects.shape[0], len(wanted)
     place = np.zeros(sequences, np.int64)
     rates = prospects[:, 0] / counts[0]
     found, size, rows, tokens = np.zeros(sizes), 0, 0.0, 0.0
@@ -284,12 +299,12 @@ def _pooled(prospects: Reals, counts: Reals) -> Reals:
         best = np.argmax(rates)
         here = place[best]
         more = counts[here] - (counts[here - 1] if here else 0.0)
-        while size < sizes and rows + more >= counts[size] * sequences:
-            found[size] = (tokens + rates[best] * (counts[size] * sequences - rows)) / sequences
+        while size < sizes and rows + more >= wanted[size] * sequences:
+            found[size] = (tokens + rates[best] * (wanted[size] * sequences - rows)) / sequences
             size += 1
         rows, tokens, place[best] = rows + more, tokens + rates[best] * more, here + 1
         rates[best] = -np.inf
-        if here + 1 < sizes:
+        if here + 1 < len(counts):
             rates[best] = (prospects[best, here + 1] - prospects[best, here]) / (counts[here + 1] - counts[here])
     return found
 
@@ -297,8 +312,8 @@ def _pooled(prospects: Reals, counts: Reals) -> Reals:
 def _between(drafted: float, prospects: SequenceOf[RunningMean]) -> float:
     """Expected tokens of `drafted` rows of a sequence, interpolated linearly."""
     before, expected = 0.0, 0.0
-    for count, known in zip(PROSPECTS, prospects, strict=True):
+    for count, known in zip(POOLED, prospects, strict=True):
         if drafted <= count:
             return expected + (known.value - expected) * (drafted - before) / (count - before)
-        before, expected = float(count), known.value
+        before, expected = count, known.value
     return expected
