@@ -394,12 +394,7 @@ class EngineLoop:
         own = step.own and not self._steps.in_background
         self.scheduler.times.observe_step(*step.work, seconds, own=own)
         period = (self._ended_ns - ended_ns) * 1e-9 if ended_ns else 0.0
-        if not stats.prefill_rows:
-            self._policy_updates.observe_forward(step, stats, seen_running=self._seen_running)
-            if period:
-                self._policy_updates.observe_period(step, stats, verdicts, period)
-        if period:
-            self._policy_updates.observe_launch(step, stats, period)
+        self._policy_updates.observe_step(step, stats, verdicts, period, seen_running=self._seen_running)
         if self._observer is not None:
             self._observer.on_step(stats)
 

@@ -61,7 +61,31 @@ class PolicyUpdates:
             drafted = [tables is not None and tables.of_draft(one.sequence.sequence_id) for one in step.batch.items]
             self.gathering.policy.observe_passes(outcomes, mode, drafted)
 
-    def observe_forward(self, step: Step, stats: StepStats, *, seen_running: bool) -> None:
+    def observe_step(
+        self, step: Step, stats: StepStats, verdicts: SequenceOf[StepVerdict], period: float, *, seen_running: bool
+    ) -> None:
+        """Learn from a step, `period` being from the end of the last one to its own, 0 behind a pause."""
+        if stats.prefill_rows:
+            self._observe_with_prompts(step, stats, period)
+        else:
+            self._observe_forward(step, stats, seen_running=seen_running)
+            if period:
+                self._observe_period(step, stats, verdicts, period)
+        if period:
+            self._observe_launch(step, stats, period)
+
+    def _observe_with_prompts(self, step: Step, stats: StepStats, period: float) -> None:
+        """Learn from a step that read prompts: what such passes cost, and how a draft slows them."""
+        policy, rows = self.gathering.policy, stats.decode_rows + stats.prefill_rows
+        if not policy.on or step.batch.drafted:
+            return
+        self.gathering.budget.observe_step(rows, stats.forward_ns * 1e-9)
+        if period and step.work[0]:
+            seconds = policy.seconds_without_prompts(period, rows, stats.prefill_rows)
+            with_draft = self.gathering.drafting.has_open_sequences
+            self.gathering.draft_gate.observe_pass(stats.sequences, seconds, with_draft=with_draft)
+
+    def _observe_forward(self, step: Step, stats: StepStats, *, seen_running: bool) -> None:
         """Learn from the forward pass of a step that only decoded."""
         seconds = stats.forward_ns * 1e-9 / step.passes
         self.gathering.budget.observe_step(stats.decode_rows, seconds)
@@ -72,7 +96,7 @@ class PolicyUpdates:
                 stats.sequences, step.batch.device_rows, seconds, self.mode_with_draft(step.mode)
             )
 
-    def observe_period(self, step: Step, stats: StepStats, verdicts: SequenceOf[StepVerdict], period: float) -> None:
+    def _observe_period(self, step: Step, stats: StepStats, verdicts: SequenceOf[StepVerdict], period: float) -> None:
         """Learn from the time of a step that only decoded, `period` being from the end of the last one to its own."""
         load, seconds = stats.sequences, period / step.passes
         if step.ahead or step.gathered.drafted or not step.launched.can_launch_before_results:
@@ -88,7 +112,7 @@ class PolicyUpdates:
         if step.ahead and step.gathered.use is LaunchMode.RUN_AHEAD and not step.behind_tree:
             self.multi_step.observe_launch(step.passes, period, (step.clock.forwarded - step.clock.waits_since) * 1e-9)
 
-    def observe_launch(self, step: Step, stats: StepStats, period: float) -> None:
+    def _observe_launch(self, step: Step, stats: StepStats, period: float) -> None:
         """Learn from the time and the tokens of any step, `period` being from the end of the last one to its own."""
         if not self.gathering.policy.on or self.gathering.switch is None:
             return

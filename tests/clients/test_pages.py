@@ -143,7 +143,7 @@ def test_what_info_says_is_what_the_page_says() -> None:
     """Each answer of the table is a part of one that a target gives."""
     said = set()
     flags = product((False, True), (False, True), (False, True))
-    for draft, running, (connected, speculating, measuring) in product(("", "there:1"), (0, 100), flags):
+    for draft, running, (connected, speculating, measuring) in product(("", "there:1"), (0, 2 * MAX_SEQUENCES), flags):
         snapshot = EngineSnapshot(
             running, 0, 0, 0, 0, speculating=speculating, draft_connected=connected, measuring=measuring
         )

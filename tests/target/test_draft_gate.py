@@ -191,9 +191,10 @@ def test_loads_are_told_apart_by_powers_of_two() -> None:
     assert not engine.switch.uses_draft(8)
     engine.run(passes=ALONE_FIRST)
     assert all(engine.switch.uses_draft(load) for load in (8, 11, 15))
-    # Neither says anything of the other, nor of those beyond.
+    # The nearest load says whether it is followed where none was tried.
     assert not any(engine.switch.uses_draft(load) for load in (1, 2, 4, 7, 16))
     assert all(engine.run(passes=500))
+    assert engine.switch.uses_draft(16)
 
 
 @pytest.mark.parametrize(("alone", "kept"), [(1.0, True), (1.25, True), (1.8, False)])
@@ -203,3 +204,50 @@ def test_one_has_to_make_more_than_passes_without_it(alone: float, kept: bool) -
     for made in [2.0 * alone] * 40:
         engine.switch.compare(1, made, 2.0, with_draft=False)
     assert is_dropped(engine.run(1500)) is not kept
+
+
+@pytest.mark.parametrize("load", [1, 2, 16, 64])
+@pytest.mark.parametrize("gain", [1.2, 2.0, 3.0])
+def test_what_one_load_shows_serves_at_the_next(gain: float, load: int) -> None:
+    """The first eight answers at a load that was never met make what later ones do: they are some sixty passes."""
+    engine = Engine(gain, 0.3, load=8)
+    engine.run(400)
+    engine.load = load
+    assert not engine.switch.measures(load)
+    assert all(engine.run(60))
+    with_draft = engine.run(1000)
+    # In doubt, passes without it are timed once.
+    assert with_draft.count(False) == (ALONE_FIRST if gain < 1.5 else 0)
+    assert all(with_draft[-500:])
+
+
+@pytest.mark.parametrize("seed", range(6))
+def test_a_load_where_it_does_not_pay_is_found_out_all_the_same(seed: int) -> None:
+    engine = Engine(1.6, 0.3, load=8, seed=seed)
+    engine.run(400)
+    engine.load, engine.gain = 64, 0.7
+    begun = len(engine.passes)
+    engine.run(seconds=60.0)
+    engine.passes = engine.passes[begun:]
+    assert not engine.switch.uses_draft(64) or engine.lost() < 0.05
+    assert engine.lost() < 0.05
+    engine.load = 8
+    assert engine.switch.uses_draft(8)
+
+
+def test_where_the_nearest_load_has_none_it_is_measured_alone_first() -> None:
+    engine = Engine(0.5, load=8)
+    engine.run(300)
+    engine.load, engine.gain = 16, 1.3
+    assert engine.switch.measures(16)
+    assert engine.run(100) == [False] * ALONE_FIRST + [True] * (100 - ALONE_FIRST)
+
+
+def test_another_draft_is_in_no_doubt() -> None:
+    engine = Engine(1.2, load=8)
+    engine.run(400)
+    engine.load = 16
+    engine.run(200)
+    assert engine.switch.uses_draft(16)
+    engine.switch.forget()
+    assert not engine.switch.measures(8)

@@ -7,6 +7,9 @@ The tokens of a pass are compared with those that the same pass would have made 
 what passes without a draft make beyond that; only its time is compared with other passes, since it hardly depends on
 the text. Comparing tokens of passes before and after does not work: on an H200, a draft that made a third more was
 dropped most of the time, because texts differ by more.
+
+What one load has shown serves at the next. Where passes without a draft were never timed, a draft is followed from the
+first pass on if the nearest load that was judged says that it pays; they are timed there only if it is in doubt.
 """
 
 from __future__ import annotations
@@ -32,6 +35,9 @@ _GRANTED = 2.0
 # Seconds without the draft after it was dropped, doubled each time: a good one is back within two seconds, and one that
 # halves the speed for 40 passes costs two per cent in the long run.
 _FIRST_PAUSE, _LONGEST_PAUSE = 1.5, 60.0
+# Comparisons after which a load that follows another one is judged for itself, and the gain from which it need not be:
+# what a draft costs of a pass would have to be a third more than at the other load to undo it. Chosen.
+_LOOKED_AT, _BEYOND_DOUBT = 12, 1.5
 # Gain at which pauses are short again: above the noise of a kept draft without any. Chosen, not measured.
 _RECOVERED = 1.05
 # Weight of one pass in the mean times: some two hundred passes.
@@ -86,11 +92,28 @@ class _LoadGain:
     until: float = 0.0
     pause: float = _FIRST_PAUSE
 
+    # Whether passes without a draft are timed although it was followed, since it is in doubt.
+    in_doubt: bool = False
+
+    @property
+    def is_timed(self) -> bool:
+        """Whether passes without a draft were timed."""
+        return self.alone.count >= _ALONE_FIRST
+
+    @property
+    def slower(self) -> float:
+        """Seconds of passes with the draft for each second of the others."""
+        return self.with_draft.seconds.value / self.alone.value if self.alone.value else 1.0
+
     @property
     def gain(self) -> float:
         """Tokens of passes with the draft, for each token of the others in the same time."""
-        slower = self.with_draft.seconds.value / self.alone.value if self.alone.value else 1.0
-        return self.with_draft.ratio / (slower * self.beyond_lookup) if slower else 1.0
+        return self.gain_as(self)
+
+    def gain_as(self, other: _LoadGain) -> float:
+        """The gain, with what the draft costs of a pass at the `other` load and what passes make without it there."""
+        slower = other.slower
+        return self.with_draft.ratio / (slower * other.beyond_lookup) if slower else 1.0
 
     @property
     def beyond_lookup(self) -> float:
@@ -119,15 +142,30 @@ class DraftGate:
     def uses_draft(self, load: int) -> bool:
         """Whether a draft is used at this load."""
         here = self._loads.get(load.bit_length())
-        return here is not None and here.alone.count >= _ALONE_FIRST and self._clock() >= here.until
+        if here is None or not (here.is_timed or here.in_doubt):
+            return self._shown_by(load.bit_length()) is not None
+        return here.is_timed and self._clock() >= here.until
 
     def measures(self, load: int) -> bool:
         """Whether passes without a draft are still being timed at this load."""
         here = self._loads.get(load.bit_length())
-        return here is None or here.alone.count < _ALONE_FIRST
+        return (here is None or not here.is_timed) and not self.uses_draft(load)
+
+    def _shown_by(self, size: int) -> _LoadGain | None:
+        """The nearest load, by its power of two, where a draft was judged; None if it does not pay there. A larger one
+        says more than a smaller one, as drafts gain less with more sequences."""
+        judged = [
+            known for known, one in self._loads.items() if one.is_timed and (one.until or one.with_draft.made.count)
+        ]
+        nearest = min(judged, key=lambda known: (abs(known - size), -known), default=None)
+        if nearest is None:
+            return None
+        other = self._loads[nearest]
+        enough = other.with_draft.made.count >= _DROPPED[0][0]
+        return other if enough and other.gain > 1.0 and self._clock() >= other.until else None
 
     def observe_pass(self, load: int, seconds: float, *, with_draft: bool) -> None:
-        """Observe the time of a pass that only decoded, from the end of the one before."""
+        """Observe the time of a pass, from the end of the one before, without what prompts added to it."""
         here = self._loads[load.bit_length()]
         (here.with_draft.seconds if with_draft else here.alone).observe(seconds)
 
@@ -140,7 +178,10 @@ class DraftGate:
             here.alone_by_lookup.observe(by_lookup)
             return
         here.with_draft.compare(made, by_lookup)
-        if here.alone.count < _ALONE_FIRST:
+        if not here.is_timed:
+            other = self._shown_by(load.bit_length())
+            enough = here.with_draft.made.count >= _LOOKED_AT
+            here.in_doubt |= other is not None and enough and here.gain_as(other) < _BEYOND_DOUBT
             return
         if here.fails:
             here.until, here.with_draft = self._clock() + here.pause, _DraftedPasses()
@@ -152,3 +193,4 @@ class DraftGate:
         """Another draft has connected: drop what was observed of the last one."""
         for here in self._loads.values():
             here.with_draft, here.until, here.pause = _DraftedPasses(), 0.0, _FIRST_PAUSE
+            here.in_doubt = False
