@@ -140,6 +140,23 @@ def test_loads_are_told_apart_by_powers_of_two() -> None:
     engine.run(200)
     assert all(engine.modes.choose(load, ANSWER, LAUNCH, ONE_PASS) is WAIT for load in (8, 11, 15))
     engine.load, engine.tokens = 4, BETTER[RUN_AHEAD]
-    assert engine.run(200)[-1] is RUN_AHEAD
-    assert all(engine.modes.choose(load, ANSWER, LAUNCH, ONE_PASS) is RUN_AHEAD for load in (4, 7, 16))
+    assert engine.run(300)[-1] is RUN_AHEAD
+    assert all(engine.modes.choose(load, ANSWER, LAUNCH, ONE_PASS) is RUN_AHEAD for load in (4, 7))
+    # As the nearest one.
+    assert engine.modes.choose(16, ANSWER, LAUNCH, ONE_PASS) is WAIT
     assert engine.modes.choose(8, ANSWER, LAUNCH, ONE_PASS) is WAIT
+
+
+@pytest.mark.parametrize("better", LaunchMode)
+def test_the_mode_of_the_nearest_load_is_taken_where_none_was_tried(better: LaunchMode) -> None:
+    engine = Engine(BETTER[better])
+    engine.run(200)
+    engine.load = 64
+    assert set(engine.run(120)) == {better}
+    assert engine.modes.preferred(64) is better
+    # And both are tried in the end.
+    (other,) = set(LaunchMode) - {better}
+    engine.tokens = BETTER[other]
+    engine.run(1000)
+    assert engine.modes.preferred(64) is other
+    assert engine.modes.preferred(8) is better
