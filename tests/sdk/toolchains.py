@@ -87,7 +87,9 @@ def go() -> Toolchain:
         "GOMODCACHE": str(GO / "modules"),
         # It goes when Debian's libraries are fetched anew: their versions are go.mod's, whatever their content.
         "GOCACHE": str(GO / "cache"),
-        "GOFLAGS": "-mod=mod -modcacherw",
+        # Programs for a moment's use: compiling them takes most, so that it leaves out what makes them fast.
+        "GOFLAGS": "-mod=mod -modcacherw '-gcflags=all=-N -l' -ldflags=-w",
+        "GOGC": "400",
         "GOSUMDB": "off",
         "GOTOOLCHAIN": "local",
         "GOENV": "off",
