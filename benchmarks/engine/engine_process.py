@@ -30,9 +30,9 @@ prepare_grpc()
 
 import grpc  # noqa: E402
 
-from benchmarks.engine.stepping_engine import SERVED, STATS, SteppingEngine  # noqa: E402
 from benchmarks.shared.processes import process, wait_for  # noqa: E402
 from benchmarks.shared.report import parser_of, show, write_json  # noqa: E402
+from benchmarks.shared.stepping_engine import SERVED, STATS, SteppingEngine  # noqa: E402
 from outrider.ports import free_port  # noqa: E402
 from outrider.processes.framing import LENGTH_BYTES  # noqa: E402
 from outrider.sampling import SamplingParams, VerificationMode  # noqa: E402

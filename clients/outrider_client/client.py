@@ -13,6 +13,7 @@ from outrider.telemetry.tracing import Tracing
 from outrider.v1 import target_pb2, target_pb2_grpc
 from outrider.weight_updates import RunningRequests, WeightsUpdated
 from outrider.wire.trees import sampling_to_pb
+from outrider_client.carrier import CallCarrier
 from outrider_client.connection import AsyncClosing, Connection, Tls
 from outrider_client.generation import Generation, Speculation
 from outrider_client.messages import ChatOptions, MessageLike, chat_to_pb
@@ -35,14 +36,24 @@ class Client(AsyncClosing):
                 sys.stdout.write(chunk.text)
     """
 
-    def __init__(self, connection: Connection, tracing: Tracing | None = None, policy: Policy = SINGLE_ATTEMPT) -> None:
-        """On a connection made elsewhere. Without a policy, retries and deadlines of long calls are the caller's."""
+    def __init__(
+        self,
+        connection: Connection,
+        tracing: Tracing | None = None,
+        policy: Policy = SINGLE_ATTEMPT,
+        *,
+        carries: bool = False,
+    ) -> None:
+        """On a connection made elsewhere. Without a policy, retries and deadlines of long calls are the caller's. With
+        `carries` all its calls of `generate`, and those of clients that `acting_for` returns, share one stream: much
+        cheaper where many run at once."""
         self._policy = policy
         self._connection = connection
         self._tracing = tracing or Tracing()
         # The generated stubs give one class two types; on an aio channel it is this one.
         stub = target_pb2_grpc.TargetServiceStub(connection.channel)
         self._stub = cast("target_pb2_grpc.TargetServiceAsyncStub", stub)
+        self._carrier = CallCarrier(stub) if carries else None
 
     @classmethod
     def connect(
@@ -80,6 +91,8 @@ class Client(AsyncClosing):
 
     async def close(self) -> None:
         """Cancel what runs and close the connection."""
+        if self._carrier is not None:
+            await self._carrier.close()
         await self._connection.close()
 
     def chat(
@@ -167,7 +180,8 @@ class Client(AsyncClosing):
         if prediction is not None:
             request.prediction.CopyFrom(_predicted(prediction))
         span = RequestSpan(self._tracing, self.address, chat=bool(messages), model=model)
-        begin = partial(self._stub.Generate, request, metadata=(*self._connection.metadata, *span.metadata))
+        generate = self._stub.Generate if self._carrier is None else self._carrier.generate
+        begin = partial(generate, request, metadata=(*self._connection.metadata, *span.metadata))
         seconds = self._policy.generate_timeout if timeout is None else timeout
         return Generation(begin, self.address, span, policy=self._policy, timeout=seconds)
 

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
+from types import MappingProxyType
+from typing import Any
 
 from outrider.sampling import FinishReason, TokenLogprobs, VerificationMode
 from outrider.tree import VerifiedTree
@@ -12,6 +14,7 @@ from outrider.wire.same_names import value_of
 from outrider.wire.trees import mode_from_pb
 from outrider_client.answers import AnswerPart, ContentPart, ToolCall, part_from_pb
 
+_NO_TEXTS: Mapping[int, TokenText] = MappingProxyType({})
 _REASONS = {target_pb2.FinishReason.Value(f"FINISH_REASON_{reason.name}"): reason for reason in FinishReason}
 
 
@@ -89,7 +92,8 @@ class PromptToken:
         return tuple([cls(*pair) for pair in zip(pb.token_ids, first + found, strict=True)])
 
 
-@dataclass(frozen=True, slots=True)
+# Without slots: one is made for each step of a stream, and values put into its dictionary at once cost a fifth.
+@dataclass(frozen=True)
 class Chunk:
     """The tokens of one step, or of several consecutive ones.
 
@@ -134,21 +138,29 @@ class Chunk:
             text = "".join([part.text for part in parts if isinstance(part, ContentPart)])
         else:
             parts = (ContentPart(text),) if text else ()
-        return cls(
-            token_ids=tuple(pb.token_ids),
-            text=text,
-            parts=parts,
-            drafted_tokens=pb.drafted_tokens,
-            step=pb.step,
-            logprobs=_logprobs_from_pb(pb.logprobs) if pb.logprobs else (),
-            queue_ns=timings.queue_nanoseconds,
-            compute_ns=timings.compute_nanoseconds,
-            drafts_by_step=tuple(pb.drafts_by_step),
-            model_version=pb.model_version,
-            tree=_tree_from_pb(pb.tree) if pb.HasField("tree") else None,
-            token_texts=_token_texts_from_pb(pb.token_texts),
-            prompt=PromptToken.from_pb(pb.prompt_logprobs) if pb.HasField("prompt_logprobs") else (),
-        )
+        values: dict[str, Any] = {
+            "token_ids": tuple(pb.token_ids[:]),
+            "text": text,
+            "parts": parts,
+            "drafted_tokens": pb.drafted_tokens,
+            "step": pb.step,
+            "queue_ns": timings.queue_nanoseconds,
+            "compute_ns": timings.compute_nanoseconds,
+            "model_version": pb.model_version,
+            "token_texts": _token_texts_from_pb(pb.token_texts) if pb.token_texts else _NO_TEXTS,
+        }
+        # Of what few chunks have, the defaults are the class's.
+        if pb.logprobs:
+            values["logprobs"] = _logprobs_from_pb(pb.logprobs)
+        if pb.drafts_by_step:
+            values["drafts_by_step"] = tuple(pb.drafts_by_step)
+        if pb.HasField("tree"):
+            values["tree"] = _tree_from_pb(pb.tree)
+        if pb.HasField("prompt_logprobs"):
+            values["prompt"] = PromptToken.from_pb(pb.prompt_logprobs)
+        chunk = object.__new__(cls)
+        chunk.__dict__.update(values)
+        return chunk
 
 
 @dataclass(frozen=True, slots=True)

@@ -20,6 +20,7 @@ from outrider.settings import SettingsError
 from outrider.telemetry import names as telemetry
 from outrider.telemetry.tracing import Tracing, set_up_tracing
 from outrider_client.client import Client
+from outrider_client.connection import Connection
 from outrider_client.terminal.options import AccessOptions
 from outrider_gateway.app import Application
 from outrider_gateway.config import GatewayConfig, host_and_port
@@ -57,7 +58,7 @@ class GatewayServer:
             leave.callback(tracing.shutdown)
             names = {address: target_name(address) for address in config.targets}
             targets = Targets(
-                [Client(access.connection(address), tracing) for address, name in names.items() if name is None],
+                [_client(access.connection(address), tracing) for address, name in names.items() if name is None],
                 names=[_named_targets(name, access, tracing) for name in names.values() if name is not None],
                 health_seconds=config.health_seconds,
                 load_bound=config.load_bound,
@@ -158,8 +159,13 @@ def _uvicorn_config(config: GatewayConfig, application: Application) -> uvicorn.
 def _named_targets(name: TargetName, access: AccessOptions, tracing: Tracing) -> NamedTargets:
     """The targets behind a name, whose certificates are for the name."""
     return NamedTargets(
-        Resolver(name), lambda address: Client(access.connection(address, server_name=name.host), tracing)
+        Resolver(name), lambda address: _client(access.connection(address, server_name=name.host), tracing)
     )
+
+
+def _client(connection: Connection, tracing: Tracing) -> Client:
+    """A client of one target. All answers of a step come in one message."""
+    return Client(connection, tracing, carries=True)
 
 
 def _raise_file_limit(wanted: int) -> None:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 
 import msgspec
 
@@ -21,6 +21,8 @@ class EventQueue:
         self._events: list[SequenceEvent] = []
         self._arrived = asyncio.Event()
         self._overflowed = False
+        # Called when there are events; by default it wakes whoever waits for them.
+        self.on_arrival: Callable[[], object] = self._arrived.set
 
     def put(self, event: SequenceEvent) -> None:
         """Add an event. At the limit, drop the queued events and cancel the sequence, to free its memory at once."""
@@ -30,22 +32,30 @@ class EventQueue:
             self._cancel(event.sequence_id)
         else:
             self._events.append(event)
-        self._arrived.set()
+        self.on_arrival()
 
     async def next_events(self) -> list[SequenceEvent]:
         """All queued events, at least one. Raises `QuotaExceeded` when the reader was too slow. For one reader."""
-        while not self._events:
-            if self._overflowed:
-                raise QuotaExceeded("the client reads too slowly", steps=self._limit)
+        while not (events := self.queued()):
             self._arrived.clear()
             await self._arrived.wait()
+        return events
+
+    def queued(self) -> list[SequenceEvent]:
+        """All queued events; none where there are none yet. Raises `QuotaExceeded` when the reader was too slow."""
+        if self._overflowed and not self._events:
+            raise QuotaExceeded("the client reads too slowly", steps=self._limit)
         events, self._events = self._events, []
         return events
 
 
-def joined(events: Iterable[SequenceEvent]) -> Iterator[SequenceEvent]:
+def joined(events: Sequence[SequenceEvent]) -> Iterable[SequenceEvent]:
     """The events of one sequence, with consecutive verdicts joined where one chunk can hold them. A chunk's drafted
     tokens are its first, so a verdict with some begins a chunk. So does one of other weights."""
+    return _joined(events) if len(events) > 1 else events
+
+
+def _joined(events: Sequence[SequenceEvent]) -> Iterator[SequenceEvent]:
     run: list[StepVerdict] = []
     for event in events:
         if run and not (isinstance(event, StepVerdict) and _continues(event, run[0])):

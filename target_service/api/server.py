@@ -14,6 +14,7 @@ import outrider
 from outrider.errors import OutriderError
 from outrider.runtime import end_tasks
 from outrider.serving import current_caller, current_tenant
+from outrider.serving.carried_calls import CarriedContext, carry_calls
 from outrider.telemetry.names import VERIFY_SEQUENCE
 from outrider.telemetry.tracing import Tracing
 from outrider.v1 import target_pb2, target_pb2_grpc
@@ -21,16 +22,14 @@ from outrider.wire.same_names import shared_fields
 from outrider.wire.trees import mode_to_pb
 from target_service.api import replies
 from target_service.api.admission import Admission, ServedModel
-from target_service.api.answer_reader import AnswerReader
-from target_service.api.event_queue import EventQueue, joined
+from target_service.api.answer_reader import AnswerReader, AnswerReplies
+from target_service.api.event_queue import EventQueue
 from target_service.api.verify_session import VerifyStream
 from target_service.api.weights import WeightUpdates
 from target_service.config import TargetConfig
 from target_service.core.events import Sequences
-from target_service.core.sequence import PromptLogprobs, SequenceFinished, SequenceRequest, StepVerdict
 from target_service.speculation_state import SpeculationState, speculation_state
 from target_service.telemetry.tracing import RequestTrace
-from target_service.text.tokenizer import ModelTokenizer
 
 SERVICE_NAME: str = target_pb2.DESCRIPTOR.services_by_name["TargetService"].full_name
 
@@ -38,6 +37,7 @@ SERVICE_NAME: str = target_pb2.DESCRIPTOR.services_by_name["TargetService"].full
 UNREAD_STEPS = 1024
 
 GenerateContext = grpc.aio.ServicerContext[target_pb2.GenerateRequest, target_pb2.GenerateResponse]
+GenerateManyContext = grpc.aio.ServicerContext[target_pb2.GenerateManyRequest, target_pb2.GenerateManyResponse]
 VerifyContext = grpc.aio.ServicerContext[target_pb2.VerifyRequest, target_pb2.VerifyResponse]
 
 
@@ -80,45 +80,18 @@ class TargetServicer(target_pb2_grpc.TargetServiceServicer):
                 if (tokenizer := self.served.tokenizer) is not None:
                     text = AnswerReader(tokenizer, admitted, parser, show_special=request.show_special_tokens)
                 names = tokenizer if request.speculation.token_texts else None
-                await self._stream(admitted, text, names, queue, context, trace)
+                await _stream(
+                    AnswerReplies(admitted, text, names, trace, context.set_trailing_metadata), queue, context
+                )
             finally:
                 self.sequences.cancel(sequence_id)
 
-    async def _stream(
+    async def GenerateMany(  # type: ignore[override]
         self,
-        request: SequenceRequest,
-        text: AnswerReader | None,
-        names: ModelTokenizer | None,
-        queue: EventQueue,
-        context: GenerateContext,
-        trace: RequestTrace,
+        _request_iterator: AsyncIterator[target_pb2.GenerateManyRequest],
+        context: grpc.aio.ServicerContext[Any, Any],
     ) -> None:
-        """Write the events of one sequence, to its end, with the texts of tokens where there are `names`. Those that
-        wait for a slow reader go in one chunk."""
-        while True:
-            events = await queue.next_events()
-            if trace.recording:
-                for event in events:
-                    if isinstance(event, StepVerdict):
-                        trace.step(event)
-            for event in joined(events):
-                if isinstance(event, StepVerdict):
-                    response = replies.chunk(event)
-                    if text is not None:
-                        text.add_text(response.chunk, event)
-                    if names is not None:
-                        replies.add_token_texts(response, names)
-                    await context.write(response)
-                elif isinstance(event, PromptLogprobs):
-                    await context.write(replies.prompt_chunk(event, request, names))
-                elif isinstance(event, SequenceFinished):
-                    trace.finished(event.finish, event.totals)
-                    context.set_trailing_metadata(replies.trailers(event.totals.draft_refused))
-                    await context.write(replies.finished(event, request))
-                    return
-                else:
-                    context.set_trailing_metadata(replies.trailers(event.draft_refused))
-                    raise event.error
+        await carry_calls(context)
 
     async def Verify(  # type: ignore[override]
         self, request_iterator: AsyncIterator[target_pb2.VerifyRequest], context: VerifyContext
@@ -171,6 +144,19 @@ class TargetServicer(target_pb2_grpc.TargetServiceServicer):
         self, request_iterator: AsyncIterator[target_pb2.UpdateWeightsRequest], _context: Any
     ) -> target_pb2.UpdateWeightsResponse:
         return replies.updated(await self._weights.update(current_caller.get(), request_iterator))
+
+
+async def _stream(answer: AnswerReplies, queue: EventQueue, context: GenerateContext) -> None:
+    """Write the events of one sequence, to its end. Raises the error of one that fails."""
+    if isinstance(context, CarriedContext):
+        queue.on_arrival = context.has_more
+        await context.say_all(lambda: (answer.serialised(queue.queued()), answer.ended))
+    while not answer.ended:
+        for response in answer.serialised(await queue.next_events()):
+            # gRPC sends bytes as they are.
+            await context.write(response)  # type: ignore[arg-type]
+    if answer.error is not None:
+        raise answer.error
 
 
 @contextmanager

@@ -9,8 +9,7 @@ from collections import Counter
 from collections.abc import AsyncIterator, Mapping, Sequence
 from contextlib import asynccontextmanager
 from dataclasses import dataclass, replace
-from types import SimpleNamespace
-from typing import Any, cast
+from typing import Any, NamedTuple, cast
 
 import grpc
 from chaos.sound_frames import DRAFT, HEALTH, TARGET, Call
@@ -26,6 +25,7 @@ from draft_service.server import DraftServicer
 from draft_service.session import SequenceAdmission as DraftAdmission
 from outrider.limits import TenantLimits, TenantTable
 from outrider.serving.calls import CallLimits, Calls
+from outrider.serving.carried_calls import CarryingInterceptor
 from outrider.serving.health import HealthServicer
 from outrider.serving.interceptors import AuthInterceptor, ErrorInterceptor
 from outrider.serving.tenancy import Authenticator
@@ -94,13 +94,20 @@ class CallContext:
         raise grpc.aio.AbortError
 
 
+class Details(NamedTuple):
+    """By which a handler is looked up."""
+
+    method: str
+    invocation_metadata: tuple[tuple[str, str], ...] = ()
+
+
 class Door:
     """The handlers of some services, behind the interceptors that stand before them in a server."""
 
     def __init__(self) -> None:
         self._handlers: list[Any] = []
         calls = Calls(CallLimits(1024, message_bytes=4096), by_tenant=False)
-        self._interceptors = [ErrorInterceptor(), AuthInterceptor(Authenticator(), calls)]
+        self._carrying = CarryingInterceptor([ErrorInterceptor(), AuthInterceptor(Authenticator(), calls)])
         # By the status's name, and by call.
         self.statuses: Counter[str] = Counter()
         self.frames: Counter[str] = Counter()
@@ -113,22 +120,10 @@ class Door:
         """The generic ones hold the same."""
 
     async def _handler(self, path: str) -> Any:
-        details = cast(grpc.HandlerCallDetails, SimpleNamespace(method=path, invocation_metadata=()))
-
-        async def find(_details: Any) -> Any:
+        async def find(details: Any) -> Any:
             return next(found for each in self._handlers if (found := each.service(details)) is not None)
 
-        continuation: Any = find
-        for interceptor in reversed(self._interceptors):
-            continuation = self._behind(interceptor, continuation)
-        return await continuation(details)
-
-    @staticmethod
-    def _behind(interceptor: Any, continuation: Any) -> Any:
-        async def intercepted(details: Any) -> Any:
-            return await interceptor.intercept_service(continuation, details)
-
-        return intercepted
+        return await self._carrying.intercept_service(find, cast(grpc.HandlerCallDetails, Details(path)))
 
     async def call(self, call: Call, payloads: Sequence[bytes]) -> CallContext:
         """One call with these frames; what it ended with is counted."""

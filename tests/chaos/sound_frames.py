@@ -69,6 +69,20 @@ def _verifications() -> tuple[list[Message], list[Message]]:
     return opens, [*opens, *later, make(close=target_pb2.CloseVerification(sequence_id=1))]
 
 
+def _carried() -> tuple[list[Message], list[Message]]:
+    make = target_pb2.GenerateManyRequest
+    begin = [
+        target_pb2.CarriedCall(
+            call=number,
+            request=request.SerializeToString(),
+            metadata=[target_pb2.CallMetadata(key="outrider-tenant", value=b"default")],
+            timeout_nanoseconds=10**10,
+        )
+        for number, request in enumerate(_generations(), 1)
+    ]
+    return [make(begin=begin)], [make(cancel=[1], pause=[2]), make(resume=[2]), make(begin=begin)]
+
+
 def _updates() -> tuple[list[Message], list[Message]]:
     make = target_pb2.UpdateWeightsRequest
     files = target_pb2.BeginUpdate(files=target_pb2.WeightFiles(sizes=[64]), running=1)
@@ -113,6 +127,7 @@ def calls() -> list[Call]:
     make = draft_pb2
     return [
         Call(TARGET, "Generate", False, True, _generations()),
+        Call(TARGET, "GenerateMany", True, True, *_carried()),
         Call(TARGET, "Verify", True, True, *verify),
         Call(TARGET, "GetTargetInfo", False, False, [target_pb2.GetTargetInfoRequest()]),
         Call(TARGET, "UpdateWeights", True, False, *update),

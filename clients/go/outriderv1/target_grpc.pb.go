@@ -22,6 +22,7 @@ const _ = grpc.SupportPackageIsVersion8
 
 const (
 	TargetService_Generate_FullMethodName      = "/outrider.v1.TargetService/Generate"
+	TargetService_GenerateMany_FullMethodName  = "/outrider.v1.TargetService/GenerateMany"
 	TargetService_Verify_FullMethodName        = "/outrider.v1.TargetService/Verify"
 	TargetService_Tokenize_FullMethodName      = "/outrider.v1.TargetService/Tokenize"
 	TargetService_Detokenize_FullMethodName    = "/outrider.v1.TargetService/Detokenize"
@@ -36,6 +37,13 @@ type TargetServiceClient interface {
 	// Generate streams the continuation of a prompt. Cancelling the call ends the request and frees what it held.
 	// RESOURCE_EXHAUSTED when the queue is full, UNAVAILABLE while draining.
 	Generate(ctx context.Context, in *GenerateRequest, opts ...grpc.CallOption) (TargetService_GenerateClient, error)
+	// GenerateMany carries many Generate calls on one stream, for servers that forward the calls of their own callers: what
+	// a step said for all of them comes in one message. Each call has its own caller, deadline and status, and is counted,
+	// refused and traced as Generate is. The stream itself is a call of whoever opens it. Cancelling it cancels those on
+	// it; behind its last message they are answered to their ends.
+	// DEADLINE_EXCEEDED for one without a first message within the service's time for it, 10 s unless it is configured
+	// otherwise.
+	GenerateMany(ctx context.Context, opts ...grpc.CallOption) (TargetService_GenerateManyClient, error)
 	// Verify checks trees that the client drafts. One stream carries many sequences; they share batches with
 	// Generate's. A stream that ends without close frames aborts its sequences. DEADLINE_EXCEEDED for one without a first
 	// message within the service's time for it, 10 s unless it is configured otherwise.
@@ -95,9 +103,41 @@ func (x *targetServiceGenerateClient) Recv() (*GenerateResponse, error) {
 	return m, nil
 }
 
+func (c *targetServiceClient) GenerateMany(ctx context.Context, opts ...grpc.CallOption) (TargetService_GenerateManyClient, error) {
+	cOpts := append([]grpc.CallOption{grpc.StaticMethod()}, opts...)
+	stream, err := c.cc.NewStream(ctx, &TargetService_ServiceDesc.Streams[1], TargetService_GenerateMany_FullMethodName, cOpts...)
+	if err != nil {
+		return nil, err
+	}
+	x := &targetServiceGenerateManyClient{ClientStream: stream}
+	return x, nil
+}
+
+type TargetService_GenerateManyClient interface {
+	Send(*GenerateManyRequest) error
+	Recv() (*GenerateManyResponse, error)
+	grpc.ClientStream
+}
+
+type targetServiceGenerateManyClient struct {
+	grpc.ClientStream
+}
+
+func (x *targetServiceGenerateManyClient) Send(m *GenerateManyRequest) error {
+	return x.ClientStream.SendMsg(m)
+}
+
+func (x *targetServiceGenerateManyClient) Recv() (*GenerateManyResponse, error) {
+	m := new(GenerateManyResponse)
+	if err := x.ClientStream.RecvMsg(m); err != nil {
+		return nil, err
+	}
+	return m, nil
+}
+
 func (c *targetServiceClient) Verify(ctx context.Context, opts ...grpc.CallOption) (TargetService_VerifyClient, error) {
 	cOpts := append([]grpc.CallOption{grpc.StaticMethod()}, opts...)
-	stream, err := c.cc.NewStream(ctx, &TargetService_ServiceDesc.Streams[1], TargetService_Verify_FullMethodName, cOpts...)
+	stream, err := c.cc.NewStream(ctx, &TargetService_ServiceDesc.Streams[2], TargetService_Verify_FullMethodName, cOpts...)
 	if err != nil {
 		return nil, err
 	}
@@ -159,7 +199,7 @@ func (c *targetServiceClient) GetTargetInfo(ctx context.Context, in *GetTargetIn
 
 func (c *targetServiceClient) UpdateWeights(ctx context.Context, opts ...grpc.CallOption) (TargetService_UpdateWeightsClient, error) {
 	cOpts := append([]grpc.CallOption{grpc.StaticMethod()}, opts...)
-	stream, err := c.cc.NewStream(ctx, &TargetService_ServiceDesc.Streams[2], TargetService_UpdateWeights_FullMethodName, cOpts...)
+	stream, err := c.cc.NewStream(ctx, &TargetService_ServiceDesc.Streams[3], TargetService_UpdateWeights_FullMethodName, cOpts...)
 	if err != nil {
 		return nil, err
 	}
@@ -199,6 +239,13 @@ type TargetServiceServer interface {
 	// Generate streams the continuation of a prompt. Cancelling the call ends the request and frees what it held.
 	// RESOURCE_EXHAUSTED when the queue is full, UNAVAILABLE while draining.
 	Generate(*GenerateRequest, TargetService_GenerateServer) error
+	// GenerateMany carries many Generate calls on one stream, for servers that forward the calls of their own callers: what
+	// a step said for all of them comes in one message. Each call has its own caller, deadline and status, and is counted,
+	// refused and traced as Generate is. The stream itself is a call of whoever opens it. Cancelling it cancels those on
+	// it; behind its last message they are answered to their ends.
+	// DEADLINE_EXCEEDED for one without a first message within the service's time for it, 10 s unless it is configured
+	// otherwise.
+	GenerateMany(TargetService_GenerateManyServer) error
 	// Verify checks trees that the client drafts. One stream carries many sequences; they share batches with
 	// Generate's. A stream that ends without close frames aborts its sequences. DEADLINE_EXCEEDED for one without a first
 	// message within the service's time for it, 10 s unless it is configured otherwise.
@@ -224,6 +271,9 @@ type UnimplementedTargetServiceServer struct {
 
 func (UnimplementedTargetServiceServer) Generate(*GenerateRequest, TargetService_GenerateServer) error {
 	return status.Errorf(codes.Unimplemented, "method Generate not implemented")
+}
+func (UnimplementedTargetServiceServer) GenerateMany(TargetService_GenerateManyServer) error {
+	return status.Errorf(codes.Unimplemented, "method GenerateMany not implemented")
 }
 func (UnimplementedTargetServiceServer) Verify(TargetService_VerifyServer) error {
 	return status.Errorf(codes.Unimplemented, "method Verify not implemented")
@@ -272,6 +322,32 @@ type targetServiceGenerateServer struct {
 
 func (x *targetServiceGenerateServer) Send(m *GenerateResponse) error {
 	return x.ServerStream.SendMsg(m)
+}
+
+func _TargetService_GenerateMany_Handler(srv interface{}, stream grpc.ServerStream) error {
+	return srv.(TargetServiceServer).GenerateMany(&targetServiceGenerateManyServer{ServerStream: stream})
+}
+
+type TargetService_GenerateManyServer interface {
+	Send(*GenerateManyResponse) error
+	Recv() (*GenerateManyRequest, error)
+	grpc.ServerStream
+}
+
+type targetServiceGenerateManyServer struct {
+	grpc.ServerStream
+}
+
+func (x *targetServiceGenerateManyServer) Send(m *GenerateManyResponse) error {
+	return x.ServerStream.SendMsg(m)
+}
+
+func (x *targetServiceGenerateManyServer) Recv() (*GenerateManyRequest, error) {
+	m := new(GenerateManyRequest)
+	if err := x.ServerStream.RecvMsg(m); err != nil {
+		return nil, err
+	}
+	return m, nil
 }
 
 func _TargetService_Verify_Handler(srv interface{}, stream grpc.ServerStream) error {
@@ -405,6 +481,12 @@ var TargetService_ServiceDesc = grpc.ServiceDesc{
 			StreamName:    "Generate",
 			Handler:       _TargetService_Generate_Handler,
 			ServerStreams: true,
+		},
+		{
+			StreamName:    "GenerateMany",
+			Handler:       _TargetService_GenerateMany_Handler,
+			ServerStreams: true,
+			ClientStreams: true,
 		},
 		{
 			StreamName:    "Verify",

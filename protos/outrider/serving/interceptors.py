@@ -8,6 +8,7 @@ import logging
 from collections.abc import AsyncIterator, Awaitable, Callable, Mapping
 from contextlib import AbstractAsyncContextManager, aclosing, asynccontextmanager
 from contextvars import ContextVar
+from dataclasses import dataclass
 from typing import Any, TypeAlias
 
 import grpc
@@ -52,7 +53,7 @@ _KINDS: Mapping[tuple[bool, bool], tuple[str, Any]] = {
 
 def guarded(handler: Handler, guard: Guard, parse: Parser | None = None, *, reads: bool = False) -> Handler:
     """`handler` with every call run inside `guard`, its writes included. `parse` takes the place of its own parser;
-    with `reads` gRPC leaves a single request to be read by the guard."""
+    with `reads` gRPC leaves a single request to be read by the guard. The handler may give responses as their bytes."""
     kind, _ = _KINDS[bool(handler.request_streaming), bool(handler.response_streaming)]
     _, make = _KINDS[reads or bool(handler.request_streaming), bool(handler.response_streaming)]
     behaviour = getattr(handler, kind)
@@ -69,8 +70,21 @@ def guarded(handler: Handler, guard: Guard, parse: Parser | None = None, *, read
                 await context.write(response)
 
     handle: Any = iterate if inspect.isasyncgenfunction(behaviour) else call
-    wrapped: Handler = make(handle, parse or handler.request_deserializer, handler.response_serializer)
+    serialise = handler.response_serializer
+    if serialise is not None and not isinstance(serialise, _Serialiser):
+        serialise = _Serialiser(serialise)
+    wrapped: Handler = make(handle, parse or handler.request_deserializer, serialise)
     return wrapped
+
+
+@dataclass(frozen=True, slots=True)
+class _Serialiser:
+    """A serialiser that leaves alone what is serialised already."""
+
+    serialise: Callable[[Any], bytes]
+
+    def __call__(self, response: Any) -> bytes:
+        return response if type(response) is bytes else self.serialise(response)
 
 
 # Bytes of the last message that the current call has read.

@@ -22,6 +22,7 @@ from outrider.host_names import is_loopback
 from outrider.ports import port_refusal
 from outrider.serving import health
 from outrider.serving.calls import CallLimits, Calls
+from outrider.serving.carried_calls import CarryingInterceptor
 from outrider.serving.credentials import TlsFiles
 from outrider.serving.health import HealthServicer
 from outrider.serving.interceptors import AuthInterceptor, ErrorInterceptor
@@ -87,7 +88,7 @@ class GrpcServer:
         limits = options.limits
         self._auth = AuthInterceptor(options.authenticator, Calls(limits, by_tenant=options.authenticator.required))
         self._errors = ErrorInterceptor()
-        self._interceptors = [*interceptors, self._errors, self._auth]
+        self._carrying = CarryingInterceptor([*interceptors, self._errors, self._auth])
         self._server = self._make(limits.backstop, limits.per_connection)
         self._pending: dict[str, PendingService] = {}
         for service in services:
@@ -127,7 +128,7 @@ class GrpcServer:
             # A second server on the same port must fail, not share its traffic.
             ("grpc.so_reuseport", 0),
         ]
-        return grpc.aio.server(interceptors=self._interceptors, options=options, maximum_concurrent_rpcs=max_calls)
+        return grpc.aio.server(interceptors=[self._carrying], options=options, maximum_concurrent_rpcs=max_calls)
 
     async def start(self) -> None:
         """Bind and serve; `address` then has the port chosen for port 0. Raises `SettingsError`."""
@@ -159,6 +160,7 @@ class GrpcServer:
     async def stop(self, grace: float, reason: OutriderError | None = None) -> None:
         """Refuse new calls, give running ones `grace` seconds, then end them with `reason`; None is `Draining`."""
         self.health.close()
+        self._carrying.finish()
         stopped = asyncio.ensure_future(self._server.stop(grace + LAST_WORDS_SECONDS))
         try:
             await asyncio.wait({stopped}, timeout=grace)

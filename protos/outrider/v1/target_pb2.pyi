@@ -204,6 +204,168 @@ class GenerateRequest(google.protobuf.message.Message):
 global___GenerateRequest = GenerateRequest
 
 @typing.final
+class GenerateManyRequest(google.protobuf.message.Message):
+    """GenerateManyRequest begins calls, and says what becomes of those that run. What it says of a call that has ended
+    changes nothing.
+    """
+
+    DESCRIPTOR: google.protobuf.descriptor.Descriptor
+
+    BEGIN_FIELD_NUMBER: builtins.int
+    CANCEL_FIELD_NUMBER: builtins.int
+    PAUSE_FIELD_NUMBER: builtins.int
+    RESUME_FIELD_NUMBER: builtins.int
+    @property
+    def begin(self) -> google.protobuf.internal.containers.RepeatedCompositeFieldContainer[global___CarriedCall]:
+        """begin starts calls."""
+
+    @property
+    def cancel(self) -> google.protobuf.internal.containers.RepeatedScalarFieldContainer[builtins.int]:
+        """cancel ends the calls of these numbers, as callers cancel calls. Nothing more comes of them."""
+
+    @property
+    def pause(self) -> google.protobuf.internal.containers.RepeatedScalarFieldContainer[builtins.int]:
+        """pause keeps the responses of these calls at the target, whose readers lag. One that lags too far is ended with
+        RESOURCE_EXHAUSTED, as in Generate.
+        """
+
+    @property
+    def resume(self) -> google.protobuf.internal.containers.RepeatedScalarFieldContainer[builtins.int]:
+        """resume ends the pause of these calls."""
+
+    def __init__(
+        self,
+        *,
+        begin: collections.abc.Iterable[global___CarriedCall] | None = ...,
+        cancel: collections.abc.Iterable[builtins.int] | None = ...,
+        pause: collections.abc.Iterable[builtins.int] | None = ...,
+        resume: collections.abc.Iterable[builtins.int] | None = ...,
+    ) -> None: ...
+    def ClearField(self, field_name: typing.Literal["begin", b"begin", "cancel", b"cancel", "pause", b"pause", "resume", b"resume"]) -> None: ...
+
+global___GenerateManyRequest = GenerateManyRequest
+
+@typing.final
+class CarriedCall(google.protobuf.message.Message):
+    """CarriedCall is one Generate call."""
+
+    DESCRIPTOR: google.protobuf.descriptor.Descriptor
+
+    CALL_FIELD_NUMBER: builtins.int
+    REQUEST_FIELD_NUMBER: builtins.int
+    METADATA_FIELD_NUMBER: builtins.int
+    TIMEOUT_NANOSECONDS_FIELD_NUMBER: builtins.int
+    call: builtins.int
+    """call is its number: larger than all before it on the stream, or the stream ends with INVALID_ARGUMENT."""
+    request: builtins.bytes
+    """request is the GenerateRequest, serialised: one that is malformed harms no other call."""
+    timeout_nanoseconds: builtins.int
+    """timeout_nanoseconds after which it ends with DEADLINE_EXCEEDED. Default none."""
+    @property
+    def metadata(self) -> google.protobuf.internal.containers.RepeatedCompositeFieldContainer[global___CallMetadata]:
+        """metadata of the call: the caller's token, tenant and trace."""
+
+    def __init__(
+        self,
+        *,
+        call: builtins.int = ...,
+        request: builtins.bytes = ...,
+        metadata: collections.abc.Iterable[global___CallMetadata] | None = ...,
+        timeout_nanoseconds: builtins.int | None = ...,
+    ) -> None: ...
+    def HasField(self, field_name: typing.Literal["_timeout_nanoseconds", b"_timeout_nanoseconds", "timeout_nanoseconds", b"timeout_nanoseconds"]) -> builtins.bool: ...
+    def ClearField(self, field_name: typing.Literal["_timeout_nanoseconds", b"_timeout_nanoseconds", "call", b"call", "metadata", b"metadata", "request", b"request", "timeout_nanoseconds", b"timeout_nanoseconds"]) -> None: ...
+    def WhichOneof(self, oneof_group: typing.Literal["_timeout_nanoseconds", b"_timeout_nanoseconds"]) -> typing.Literal["timeout_nanoseconds"] | None: ...
+
+global___CarriedCall = CarriedCall
+
+@typing.final
+class CallMetadata(google.protobuf.message.Message):
+    """CallMetadata is one entry of a call's metadata."""
+
+    DESCRIPTOR: google.protobuf.descriptor.Descriptor
+
+    KEY_FIELD_NUMBER: builtins.int
+    VALUE_FIELD_NUMBER: builtins.int
+    key: builtins.str
+    """key in lower case."""
+    value: builtins.bytes
+    """value: ASCII, but any bytes where the key ends with "-bin"."""
+    def __init__(
+        self,
+        *,
+        key: builtins.str = ...,
+        value: builtins.bytes = ...,
+    ) -> None: ...
+    def ClearField(self, field_name: typing.Literal["key", b"key", "value", b"value"]) -> None: ...
+
+global___CallMetadata = CallMetadata
+
+@typing.final
+class GenerateManyResponse(google.protobuf.message.Message):
+    """GenerateManyResponse has responses and ends of calls, in order for each call; ends are behind responses."""
+
+    DESCRIPTOR: google.protobuf.descriptor.Descriptor
+
+    CALLS_FIELD_NUMBER: builtins.int
+    RESPONSES_FIELD_NUMBER: builtins.int
+    ENDS_FIELD_NUMBER: builtins.int
+    @property
+    def calls(self) -> google.protobuf.internal.containers.RepeatedScalarFieldContainer[builtins.int]:
+        """calls are the numbers of the calls that responses are of, one for one."""
+
+    @property
+    def responses(self) -> google.protobuf.internal.containers.RepeatedScalarFieldContainer[builtins.bytes]:
+        """responses are each a GenerateResponse, serialised."""
+
+    @property
+    def ends(self) -> google.protobuf.internal.containers.RepeatedCompositeFieldContainer[global___CarriedEnd]:
+        """ends of calls."""
+
+    def __init__(
+        self,
+        *,
+        calls: collections.abc.Iterable[builtins.int] | None = ...,
+        responses: collections.abc.Iterable[builtins.bytes] | None = ...,
+        ends: collections.abc.Iterable[global___CarriedEnd] | None = ...,
+    ) -> None: ...
+    def ClearField(self, field_name: typing.Literal["calls", b"calls", "ends", b"ends", "responses", b"responses"]) -> None: ...
+
+global___GenerateManyResponse = GenerateManyResponse
+
+@typing.final
+class CarriedEnd(google.protobuf.message.Message):
+    """CarriedEnd is the status of one call."""
+
+    DESCRIPTOR: google.protobuf.descriptor.Descriptor
+
+    CALL_FIELD_NUMBER: builtins.int
+    CODE_FIELD_NUMBER: builtins.int
+    MESSAGE_FIELD_NUMBER: builtins.int
+    TRAILING_METADATA_FIELD_NUMBER: builtins.int
+    call: builtins.int
+    """call is its number."""
+    code: builtins.int
+    """code of the status, as gRPC numbers them."""
+    message: builtins.str
+    """message of the status."""
+    @property
+    def trailing_metadata(self) -> google.protobuf.internal.containers.RepeatedCompositeFieldContainer[global___CallMetadata]:
+        """trailing_metadata of the call."""
+
+    def __init__(
+        self,
+        *,
+        call: builtins.int = ...,
+        code: builtins.int = ...,
+        message: builtins.str = ...,
+        trailing_metadata: collections.abc.Iterable[global___CallMetadata] | None = ...,
+    ) -> None: ...
+    def ClearField(self, field_name: typing.Literal["call", b"call", "code", b"code", "message", b"message", "trailing_metadata", b"trailing_metadata"]) -> None: ...
+
+global___CarriedEnd = CarriedEnd
+
+@typing.final
 class Prediction(google.protobuf.message.Message):
     """Prediction is an expected answer. An empty one predicts nothing."""
 

@@ -40,6 +40,11 @@ class TargetServiceStub(object):
                 request_serializer=outrider_dot_v1_dot_target__pb2.GenerateRequest.SerializeToString,
                 response_deserializer=outrider_dot_v1_dot_target__pb2.GenerateResponse.FromString,
                 _registered_method=True)
+        self.GenerateMany = channel.stream_stream(
+                '/outrider.v1.TargetService/GenerateMany',
+                request_serializer=outrider_dot_v1_dot_target__pb2.GenerateManyRequest.SerializeToString,
+                response_deserializer=outrider_dot_v1_dot_target__pb2.GenerateManyResponse.FromString,
+                _registered_method=True)
         self.Verify = channel.stream_stream(
                 '/outrider.v1.TargetService/Verify',
                 request_serializer=outrider_dot_v1_dot_target__pb2.VerifyRequest.SerializeToString,
@@ -74,6 +79,18 @@ class TargetServiceServicer(object):
     def Generate(self, request, context):
         """Generate streams the continuation of a prompt. Cancelling the call ends the request and frees what it held.
         RESOURCE_EXHAUSTED when the queue is full, UNAVAILABLE while draining.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
+    def GenerateMany(self, request_iterator, context):
+        """GenerateMany carries many Generate calls on one stream, for servers that forward the calls of their own callers: what
+        a step said for all of them comes in one message. Each call has its own caller, deadline and status, and is counted,
+        refused and traced as Generate is. The stream itself is a call of whoever opens it. Cancelling it cancels those on
+        it; behind its last message they are answered to their ends.
+        DEADLINE_EXCEEDED for one without a first message within the service's time for it, 10 s unless it is configured
+        otherwise.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
@@ -127,6 +144,11 @@ def add_TargetServiceServicer_to_server(servicer, server):
                     servicer.Generate,
                     request_deserializer=outrider_dot_v1_dot_target__pb2.GenerateRequest.FromString,
                     response_serializer=outrider_dot_v1_dot_target__pb2.GenerateResponse.SerializeToString,
+            ),
+            'GenerateMany': grpc.stream_stream_rpc_method_handler(
+                    servicer.GenerateMany,
+                    request_deserializer=outrider_dot_v1_dot_target__pb2.GenerateManyRequest.FromString,
+                    response_serializer=outrider_dot_v1_dot_target__pb2.GenerateManyResponse.SerializeToString,
             ),
             'Verify': grpc.stream_stream_rpc_method_handler(
                     servicer.Verify,
@@ -182,6 +204,33 @@ class TargetService(object):
             '/outrider.v1.TargetService/Generate',
             outrider_dot_v1_dot_target__pb2.GenerateRequest.SerializeToString,
             outrider_dot_v1_dot_target__pb2.GenerateResponse.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def GenerateMany(request_iterator,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.stream_stream(
+            request_iterator,
+            target,
+            '/outrider.v1.TargetService/GenerateMany',
+            outrider_dot_v1_dot_target__pb2.GenerateManyRequest.SerializeToString,
+            outrider_dot_v1_dot_target__pb2.GenerateManyResponse.FromString,
             options,
             channel_credentials,
             insecure,

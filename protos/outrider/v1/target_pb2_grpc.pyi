@@ -29,6 +29,18 @@ class TargetServiceStub:
     RESOURCE_EXHAUSTED when the queue is full, UNAVAILABLE while draining.
     """
 
+    GenerateMany: grpc.StreamStreamMultiCallable[
+        outrider.v1.target_pb2.GenerateManyRequest,
+        outrider.v1.target_pb2.GenerateManyResponse,
+    ]
+    """GenerateMany carries many Generate calls on one stream, for servers that forward the calls of their own callers: what
+    a step said for all of them comes in one message. Each call has its own caller, deadline and status, and is counted,
+    refused and traced as Generate is. The stream itself is a call of whoever opens it. Cancelling it cancels those on
+    it; behind its last message they are answered to their ends.
+    DEADLINE_EXCEEDED for one without a first message within the service's time for it, 10 s unless it is configured
+    otherwise.
+    """
+
     Verify: grpc.StreamStreamMultiCallable[
         outrider.v1.target_pb2.VerifyRequest,
         outrider.v1.target_pb2.VerifyResponse,
@@ -76,6 +88,18 @@ class TargetServiceAsyncStub:
     ]
     """Generate streams the continuation of a prompt. Cancelling the call ends the request and frees what it held.
     RESOURCE_EXHAUSTED when the queue is full, UNAVAILABLE while draining.
+    """
+
+    GenerateMany: grpc.aio.StreamStreamMultiCallable[
+        outrider.v1.target_pb2.GenerateManyRequest,
+        outrider.v1.target_pb2.GenerateManyResponse,
+    ]
+    """GenerateMany carries many Generate calls on one stream, for servers that forward the calls of their own callers: what
+    a step said for all of them comes in one message. Each call has its own caller, deadline and status, and is counted,
+    refused and traced as Generate is. The stream itself is a call of whoever opens it. Cancelling it cancels those on
+    it; behind its last message they are answered to their ends.
+    DEADLINE_EXCEEDED for one without a first message within the service's time for it, 10 s unless it is configured
+    otherwise.
     """
 
     Verify: grpc.aio.StreamStreamMultiCallable[
@@ -127,6 +151,20 @@ class TargetServiceServicer(metaclass=abc.ABCMeta):
     ) -> typing.Union[collections.abc.Iterator[outrider.v1.target_pb2.GenerateResponse], collections.abc.AsyncIterator[outrider.v1.target_pb2.GenerateResponse]]:
         """Generate streams the continuation of a prompt. Cancelling the call ends the request and frees what it held.
         RESOURCE_EXHAUSTED when the queue is full, UNAVAILABLE while draining.
+        """
+
+    @abc.abstractmethod
+    def GenerateMany(
+        self,
+        request_iterator: _MaybeAsyncIterator[outrider.v1.target_pb2.GenerateManyRequest],
+        context: _ServicerContext,
+    ) -> typing.Union[collections.abc.Iterator[outrider.v1.target_pb2.GenerateManyResponse], collections.abc.AsyncIterator[outrider.v1.target_pb2.GenerateManyResponse]]:
+        """GenerateMany carries many Generate calls on one stream, for servers that forward the calls of their own callers: what
+        a step said for all of them comes in one message. Each call has its own caller, deadline and status, and is counted,
+        refused and traced as Generate is. The stream itself is a call of whoever opens it. Cancelling it cancels those on
+        it; behind its last message they are answered to their ends.
+        DEADLINE_EXCEEDED for one without a first message within the service's time for it, 10 s unless it is configured
+        otherwise.
         """
 
     @abc.abstractmethod

@@ -17,7 +17,7 @@ import type { JsonObject, Message } from "@bufbuild/protobuf";
  * Describes the file outrider/v1/target.proto.
  */
 export const file_outrider_v1_target: GenFile = /*@__PURE__*/
-  fileDesc("ChhvdXRyaWRlci92MS90YXJnZXQucHJvdG8SC291dHJpZGVyLnYxIpkDCg9HZW5lcmF0ZVJlcXVlc3QSDQoFbW9kZWwYASABKAkSDgoEdGV4dBgCIAEoCUgAEiYKBGNoYXQYAyABKAsyFi5vdXRyaWRlci52MS5DaGF0SW5wdXRIABIpCgZ0b2tlbnMYBCABKAsyFy5vdXRyaWRlci52MS5Ub2tlbklucHV0SAASMQoIc2FtcGxpbmcYBSABKAsyHy5vdXRyaWRlci52MS5TYW1wbGluZ1BhcmFtZXRlcnMSNAoLc3BlY3VsYXRpb24YBiABKAsyHy5vdXRyaWRlci52MS5TcGVjdWxhdGlvbk9wdGlvbnMSMAoKcHJlZGljdGlvbhgHIAEoCzIXLm91dHJpZGVyLnYxLlByZWRpY3Rpb25IAYgBARIbChNzaG93X3NwZWNpYWxfdG9rZW5zGAggASgIEhsKDnNwZWNpYWxfdG9rZW5zGAkgASgISAKIAQESFAoMYW5zd2VyX3BhcnRzGAogASgIQgcKBWlucHV0Qg0KC19wcmVkaWN0aW9uQhEKD19zcGVjaWFsX3Rva2VucyJSCgpQcmVkaWN0aW9uEg4KBHRleHQYASABKAlIABIpCgZ0b2tlbnMYAiABKAsyFy5vdXRyaWRlci52MS5Ub2tlbklucHV0SABCCQoHY29udGVudCLtAQoJQ2hhdElucHV0EioKCG1lc3NhZ2VzGAEgAygLMhgub3V0cmlkZXIudjEuQ2hhdE1lc3NhZ2USIgoVYWRkX2dlbmVyYXRpb25fcHJvbXB0GAIgASgISACIAQESHgoWY29udGludWVfZmluYWxfbWVzc2FnZRgDIAEoCBIzChJ0ZW1wbGF0ZV9hcmd1bWVudHMYBCABKAsyFy5nb29nbGUucHJvdG9idWYuU3RydWN0EiEKBXRvb2xzGAUgASgLMhIub3V0cmlkZXIudjEuVG9vbHNCGAoWX2FkZF9nZW5lcmF0aW9uX3Byb21wdCKOAQoLQ2hhdE1lc3NhZ2USDAoEcm9sZRgBIAEoCRIPCgdjb250ZW50GAIgASgJEikKCnRvb2xfY2FsbHMYAyADKAsyFS5vdXRyaWRlci52MS5Ub29sQ2FsbBIUCgx0b29sX2NhbGxfaWQYBCABKAkSDAoEbmFtZRgFIAEoCRIRCglyZWFzb25pbmcYBiABKAkiNwoIVG9vbENhbGwSCgoCaWQYASABKAkSDAoEbmFtZRgCIAEoCRIRCglhcmd1bWVudHMYAyABKAkiaAoFVG9vbHMSEwoLZGVmaW5pdGlvbnMYASABKAkSJwoGY2hvaWNlGAIgASgOMhcub3V0cmlkZXIudjEuVG9vbENob2ljZRIMCgRuYW1lGAMgASgJEhMKC3NpbmdsZV9jYWxsGAQgASgIIh8KClRva2VuSW5wdXQSEQoJdG9rZW5faWRzGAEgAygNIu4BChJTcGVjdWxhdGlvbk9wdGlvbnMSFAoHZW5hYmxlZBgBIAEoCEgAiAEBEisKBG1vZGUYAiABKA4yHS5vdXRyaWRlci52MS5WZXJpZmljYXRpb25Nb2RlEhYKCW1heF9ub2RlcxgDIAEoDUgBiAEBEg4KBmNvcnB1cxgEIAEoCRIvCgd0eXBpY2FsGAUgASgLMh4ub3V0cmlkZXIudjEuVHlwaWNhbEFjY2VwdGFuY2USDQoFdHJlZXMYBiABKAgSEwoLdG9rZW5fdGV4dHMYByABKAhCCgoIX2VuYWJsZWRCDAoKX21heF9ub2RlcyLTAQoQR2VuZXJhdGVSZXNwb25zZRIvCgdzdGFydGVkGAEgASgLMhwub3V0cmlkZXIudjEuR2VuZXJhdGVTdGFydGVkSAASKwoFY2h1bmsYAiABKAsyGi5vdXRyaWRlci52MS5HZW5lcmF0ZUNodW5rSAASMQoIZmluaXNoZWQYAyABKAsyHS5vdXRyaWRlci52MS5HZW5lcmF0ZUZpbmlzaGVkSAASJQoHdGltaW5ncxgEIAEoCzIULm91dHJpZGVyLnYxLlRpbWluZ3NCBwoFZXZlbnQinAEKD0dlbmVyYXRlU3RhcnRlZBITCgtzZXF1ZW5jZV9pZBgBIAEoBBIVCg1wcm9tcHRfdG9rZW5zGAIgASgNEgwKBHNlZWQYAyABKAYSKwoEbW9kZRgEIAEoDjIdLm91dHJpZGVyLnYxLlZlcmlmaWNhdGlvbk1vZGUSEwoLc3BlY3VsYXRpbmcYBSABKAgSDQoFbW9kZWwYBiABKAkixgMKDUdlbmVyYXRlQ2h1bmsSEQoJdG9rZW5faWRzGAEgAygNEgwKBHRleHQYAiABKAkSFgoOZHJhZnRlZF90b2tlbnMYAyABKA0SLAoIbG9ncHJvYnMYBCADKAsyGi5vdXRyaWRlci52MS5Ub2tlbkxvZ3Byb2JzEgwKBHN0ZXAYBSABKAQSFgoOZHJhZnRzX2J5X3N0ZXAYBiADKA0SFQoNbW9kZWxfdmVyc2lvbhgHIAEoBBInCgR0cmVlGAggASgLMhkub3V0cmlkZXIudjEuVmVyaWZpZWRUcmVlEj8KC3Rva2VuX3RleHRzGAkgAygLMioub3V0cmlkZXIudjEuR2VuZXJhdGVDaHVuay5Ub2tlblRleHRzRW50cnkSJgoFcGFydHMYCiADKAsyFy5vdXRyaWRlci52MS5BbnN3ZXJQYXJ0EjQKD3Byb21wdF9sb2dwcm9icxgLIAEoCzIbLm91dHJpZGVyLnYxLlByb21wdExvZ3Byb2JzGkkKD1Rva2VuVGV4dHNFbnRyeRILCgNrZXkYASABKA0SJQoFdmFsdWUYAiABKAsyFi5vdXRyaWRlci52MS5Ub2tlblRleHQ6AjgBIngKDlByb21wdExvZ3Byb2JzEhEKCXRva2VuX2lkcxgBIAMoDRIQCghsb2dwcm9icxgCIAMoAhIUCgxhbHRlcm5hdGl2ZXMYAyABKA0SFQoNdG9wX3Rva2VuX2lkcxgEIAMoDRIUCgx0b3BfbG9ncHJvYnMYBSADKAIiagoKQW5zd2VyUGFydBIOCgR0ZXh0GAEgASgJSAASEwoJcmVhc29uaW5nGAIgASgJSAASLwoJdG9vbF9jYWxsGAMgASgLMhoub3V0cmlkZXIudjEuVG9vbENhbGxQaWVjZUgAQgYKBHBhcnQiSwoNVG9vbENhbGxQaWVjZRINCgVpbmRleBgBIAEoDRIKCgJpZBgCIAEoCRIMCgRuYW1lGAMgASgJEhEKCWFyZ3VtZW50cxgEIAEoCSIqCglUb2tlblRleHQSDAoEdGV4dBgBIAEoDBIPCgdzcGVjaWFsGAIgASgIIksKDFZlcmlmaWVkVHJlZRIkCgR0cmVlGAEgASgLMhYub3V0cmlkZXIudjEuVG9rZW5UcmVlEhUKDWFjY2VwdGVkX3Jvd3MYAiADKA0iRgoNVG9rZW5Mb2dwcm9icxIPCgdsb2dwcm9iGAEgASgCEiQKA3RvcBgCIAMoCzIXLm91dHJpZGVyLnYxLlRvcExvZ3Byb2IiLwoKVG9wTG9ncHJvYhIQCgh0b2tlbl9pZBgBIAEoDRIPCgdsb2dwcm9iGAIgASgCIoECChBHZW5lcmF0ZUZpbmlzaGVkEjAKDWZpbmlzaF9yZWFzb24YASABKA4yGS5vdXRyaWRlci52MS5GaW5pc2hSZWFzb24SFwoNc3RvcF90b2tlbl9pZBgCIAEoDUgAEhUKC3N0b3Bfc3RyaW5nGAMgASgJSAASIQoFdXNhZ2UYBCABKAsyEi5vdXRyaWRlci52MS5Vc2FnZRIzCgtzcGVjdWxhdGlvbhgFIAEoCzIeLm91dHJpZGVyLnYxLlNwZWN1bGF0aW9uVG90YWxzEigKBXRpbWVzGAYgASgLMhkub3V0cmlkZXIudjEuUmVxdWVzdFRpbWVzQgkKB21hdGNoZWQivQEKBVVzYWdlEhUKDXByb21wdF90b2tlbnMYASABKA0SGQoRY29tcGxldGlvbl90b2tlbnMYAiABKA0SIgoaYWNjZXB0ZWRfcHJlZGljdGlvbl90b2tlbnMYAyABKA0SIgoacmVqZWN0ZWRfcHJlZGljdGlvbl90b2tlbnMYBCABKA0SDQoFbG9zc3kYBSABKAgSFAoMbG9zc3lfdG9rZW5zGAYgASgNEhUKDWNhY2hlZF90b2tlbnMYByABKA0i1wEKEVNwZWN1bGF0aW9uVG90YWxzEg0KBXN0ZXBzGAEgASgEEhUKDWRyYWZ0ZWRfc3RlcHMYAiABKAQSFgoOZHJhZnRlZF90b2tlbnMYAyABKAQSFwoPYWNjZXB0ZWRfdG9rZW5zGAQgASgEEhgKEGRyYWZ0ZWRfYnlfZGVwdGgYBSADKAQSGQoRYWNjZXB0ZWRfYnlfZGVwdGgYBiADKAQSHgoWZHJhZnRfd2FpdF9uYW5vc2Vjb25kcxgHIAEoBBIWCg5mYWxsYmFja19zdGVwcxgIIAEoBCJiCgxSZXF1ZXN0VGltZXMSGQoRcXVldWVfbmFub3NlY29uZHMYASABKAQSGwoTcHJlZmlsbF9uYW5vc2Vjb25kcxgCIAEoBBIaChJkZWNvZGVfbmFub3NlY29uZHMYAyABKAQioQEKDVZlcmlmeVJlcXVlc3QSLQoEb3BlbhgBIAEoCzIdLm91dHJpZGVyLnYxLk9wZW5WZXJpZmljYXRpb25IABInCgR0cmVlGAIgASgLMhcub3V0cmlkZXIudjEuVmVyaWZ5VHJlZUgAEi8KBWNsb3NlGAMgASgLMh4ub3V0cmlkZXIudjEuQ2xvc2VWZXJpZmljYXRpb25IAEIHCgVmcmFtZSLKAQoQT3BlblZlcmlmaWNhdGlvbhISCgpjbGllbnRfdGFnGAEgASgEEhEKCXRva2VuX2lkcxgCIAMoDRIxCghzYW1wbGluZxgDIAEoCzIfLm91dHJpZGVyLnYxLlNhbXBsaW5nUGFyYW1ldGVycxIrCgRtb2RlGAQgASgOMh0ub3V0cmlkZXIudjEuVmVyaWZpY2F0aW9uTW9kZRIvCgd0eXBpY2FsGAUgASgLMh4ub3V0cmlkZXIudjEuVHlwaWNhbEFjY2VwdGFuY2UiVQoKVmVyaWZ5VHJlZRITCgtzZXF1ZW5jZV9pZBgBIAEoBBIMCgRzdGVwGAIgASgEEiQKBHRyZWUYAyABKAsyFi5vdXRyaWRlci52MS5Ub2tlblRyZWUiKAoRQ2xvc2VWZXJpZmljYXRpb24SEwoLc2VxdWVuY2VfaWQYASABKAQizwEKDlZlcmlmeVJlc3BvbnNlEjEKBm9wZW5lZBgBIAEoCzIfLm91dHJpZGVyLnYxLlZlcmlmaWNhdGlvbk9wZW5lZEgAEicKB3ZlcmRpY3QYAiABKAsyFC5vdXRyaWRlci52MS5WZXJkaWN0SAASMQoGc3RhdHVzGAMgASgLMh8ub3V0cmlkZXIudjEuVmVyaWZpY2F0aW9uU3RhdHVzSAASJQoHdGltaW5ncxgEIAEoCzIULm91dHJpZGVyLnYxLlRpbWluZ3NCBwoFZnJhbWUimAEKElZlcmlmaWNhdGlvbk9wZW5lZBISCgpjbGllbnRfdGFnGAEgASgEEhMKC3NlcXVlbmNlX2lkGAIgASgEEgwKBHN0ZXAYAyABKAQSDAoEc2VlZBgEIAEoBhIrCgRtb2RlGAUgASgOMh0ub3V0cmlkZXIudjEuVmVyaWZpY2F0aW9uTW9kZRIQCghtYXhfcm93cxgGIAEoDSLgAQoHVmVyZGljdBITCgtzZXF1ZW5jZV9pZBgBIAEoBBIMCgRzdGVwGAIgASgEEhUKDWFjY2VwdGVkX3Jvd3MYAyADKA0SEQoJdG9rZW5faWRzGAQgAygNEhEKCW5leHRfc3RlcBgFIAEoBBIwCg1maW5pc2hfcmVhc29uGAYgASgOMhkub3V0cmlkZXIudjEuRmluaXNoUmVhc29uEiwKCGxvZ3Byb2JzGAcgAygLMhoub3V0cmlkZXIudjEuVG9rZW5Mb2dwcm9icxIVCg1tb2RlbF92ZXJzaW9uGAggASgEIm8KElZlcmlmaWNhdGlvblN0YXR1cxITCgtzZXF1ZW5jZV9pZBgBIAEoBBISCgpjbGllbnRfdGFnGAIgASgEEgwKBHN0ZXAYAyABKAQSIgoGc3RhdHVzGAQgASgLMhIuZ29vZ2xlLnJwYy5TdGF0dXMi3gEKD1Rva2VuaXplUmVxdWVzdBINCgVtb2RlbBgBIAEoCRIOCgR0ZXh0GAIgASgJSAASJgoEY2hhdBgDIAEoCzIWLm91dHJpZGVyLnYxLkNoYXRJbnB1dEgAEhsKDnNwZWNpYWxfdG9rZW5zGAQgASgISAGIAQESHwoSYWRkX3NwZWNpYWxfdG9rZW5zGAUgASgISAKIAQESEwoLdG9rZW5fdGV4dHMYBiABKAhCBwoFaW5wdXRCEQoPX3NwZWNpYWxfdG9rZW5zQhUKE19hZGRfc3BlY2lhbF90b2tlbnMitAEKEFRva2VuaXplUmVzcG9uc2USEQoJdG9rZW5faWRzGAEgAygNEkIKC3Rva2VuX3RleHRzGAIgAygLMi0ub3V0cmlkZXIudjEuVG9rZW5pemVSZXNwb25zZS5Ub2tlblRleHRzRW50cnkaSQoPVG9rZW5UZXh0c0VudHJ5EgsKA2tleRgBIAEoDRIlCgV2YWx1ZRgCIAEoCzIWLm91dHJpZGVyLnYxLlRva2VuVGV4dDoCOAEiNQoRRGV0b2tlbml6ZVJlcXVlc3QSDQoFbW9kZWwYASABKAkSEQoJdG9rZW5faWRzGAIgAygNIiIKEkRldG9rZW5pemVSZXNwb25zZRIMCgR0ZXh0GAEgASgJIhYKFEdldFRhcmdldEluZm9SZXF1ZXN0It8EChVHZXRUYXJnZXRJbmZvUmVzcG9uc2USDQoFbW9kZWwYASABKAkSFwoPdm9jYWJ1bGFyeV9zaXplGAIgASgNEh0KFXRva2VuaXplcl9maW5nZXJwcmludBgDIAEoCRITCgttYXhfY29udGV4dBgEIAEoDRIQCghtYXhfcm93cxgFIAEoDRINCgVkdHlwZRgGIAEoCRIRCglwYWdlX3NpemUYByABKA0SEQoJa3ZfdG9rZW5zGAggASgEEiwKBW1vZGVzGAkgAygOMh0ub3V0cmlkZXIudjEuVmVyaWZpY2F0aW9uTW9kZRIPCgdkcmFmdGVyGAogASgJEhUKDWVuZF90b2tlbl9pZHMYCyADKA0SDwoHdmVyc2lvbhgMIAEoCRIVCg10b3JjaF92ZXJzaW9uGA0gASgJEhYKDnRyaXRvbl92ZXJzaW9uGA4gASgJEg4KBmRldmljZRgPIAEoCRITCgtkZXZpY2VfbmFtZRgQIAEoCRIbChNjYXB0dXJlZF9zdGVwX3NpemVzGBEgASgNEh0KFWNhcHR1cmFibGVfc3RlcF9zaXplcxgSIAEoDRINCgVkcmFmdBgTIAEoCRIXCg9kcmFmdF9jb25uZWN0ZWQYFCABKAgSEwoLc3BlY3VsYXRpbmcYFSABKAgSGgoSc3BlY3VsYXRpb25fcmVhc29uGBYgASgJEhUKDW1vZGVsX3ZlcnNpb24YFyABKAQSFgoOa3ZfdG9rZW5fYnl0ZXMYGCABKAQSFAoMc2VydmVkX25hbWVzGBkgAygJEg4KBnRlbmFudBgaIAEoCSJZChRVcGRhdGVXZWlnaHRzUmVxdWVzdBIpCgViZWdpbhgBIAEoCzIYLm91dHJpZGVyLnYxLkJlZ2luVXBkYXRlSAASDgoEZGF0YRgCIAEoDEgAQgYKBHBhcnQigwEKC0JlZ2luVXBkYXRlEhAKBmZvbGRlchgBIAEoCUgAEikKBWZpbGVzGAIgASgLMhgub3V0cmlkZXIudjEuV2VpZ2h0RmlsZXNIABItCgdydW5uaW5nGAMgASgOMhwub3V0cmlkZXIudjEuUnVubmluZ1JlcXVlc3RzQggKBnNvdXJjZSIcCgtXZWlnaHRGaWxlcxINCgVzaXplcxgBIAMoBCK+AQoVVXBkYXRlV2VpZ2h0c1Jlc3BvbnNlEhUKDW1vZGVsX3ZlcnNpb24YASABKAQSDwoHdGVuc29ycxgCIAEoDRINCgVieXRlcxgDIAEoBBIbChNwcmVwYXJlX25hbm9zZWNvbmRzGAQgASgEEhkKEXBhdXNlX25hbm9zZWNvbmRzGAUgASgEEhkKEWFib3J0ZWRfc2VxdWVuY2VzGAYgASgNEhsKE2NvbnRpbnVlZF9zZXF1ZW5jZXMYByABKA0qggEKDEZpbmlzaFJlYXNvbhIdChlGSU5JU0hfUkVBU09OX1VOU1BFQ0lGSUVEEAASIQodRklOSVNIX1JFQVNPTl9FTkRfT0ZfU0VRVUVOQ0UQARIWChJGSU5JU0hfUkVBU09OX1NUT1AQAhIYChRGSU5JU0hfUkVBU09OX0xFTkdUSBADKm8KClRvb2xDaG9pY2USGwoXVE9PTF9DSE9JQ0VfVU5TUEVDSUZJRUQQABIUChBUT09MX0NIT0lDRV9BVVRPEAESFAoQVE9PTF9DSE9JQ0VfTk9ORRACEhgKFFRPT0xfQ0hPSUNFX1JFUVVJUkVEEAMqigEKD1J1bm5pbmdSZXF1ZXN0cxIgChxSVU5OSU5HX1JFUVVFU1RTX1VOU1BFQ0lGSUVEEAASGgoWUlVOTklOR19SRVFVRVNUU19EUkFJThABEhoKFlJVTk5JTkdfUkVRVUVTVFNfQUJPUlQQAhIdChlSVU5OSU5HX1JFUVVFU1RTX0NPTlRJTlVFEAMy6wMKDVRhcmdldFNlcnZpY2USSQoIR2VuZXJhdGUSHC5vdXRyaWRlci52MS5HZW5lcmF0ZVJlcXVlc3QaHS5vdXRyaWRlci52MS5HZW5lcmF0ZVJlc3BvbnNlMAESRQoGVmVyaWZ5Ehoub3V0cmlkZXIudjEuVmVyaWZ5UmVxdWVzdBobLm91dHJpZGVyLnYxLlZlcmlmeVJlc3BvbnNlKAEwARJHCghUb2tlbml6ZRIcLm91dHJpZGVyLnYxLlRva2VuaXplUmVxdWVzdBodLm91dHJpZGVyLnYxLlRva2VuaXplUmVzcG9uc2USTQoKRGV0b2tlbml6ZRIeLm91dHJpZGVyLnYxLkRldG9rZW5pemVSZXF1ZXN0Gh8ub3V0cmlkZXIudjEuRGV0b2tlbml6ZVJlc3BvbnNlElYKDUdldFRhcmdldEluZm8SIS5vdXRyaWRlci52MS5HZXRUYXJnZXRJbmZvUmVxdWVzdBoiLm91dHJpZGVyLnYxLkdldFRhcmdldEluZm9SZXNwb25zZRJYCg1VcGRhdGVXZWlnaHRzEiEub3V0cmlkZXIudjEuVXBkYXRlV2VpZ2h0c1JlcXVlc3QaIi5vdXRyaWRlci52MS5VcGRhdGVXZWlnaHRzUmVzcG9uc2UoAUIrWilvdXRyaWRlci9jbGllbnRzL2dvL291dHJpZGVydjE7b3V0cmlkZXJ2MWIGcHJvdG8z", [file_google_protobuf_struct, file_google_rpc_status, file_outrider_v1_tree]);
+  fileDesc("ChhvdXRyaWRlci92MS90YXJnZXQucHJvdG8SC291dHJpZGVyLnYxIpkDCg9HZW5lcmF0ZVJlcXVlc3QSDQoFbW9kZWwYASABKAkSDgoEdGV4dBgCIAEoCUgAEiYKBGNoYXQYAyABKAsyFi5vdXRyaWRlci52MS5DaGF0SW5wdXRIABIpCgZ0b2tlbnMYBCABKAsyFy5vdXRyaWRlci52MS5Ub2tlbklucHV0SAASMQoIc2FtcGxpbmcYBSABKAsyHy5vdXRyaWRlci52MS5TYW1wbGluZ1BhcmFtZXRlcnMSNAoLc3BlY3VsYXRpb24YBiABKAsyHy5vdXRyaWRlci52MS5TcGVjdWxhdGlvbk9wdGlvbnMSMAoKcHJlZGljdGlvbhgHIAEoCzIXLm91dHJpZGVyLnYxLlByZWRpY3Rpb25IAYgBARIbChNzaG93X3NwZWNpYWxfdG9rZW5zGAggASgIEhsKDnNwZWNpYWxfdG9rZW5zGAkgASgISAKIAQESFAoMYW5zd2VyX3BhcnRzGAogASgIQgcKBWlucHV0Qg0KC19wcmVkaWN0aW9uQhEKD19zcGVjaWFsX3Rva2VucyJtChNHZW5lcmF0ZU1hbnlSZXF1ZXN0EicKBWJlZ2luGAEgAygLMhgub3V0cmlkZXIudjEuQ2FycmllZENhbGwSDgoGY2FuY2VsGAIgAygEEg0KBXBhdXNlGAMgAygEEg4KBnJlc3VtZRgEIAMoBCKTAQoLQ2FycmllZENhbGwSDAoEY2FsbBgBIAEoBBIPCgdyZXF1ZXN0GAIgASgMEisKCG1ldGFkYXRhGAMgAygLMhkub3V0cmlkZXIudjEuQ2FsbE1ldGFkYXRhEiAKE3RpbWVvdXRfbmFub3NlY29uZHMYBCABKARIAIgBAUIWChRfdGltZW91dF9uYW5vc2Vjb25kcyIqCgxDYWxsTWV0YWRhdGESCwoDa2V5GAEgASgJEg0KBXZhbHVlGAIgASgMIl8KFEdlbmVyYXRlTWFueVJlc3BvbnNlEg0KBWNhbGxzGAEgAygEEhEKCXJlc3BvbnNlcxgCIAMoDBIlCgRlbmRzGAMgAygLMhcub3V0cmlkZXIudjEuQ2FycmllZEVuZCJvCgpDYXJyaWVkRW5kEgwKBGNhbGwYASABKAQSDAoEY29kZRgCIAEoDRIPCgdtZXNzYWdlGAMgASgJEjQKEXRyYWlsaW5nX21ldGFkYXRhGAQgAygLMhkub3V0cmlkZXIudjEuQ2FsbE1ldGFkYXRhIlIKClByZWRpY3Rpb24SDgoEdGV4dBgBIAEoCUgAEikKBnRva2VucxgCIAEoCzIXLm91dHJpZGVyLnYxLlRva2VuSW5wdXRIAEIJCgdjb250ZW50Iu0BCglDaGF0SW5wdXQSKgoIbWVzc2FnZXMYASADKAsyGC5vdXRyaWRlci52MS5DaGF0TWVzc2FnZRIiChVhZGRfZ2VuZXJhdGlvbl9wcm9tcHQYAiABKAhIAIgBARIeChZjb250aW51ZV9maW5hbF9tZXNzYWdlGAMgASgIEjMKEnRlbXBsYXRlX2FyZ3VtZW50cxgEIAEoCzIXLmdvb2dsZS5wcm90b2J1Zi5TdHJ1Y3QSIQoFdG9vbHMYBSABKAsyEi5vdXRyaWRlci52MS5Ub29sc0IYChZfYWRkX2dlbmVyYXRpb25fcHJvbXB0Io4BCgtDaGF0TWVzc2FnZRIMCgRyb2xlGAEgASgJEg8KB2NvbnRlbnQYAiABKAkSKQoKdG9vbF9jYWxscxgDIAMoCzIVLm91dHJpZGVyLnYxLlRvb2xDYWxsEhQKDHRvb2xfY2FsbF9pZBgEIAEoCRIMCgRuYW1lGAUgASgJEhEKCXJlYXNvbmluZxgGIAEoCSI3CghUb29sQ2FsbBIKCgJpZBgBIAEoCRIMCgRuYW1lGAIgASgJEhEKCWFyZ3VtZW50cxgDIAEoCSJoCgVUb29scxITCgtkZWZpbml0aW9ucxgBIAEoCRInCgZjaG9pY2UYAiABKA4yFy5vdXRyaWRlci52MS5Ub29sQ2hvaWNlEgwKBG5hbWUYAyABKAkSEwoLc2luZ2xlX2NhbGwYBCABKAgiHwoKVG9rZW5JbnB1dBIRCgl0b2tlbl9pZHMYASADKA0i7gEKElNwZWN1bGF0aW9uT3B0aW9ucxIUCgdlbmFibGVkGAEgASgISACIAQESKwoEbW9kZRgCIAEoDjIdLm91dHJpZGVyLnYxLlZlcmlmaWNhdGlvbk1vZGUSFgoJbWF4X25vZGVzGAMgASgNSAGIAQESDgoGY29ycHVzGAQgASgJEi8KB3R5cGljYWwYBSABKAsyHi5vdXRyaWRlci52MS5UeXBpY2FsQWNjZXB0YW5jZRINCgV0cmVlcxgGIAEoCBITCgt0b2tlbl90ZXh0cxgHIAEoCEIKCghfZW5hYmxlZEIMCgpfbWF4X25vZGVzItMBChBHZW5lcmF0ZVJlc3BvbnNlEi8KB3N0YXJ0ZWQYASABKAsyHC5vdXRyaWRlci52MS5HZW5lcmF0ZVN0YXJ0ZWRIABIrCgVjaHVuaxgCIAEoCzIaLm91dHJpZGVyLnYxLkdlbmVyYXRlQ2h1bmtIABIxCghmaW5pc2hlZBgDIAEoCzIdLm91dHJpZGVyLnYxLkdlbmVyYXRlRmluaXNoZWRIABIlCgd0aW1pbmdzGAQgASgLMhQub3V0cmlkZXIudjEuVGltaW5nc0IHCgVldmVudCKcAQoPR2VuZXJhdGVTdGFydGVkEhMKC3NlcXVlbmNlX2lkGAEgASgEEhUKDXByb21wdF90b2tlbnMYAiABKA0SDAoEc2VlZBgDIAEoBhIrCgRtb2RlGAQgASgOMh0ub3V0cmlkZXIudjEuVmVyaWZpY2F0aW9uTW9kZRITCgtzcGVjdWxhdGluZxgFIAEoCBINCgVtb2RlbBgGIAEoCSLGAwoNR2VuZXJhdGVDaHVuaxIRCgl0b2tlbl9pZHMYASADKA0SDAoEdGV4dBgCIAEoCRIWCg5kcmFmdGVkX3Rva2VucxgDIAEoDRIsCghsb2dwcm9icxgEIAMoCzIaLm91dHJpZGVyLnYxLlRva2VuTG9ncHJvYnMSDAoEc3RlcBgFIAEoBBIWCg5kcmFmdHNfYnlfc3RlcBgGIAMoDRIVCg1tb2RlbF92ZXJzaW9uGAcgASgEEicKBHRyZWUYCCABKAsyGS5vdXRyaWRlci52MS5WZXJpZmllZFRyZWUSPwoLdG9rZW5fdGV4dHMYCSADKAsyKi5vdXRyaWRlci52MS5HZW5lcmF0ZUNodW5rLlRva2VuVGV4dHNFbnRyeRImCgVwYXJ0cxgKIAMoCzIXLm91dHJpZGVyLnYxLkFuc3dlclBhcnQSNAoPcHJvbXB0X2xvZ3Byb2JzGAsgASgLMhsub3V0cmlkZXIudjEuUHJvbXB0TG9ncHJvYnMaSQoPVG9rZW5UZXh0c0VudHJ5EgsKA2tleRgBIAEoDRIlCgV2YWx1ZRgCIAEoCzIWLm91dHJpZGVyLnYxLlRva2VuVGV4dDoCOAEieAoOUHJvbXB0TG9ncHJvYnMSEQoJdG9rZW5faWRzGAEgAygNEhAKCGxvZ3Byb2JzGAIgAygCEhQKDGFsdGVybmF0aXZlcxgDIAEoDRIVCg10b3BfdG9rZW5faWRzGAQgAygNEhQKDHRvcF9sb2dwcm9icxgFIAMoAiJqCgpBbnN3ZXJQYXJ0Eg4KBHRleHQYASABKAlIABITCglyZWFzb25pbmcYAiABKAlIABIvCgl0b29sX2NhbGwYAyABKAsyGi5vdXRyaWRlci52MS5Ub29sQ2FsbFBpZWNlSABCBgoEcGFydCJLCg1Ub29sQ2FsbFBpZWNlEg0KBWluZGV4GAEgASgNEgoKAmlkGAIgASgJEgwKBG5hbWUYAyABKAkSEQoJYXJndW1lbnRzGAQgASgJIioKCVRva2VuVGV4dBIMCgR0ZXh0GAEgASgMEg8KB3NwZWNpYWwYAiABKAgiSwoMVmVyaWZpZWRUcmVlEiQKBHRyZWUYASABKAsyFi5vdXRyaWRlci52MS5Ub2tlblRyZWUSFQoNYWNjZXB0ZWRfcm93cxgCIAMoDSJGCg1Ub2tlbkxvZ3Byb2JzEg8KB2xvZ3Byb2IYASABKAISJAoDdG9wGAIgAygLMhcub3V0cmlkZXIudjEuVG9wTG9ncHJvYiIvCgpUb3BMb2dwcm9iEhAKCHRva2VuX2lkGAEgASgNEg8KB2xvZ3Byb2IYAiABKAIigQIKEEdlbmVyYXRlRmluaXNoZWQSMAoNZmluaXNoX3JlYXNvbhgBIAEoDjIZLm91dHJpZGVyLnYxLkZpbmlzaFJlYXNvbhIXCg1zdG9wX3Rva2VuX2lkGAIgASgNSAASFQoLc3RvcF9zdHJpbmcYAyABKAlIABIhCgV1c2FnZRgEIAEoCzISLm91dHJpZGVyLnYxLlVzYWdlEjMKC3NwZWN1bGF0aW9uGAUgASgLMh4ub3V0cmlkZXIudjEuU3BlY3VsYXRpb25Ub3RhbHMSKAoFdGltZXMYBiABKAsyGS5vdXRyaWRlci52MS5SZXF1ZXN0VGltZXNCCQoHbWF0Y2hlZCK9AQoFVXNhZ2USFQoNcHJvbXB0X3Rva2VucxgBIAEoDRIZChFjb21wbGV0aW9uX3Rva2VucxgCIAEoDRIiChphY2NlcHRlZF9wcmVkaWN0aW9uX3Rva2VucxgDIAEoDRIiChpyZWplY3RlZF9wcmVkaWN0aW9uX3Rva2VucxgEIAEoDRINCgVsb3NzeRgFIAEoCBIUCgxsb3NzeV90b2tlbnMYBiABKA0SFQoNY2FjaGVkX3Rva2VucxgHIAEoDSLXAQoRU3BlY3VsYXRpb25Ub3RhbHMSDQoFc3RlcHMYASABKAQSFQoNZHJhZnRlZF9zdGVwcxgCIAEoBBIWCg5kcmFmdGVkX3Rva2VucxgDIAEoBBIXCg9hY2NlcHRlZF90b2tlbnMYBCABKAQSGAoQZHJhZnRlZF9ieV9kZXB0aBgFIAMoBBIZChFhY2NlcHRlZF9ieV9kZXB0aBgGIAMoBBIeChZkcmFmdF93YWl0X25hbm9zZWNvbmRzGAcgASgEEhYKDmZhbGxiYWNrX3N0ZXBzGAggASgEImIKDFJlcXVlc3RUaW1lcxIZChFxdWV1ZV9uYW5vc2Vjb25kcxgBIAEoBBIbChNwcmVmaWxsX25hbm9zZWNvbmRzGAIgASgEEhoKEmRlY29kZV9uYW5vc2Vjb25kcxgDIAEoBCKhAQoNVmVyaWZ5UmVxdWVzdBItCgRvcGVuGAEgASgLMh0ub3V0cmlkZXIudjEuT3BlblZlcmlmaWNhdGlvbkgAEicKBHRyZWUYAiABKAsyFy5vdXRyaWRlci52MS5WZXJpZnlUcmVlSAASLwoFY2xvc2UYAyABKAsyHi5vdXRyaWRlci52MS5DbG9zZVZlcmlmaWNhdGlvbkgAQgcKBWZyYW1lIsoBChBPcGVuVmVyaWZpY2F0aW9uEhIKCmNsaWVudF90YWcYASABKAQSEQoJdG9rZW5faWRzGAIgAygNEjEKCHNhbXBsaW5nGAMgASgLMh8ub3V0cmlkZXIudjEuU2FtcGxpbmdQYXJhbWV0ZXJzEisKBG1vZGUYBCABKA4yHS5vdXRyaWRlci52MS5WZXJpZmljYXRpb25Nb2RlEi8KB3R5cGljYWwYBSABKAsyHi5vdXRyaWRlci52MS5UeXBpY2FsQWNjZXB0YW5jZSJVCgpWZXJpZnlUcmVlEhMKC3NlcXVlbmNlX2lkGAEgASgEEgwKBHN0ZXAYAiABKAQSJAoEdHJlZRgDIAEoCzIWLm91dHJpZGVyLnYxLlRva2VuVHJlZSIoChFDbG9zZVZlcmlmaWNhdGlvbhITCgtzZXF1ZW5jZV9pZBgBIAEoBCLPAQoOVmVyaWZ5UmVzcG9uc2USMQoGb3BlbmVkGAEgASgLMh8ub3V0cmlkZXIudjEuVmVyaWZpY2F0aW9uT3BlbmVkSAASJwoHdmVyZGljdBgCIAEoCzIULm91dHJpZGVyLnYxLlZlcmRpY3RIABIxCgZzdGF0dXMYAyABKAsyHy5vdXRyaWRlci52MS5WZXJpZmljYXRpb25TdGF0dXNIABIlCgd0aW1pbmdzGAQgASgLMhQub3V0cmlkZXIudjEuVGltaW5nc0IHCgVmcmFtZSKYAQoSVmVyaWZpY2F0aW9uT3BlbmVkEhIKCmNsaWVudF90YWcYASABKAQSEwoLc2VxdWVuY2VfaWQYAiABKAQSDAoEc3RlcBgDIAEoBBIMCgRzZWVkGAQgASgGEisKBG1vZGUYBSABKA4yHS5vdXRyaWRlci52MS5WZXJpZmljYXRpb25Nb2RlEhAKCG1heF9yb3dzGAYgASgNIuABCgdWZXJkaWN0EhMKC3NlcXVlbmNlX2lkGAEgASgEEgwKBHN0ZXAYAiABKAQSFQoNYWNjZXB0ZWRfcm93cxgDIAMoDRIRCgl0b2tlbl9pZHMYBCADKA0SEQoJbmV4dF9zdGVwGAUgASgEEjAKDWZpbmlzaF9yZWFzb24YBiABKA4yGS5vdXRyaWRlci52MS5GaW5pc2hSZWFzb24SLAoIbG9ncHJvYnMYByADKAsyGi5vdXRyaWRlci52MS5Ub2tlbkxvZ3Byb2JzEhUKDW1vZGVsX3ZlcnNpb24YCCABKAQibwoSVmVyaWZpY2F0aW9uU3RhdHVzEhMKC3NlcXVlbmNlX2lkGAEgASgEEhIKCmNsaWVudF90YWcYAiABKAQSDAoEc3RlcBgDIAEoBBIiCgZzdGF0dXMYBCABKAsyEi5nb29nbGUucnBjLlN0YXR1cyLeAQoPVG9rZW5pemVSZXF1ZXN0Eg0KBW1vZGVsGAEgASgJEg4KBHRleHQYAiABKAlIABImCgRjaGF0GAMgASgLMhYub3V0cmlkZXIudjEuQ2hhdElucHV0SAASGwoOc3BlY2lhbF90b2tlbnMYBCABKAhIAYgBARIfChJhZGRfc3BlY2lhbF90b2tlbnMYBSABKAhIAogBARITCgt0b2tlbl90ZXh0cxgGIAEoCEIHCgVpbnB1dEIRCg9fc3BlY2lhbF90b2tlbnNCFQoTX2FkZF9zcGVjaWFsX3Rva2VucyK0AQoQVG9rZW5pemVSZXNwb25zZRIRCgl0b2tlbl9pZHMYASADKA0SQgoLdG9rZW5fdGV4dHMYAiADKAsyLS5vdXRyaWRlci52MS5Ub2tlbml6ZVJlc3BvbnNlLlRva2VuVGV4dHNFbnRyeRpJCg9Ub2tlblRleHRzRW50cnkSCwoDa2V5GAEgASgNEiUKBXZhbHVlGAIgASgLMhYub3V0cmlkZXIudjEuVG9rZW5UZXh0OgI4ASI1ChFEZXRva2VuaXplUmVxdWVzdBINCgVtb2RlbBgBIAEoCRIRCgl0b2tlbl9pZHMYAiADKA0iIgoSRGV0b2tlbml6ZVJlc3BvbnNlEgwKBHRleHQYASABKAkiFgoUR2V0VGFyZ2V0SW5mb1JlcXVlc3Qi3wQKFUdldFRhcmdldEluZm9SZXNwb25zZRINCgVtb2RlbBgBIAEoCRIXCg92b2NhYnVsYXJ5X3NpemUYAiABKA0SHQoVdG9rZW5pemVyX2ZpbmdlcnByaW50GAMgASgJEhMKC21heF9jb250ZXh0GAQgASgNEhAKCG1heF9yb3dzGAUgASgNEg0KBWR0eXBlGAYgASgJEhEKCXBhZ2Vfc2l6ZRgHIAEoDRIRCglrdl90b2tlbnMYCCABKAQSLAoFbW9kZXMYCSADKA4yHS5vdXRyaWRlci52MS5WZXJpZmljYXRpb25Nb2RlEg8KB2RyYWZ0ZXIYCiABKAkSFQoNZW5kX3Rva2VuX2lkcxgLIAMoDRIPCgd2ZXJzaW9uGAwgASgJEhUKDXRvcmNoX3ZlcnNpb24YDSABKAkSFgoOdHJpdG9uX3ZlcnNpb24YDiABKAkSDgoGZGV2aWNlGA8gASgJEhMKC2RldmljZV9uYW1lGBAgASgJEhsKE2NhcHR1cmVkX3N0ZXBfc2l6ZXMYESABKA0SHQoVY2FwdHVyYWJsZV9zdGVwX3NpemVzGBIgASgNEg0KBWRyYWZ0GBMgASgJEhcKD2RyYWZ0X2Nvbm5lY3RlZBgUIAEoCBITCgtzcGVjdWxhdGluZxgVIAEoCBIaChJzcGVjdWxhdGlvbl9yZWFzb24YFiABKAkSFQoNbW9kZWxfdmVyc2lvbhgXIAEoBBIWCg5rdl90b2tlbl9ieXRlcxgYIAEoBBIUCgxzZXJ2ZWRfbmFtZXMYGSADKAkSDgoGdGVuYW50GBogASgJIlkKFFVwZGF0ZVdlaWdodHNSZXF1ZXN0EikKBWJlZ2luGAEgASgLMhgub3V0cmlkZXIudjEuQmVnaW5VcGRhdGVIABIOCgRkYXRhGAIgASgMSABCBgoEcGFydCKDAQoLQmVnaW5VcGRhdGUSEAoGZm9sZGVyGAEgASgJSAASKQoFZmlsZXMYAiABKAsyGC5vdXRyaWRlci52MS5XZWlnaHRGaWxlc0gAEi0KB3J1bm5pbmcYAyABKA4yHC5vdXRyaWRlci52MS5SdW5uaW5nUmVxdWVzdHNCCAoGc291cmNlIhwKC1dlaWdodEZpbGVzEg0KBXNpemVzGAEgAygEIr4BChVVcGRhdGVXZWlnaHRzUmVzcG9uc2USFQoNbW9kZWxfdmVyc2lvbhgBIAEoBBIPCgd0ZW5zb3JzGAIgASgNEg0KBWJ5dGVzGAMgASgEEhsKE3ByZXBhcmVfbmFub3NlY29uZHMYBCABKAQSGQoRcGF1c2VfbmFub3NlY29uZHMYBSABKAQSGQoRYWJvcnRlZF9zZXF1ZW5jZXMYBiABKA0SGwoTY29udGludWVkX3NlcXVlbmNlcxgHIAEoDSqCAQoMRmluaXNoUmVhc29uEh0KGUZJTklTSF9SRUFTT05fVU5TUEVDSUZJRUQQABIhCh1GSU5JU0hfUkVBU09OX0VORF9PRl9TRVFVRU5DRRABEhYKEkZJTklTSF9SRUFTT05fU1RPUBACEhgKFEZJTklTSF9SRUFTT05fTEVOR1RIEAMqbwoKVG9vbENob2ljZRIbChdUT09MX0NIT0lDRV9VTlNQRUNJRklFRBAAEhQKEFRPT0xfQ0hPSUNFX0FVVE8QARIUChBUT09MX0NIT0lDRV9OT05FEAISGAoUVE9PTF9DSE9JQ0VfUkVRVUlSRUQQAyqKAQoPUnVubmluZ1JlcXVlc3RzEiAKHFJVTk5JTkdfUkVRVUVTVFNfVU5TUEVDSUZJRUQQABIaChZSVU5OSU5HX1JFUVVFU1RTX0RSQUlOEAESGgoWUlVOTklOR19SRVFVRVNUU19BQk9SVBACEh0KGVJVTk5JTkdfUkVRVUVTVFNfQ09OVElOVUUQAzLEBAoNVGFyZ2V0U2VydmljZRJJCghHZW5lcmF0ZRIcLm91dHJpZGVyLnYxLkdlbmVyYXRlUmVxdWVzdBodLm91dHJpZGVyLnYxLkdlbmVyYXRlUmVzcG9uc2UwARJXCgxHZW5lcmF0ZU1hbnkSIC5vdXRyaWRlci52MS5HZW5lcmF0ZU1hbnlSZXF1ZXN0GiEub3V0cmlkZXIudjEuR2VuZXJhdGVNYW55UmVzcG9uc2UoATABEkUKBlZlcmlmeRIaLm91dHJpZGVyLnYxLlZlcmlmeVJlcXVlc3QaGy5vdXRyaWRlci52MS5WZXJpZnlSZXNwb25zZSgBMAESRwoIVG9rZW5pemUSHC5vdXRyaWRlci52MS5Ub2tlbml6ZVJlcXVlc3QaHS5vdXRyaWRlci52MS5Ub2tlbml6ZVJlc3BvbnNlEk0KCkRldG9rZW5pemUSHi5vdXRyaWRlci52MS5EZXRva2VuaXplUmVxdWVzdBofLm91dHJpZGVyLnYxLkRldG9rZW5pemVSZXNwb25zZRJWCg1HZXRUYXJnZXRJbmZvEiEub3V0cmlkZXIudjEuR2V0VGFyZ2V0SW5mb1JlcXVlc3QaIi5vdXRyaWRlci52MS5HZXRUYXJnZXRJbmZvUmVzcG9uc2USWAoNVXBkYXRlV2VpZ2h0cxIhLm91dHJpZGVyLnYxLlVwZGF0ZVdlaWdodHNSZXF1ZXN0GiIub3V0cmlkZXIudjEuVXBkYXRlV2VpZ2h0c1Jlc3BvbnNlKAFCK1opb3V0cmlkZXIvY2xpZW50cy9nby9vdXRyaWRlcnYxO291dHJpZGVydjFiBnByb3RvMw", [file_google_protobuf_struct, file_google_rpc_status, file_outrider_v1_tree]);
 
 /**
  * GenerateRequest asks for one continuation.
@@ -122,6 +122,197 @@ export const GenerateRequestSchema: GenMessage<GenerateRequest> = /*@__PURE__*/
   messageDesc(file_outrider_v1_target, 0);
 
 /**
+ * GenerateManyRequest begins calls, and says what becomes of those that run. What it says of a call that has ended
+ * changes nothing.
+ *
+ * @generated from message outrider.v1.GenerateManyRequest
+ */
+export type GenerateManyRequest = Message<"outrider.v1.GenerateManyRequest"> & {
+  /**
+   * begin starts calls.
+   *
+   * @generated from field: repeated outrider.v1.CarriedCall begin = 1;
+   */
+  begin: CarriedCall[];
+
+  /**
+   * cancel ends the calls of these numbers, as callers cancel calls. Nothing more comes of them.
+   *
+   * @generated from field: repeated uint64 cancel = 2;
+   */
+  cancel: bigint[];
+
+  /**
+   * pause keeps the responses of these calls at the target, whose readers lag. One that lags too far is ended with
+   * RESOURCE_EXHAUSTED, as in Generate.
+   *
+   * @generated from field: repeated uint64 pause = 3;
+   */
+  pause: bigint[];
+
+  /**
+   * resume ends the pause of these calls.
+   *
+   * @generated from field: repeated uint64 resume = 4;
+   */
+  resume: bigint[];
+};
+
+/**
+ * Describes the message outrider.v1.GenerateManyRequest.
+ * Use `create(GenerateManyRequestSchema)` to create a new message.
+ */
+export const GenerateManyRequestSchema: GenMessage<GenerateManyRequest> = /*@__PURE__*/
+  messageDesc(file_outrider_v1_target, 1);
+
+/**
+ * CarriedCall is one Generate call.
+ *
+ * @generated from message outrider.v1.CarriedCall
+ */
+export type CarriedCall = Message<"outrider.v1.CarriedCall"> & {
+  /**
+   * call is its number: larger than all before it on the stream, or the stream ends with INVALID_ARGUMENT.
+   *
+   * @generated from field: uint64 call = 1;
+   */
+  call: bigint;
+
+  /**
+   * request is the GenerateRequest, serialised: one that is malformed harms no other call.
+   *
+   * @generated from field: bytes request = 2;
+   */
+  request: Uint8Array;
+
+  /**
+   * metadata of the call: the caller's token, tenant and trace.
+   *
+   * @generated from field: repeated outrider.v1.CallMetadata metadata = 3;
+   */
+  metadata: CallMetadata[];
+
+  /**
+   * timeout_nanoseconds after which it ends with DEADLINE_EXCEEDED. Default none.
+   *
+   * @generated from field: optional uint64 timeout_nanoseconds = 4;
+   */
+  timeoutNanoseconds?: bigint;
+};
+
+/**
+ * Describes the message outrider.v1.CarriedCall.
+ * Use `create(CarriedCallSchema)` to create a new message.
+ */
+export const CarriedCallSchema: GenMessage<CarriedCall> = /*@__PURE__*/
+  messageDesc(file_outrider_v1_target, 2);
+
+/**
+ * CallMetadata is one entry of a call's metadata.
+ *
+ * @generated from message outrider.v1.CallMetadata
+ */
+export type CallMetadata = Message<"outrider.v1.CallMetadata"> & {
+  /**
+   * key in lower case.
+   *
+   * @generated from field: string key = 1;
+   */
+  key: string;
+
+  /**
+   * value: ASCII, but any bytes where the key ends with "-bin".
+   *
+   * @generated from field: bytes value = 2;
+   */
+  value: Uint8Array;
+};
+
+/**
+ * Describes the message outrider.v1.CallMetadata.
+ * Use `create(CallMetadataSchema)` to create a new message.
+ */
+export const CallMetadataSchema: GenMessage<CallMetadata> = /*@__PURE__*/
+  messageDesc(file_outrider_v1_target, 3);
+
+/**
+ * GenerateManyResponse has responses and ends of calls, in order for each call; ends are behind responses.
+ *
+ * @generated from message outrider.v1.GenerateManyResponse
+ */
+export type GenerateManyResponse = Message<"outrider.v1.GenerateManyResponse"> & {
+  /**
+   * calls are the numbers of the calls that responses are of, one for one.
+   *
+   * @generated from field: repeated uint64 calls = 1;
+   */
+  calls: bigint[];
+
+  /**
+   * responses are each a GenerateResponse, serialised.
+   *
+   * @generated from field: repeated bytes responses = 2;
+   */
+  responses: Uint8Array[];
+
+  /**
+   * ends of calls.
+   *
+   * @generated from field: repeated outrider.v1.CarriedEnd ends = 3;
+   */
+  ends: CarriedEnd[];
+};
+
+/**
+ * Describes the message outrider.v1.GenerateManyResponse.
+ * Use `create(GenerateManyResponseSchema)` to create a new message.
+ */
+export const GenerateManyResponseSchema: GenMessage<GenerateManyResponse> = /*@__PURE__*/
+  messageDesc(file_outrider_v1_target, 4);
+
+/**
+ * CarriedEnd is the status of one call.
+ *
+ * @generated from message outrider.v1.CarriedEnd
+ */
+export type CarriedEnd = Message<"outrider.v1.CarriedEnd"> & {
+  /**
+   * call is its number.
+   *
+   * @generated from field: uint64 call = 1;
+   */
+  call: bigint;
+
+  /**
+   * code of the status, as gRPC numbers them.
+   *
+   * @generated from field: uint32 code = 2;
+   */
+  code: number;
+
+  /**
+   * message of the status.
+   *
+   * @generated from field: string message = 3;
+   */
+  message: string;
+
+  /**
+   * trailing_metadata of the call.
+   *
+   * @generated from field: repeated outrider.v1.CallMetadata trailing_metadata = 4;
+   */
+  trailingMetadata: CallMetadata[];
+};
+
+/**
+ * Describes the message outrider.v1.CarriedEnd.
+ * Use `create(CarriedEndSchema)` to create a new message.
+ */
+export const CarriedEndSchema: GenMessage<CarriedEnd> = /*@__PURE__*/
+  messageDesc(file_outrider_v1_target, 5);
+
+/**
  * Prediction is an expected answer. An empty one predicts nothing.
  *
  * @generated from message outrider.v1.Prediction
@@ -157,7 +348,7 @@ export type Prediction = Message<"outrider.v1.Prediction"> & {
  * Use `create(PredictionSchema)` to create a new message.
  */
 export const PredictionSchema: GenMessage<Prediction> = /*@__PURE__*/
-  messageDesc(file_outrider_v1_target, 1);
+  messageDesc(file_outrider_v1_target, 6);
 
 /**
  * ChatInput is a conversation.
@@ -209,7 +400,7 @@ export type ChatInput = Message<"outrider.v1.ChatInput"> & {
  * Use `create(ChatInputSchema)` to create a new message.
  */
 export const ChatInputSchema: GenMessage<ChatInput> = /*@__PURE__*/
-  messageDesc(file_outrider_v1_target, 2);
+  messageDesc(file_outrider_v1_target, 7);
 
 /**
  * ChatMessage is one turn.
@@ -265,7 +456,7 @@ export type ChatMessage = Message<"outrider.v1.ChatMessage"> & {
  * Use `create(ChatMessageSchema)` to create a new message.
  */
 export const ChatMessageSchema: GenMessage<ChatMessage> = /*@__PURE__*/
-  messageDesc(file_outrider_v1_target, 3);
+  messageDesc(file_outrider_v1_target, 8);
 
 /**
  * ToolCall is a call of a tool in the history.
@@ -300,7 +491,7 @@ export type ToolCall = Message<"outrider.v1.ToolCall"> & {
  * Use `create(ToolCallSchema)` to create a new message.
  */
 export const ToolCallSchema: GenMessage<ToolCall> = /*@__PURE__*/
-  messageDesc(file_outrider_v1_target, 4);
+  messageDesc(file_outrider_v1_target, 9);
 
 /**
  * Tools are what an answer may call.
@@ -344,7 +535,7 @@ export type Tools = Message<"outrider.v1.Tools"> & {
  * Use `create(ToolsSchema)` to create a new message.
  */
 export const ToolsSchema: GenMessage<Tools> = /*@__PURE__*/
-  messageDesc(file_outrider_v1_target, 5);
+  messageDesc(file_outrider_v1_target, 10);
 
 /**
  * TokenInput is a text in token ids.
@@ -365,7 +556,7 @@ export type TokenInput = Message<"outrider.v1.TokenInput"> & {
  * Use `create(TokenInputSchema)` to create a new message.
  */
 export const TokenInputSchema: GenMessage<TokenInput> = /*@__PURE__*/
-  messageDesc(file_outrider_v1_target, 6);
+  messageDesc(file_outrider_v1_target, 11);
 
 /**
  * SpeculationOptions say how drafts are used for one request.
@@ -428,7 +619,7 @@ export type SpeculationOptions = Message<"outrider.v1.SpeculationOptions"> & {
  * Use `create(SpeculationOptionsSchema)` to create a new message.
  */
 export const SpeculationOptionsSchema: GenMessage<SpeculationOptions> = /*@__PURE__*/
-  messageDesc(file_outrider_v1_target, 7);
+  messageDesc(file_outrider_v1_target, 12);
 
 /**
  * GenerateResponse is one event of a generation.
@@ -480,7 +671,7 @@ export type GenerateResponse = Message<"outrider.v1.GenerateResponse"> & {
  * Use `create(GenerateResponseSchema)` to create a new message.
  */
 export const GenerateResponseSchema: GenMessage<GenerateResponse> = /*@__PURE__*/
-  messageDesc(file_outrider_v1_target, 8);
+  messageDesc(file_outrider_v1_target, 13);
 
 /**
  * GenerateStarted tells what was accepted.
@@ -536,7 +727,7 @@ export type GenerateStarted = Message<"outrider.v1.GenerateStarted"> & {
  * Use `create(GenerateStartedSchema)` to create a new message.
  */
 export const GenerateStartedSchema: GenMessage<GenerateStarted> = /*@__PURE__*/
-  messageDesc(file_outrider_v1_target, 9);
+  messageDesc(file_outrider_v1_target, 14);
 
 /**
  * GenerateChunk carries the tokens of one step, or of several steps in a row: where they were launched at once, or for
@@ -637,7 +828,7 @@ export type GenerateChunk = Message<"outrider.v1.GenerateChunk"> & {
  * Use `create(GenerateChunkSchema)` to create a new message.
  */
 export const GenerateChunkSchema: GenMessage<GenerateChunk> = /*@__PURE__*/
-  messageDesc(file_outrider_v1_target, 10);
+  messageDesc(file_outrider_v1_target, 15);
 
 /**
  * PromptLogprobs are the log-probabilities of a piece of the prompt, before penalties and filters. They are arrays since
@@ -688,7 +879,7 @@ export type PromptLogprobs = Message<"outrider.v1.PromptLogprobs"> & {
  * Use `create(PromptLogprobsSchema)` to create a new message.
  */
 export const PromptLogprobsSchema: GenMessage<PromptLogprobs> = /*@__PURE__*/
-  messageDesc(file_outrider_v1_target, 11);
+  messageDesc(file_outrider_v1_target, 16);
 
 /**
  * AnswerPart is a piece of an answer. Pieces of one kind in a row belong together.
@@ -733,7 +924,7 @@ export type AnswerPart = Message<"outrider.v1.AnswerPart"> & {
  * Use `create(AnswerPartSchema)` to create a new message.
  */
 export const AnswerPartSchema: GenMessage<AnswerPart> = /*@__PURE__*/
-  messageDesc(file_outrider_v1_target, 12);
+  messageDesc(file_outrider_v1_target, 17);
 
 /**
  * ToolCallPiece is a piece of a tool call.
@@ -776,7 +967,7 @@ export type ToolCallPiece = Message<"outrider.v1.ToolCallPiece"> & {
  * Use `create(ToolCallPieceSchema)` to create a new message.
  */
 export const ToolCallPieceSchema: GenMessage<ToolCallPiece> = /*@__PURE__*/
-  messageDesc(file_outrider_v1_target, 13);
+  messageDesc(file_outrider_v1_target, 18);
 
 /**
  * TokenText is the text of one token by itself.
@@ -805,7 +996,7 @@ export type TokenText = Message<"outrider.v1.TokenText"> & {
  * Use `create(TokenTextSchema)` to create a new message.
  */
 export const TokenTextSchema: GenMessage<TokenText> = /*@__PURE__*/
-  messageDesc(file_outrider_v1_target, 14);
+  messageDesc(file_outrider_v1_target, 19);
 
 /**
  * VerifiedTree is what one step verified.
@@ -833,7 +1024,7 @@ export type VerifiedTree = Message<"outrider.v1.VerifiedTree"> & {
  * Use `create(VerifiedTreeSchema)` to create a new message.
  */
 export const VerifiedTreeSchema: GenMessage<VerifiedTree> = /*@__PURE__*/
-  messageDesc(file_outrider_v1_target, 15);
+  messageDesc(file_outrider_v1_target, 20);
 
 /**
  * TokenLogprobs are log-probabilities before penalties and filters.
@@ -861,7 +1052,7 @@ export type TokenLogprobs = Message<"outrider.v1.TokenLogprobs"> & {
  * Use `create(TokenLogprobsSchema)` to create a new message.
  */
 export const TokenLogprobsSchema: GenMessage<TokenLogprobs> = /*@__PURE__*/
-  messageDesc(file_outrider_v1_target, 16);
+  messageDesc(file_outrider_v1_target, 21);
 
 /**
  * TopLogprob is one alternative.
@@ -889,7 +1080,7 @@ export type TopLogprob = Message<"outrider.v1.TopLogprob"> & {
  * Use `create(TopLogprobSchema)` to create a new message.
  */
 export const TopLogprobSchema: GenMessage<TopLogprob> = /*@__PURE__*/
-  messageDesc(file_outrider_v1_target, 17);
+  messageDesc(file_outrider_v1_target, 22);
 
 /**
  * GenerateFinished ends a generation.
@@ -954,7 +1145,7 @@ export type GenerateFinished = Message<"outrider.v1.GenerateFinished"> & {
  * Use `create(GenerateFinishedSchema)` to create a new message.
  */
 export const GenerateFinishedSchema: GenMessage<GenerateFinished> = /*@__PURE__*/
-  messageDesc(file_outrider_v1_target, 18);
+  messageDesc(file_outrider_v1_target, 23);
 
 /**
  * Usage counts tokens.
@@ -1022,7 +1213,7 @@ export type Usage = Message<"outrider.v1.Usage"> & {
  * Use `create(UsageSchema)` to create a new message.
  */
 export const UsageSchema: GenMessage<Usage> = /*@__PURE__*/
-  messageDesc(file_outrider_v1_target, 19);
+  messageDesc(file_outrider_v1_target, 24);
 
 /**
  * SpeculationTotals sum up what drafting did for one request. Mean accepted length counting the target's own token
@@ -1093,7 +1284,7 @@ export type SpeculationTotals = Message<"outrider.v1.SpeculationTotals"> & {
  * Use `create(SpeculationTotalsSchema)` to create a new message.
  */
 export const SpeculationTotalsSchema: GenMessage<SpeculationTotals> = /*@__PURE__*/
-  messageDesc(file_outrider_v1_target, 20);
+  messageDesc(file_outrider_v1_target, 25);
 
 /**
  * RequestTimes are the phases of one request.
@@ -1128,7 +1319,7 @@ export type RequestTimes = Message<"outrider.v1.RequestTimes"> & {
  * Use `create(RequestTimesSchema)` to create a new message.
  */
 export const RequestTimesSchema: GenMessage<RequestTimes> = /*@__PURE__*/
-  messageDesc(file_outrider_v1_target, 21);
+  messageDesc(file_outrider_v1_target, 26);
 
 /**
  * VerifyRequest is one frame from a client that drafts for itself.
@@ -1173,7 +1364,7 @@ export type VerifyRequest = Message<"outrider.v1.VerifyRequest"> & {
  * Use `create(VerifyRequestSchema)` to create a new message.
  */
 export const VerifyRequestSchema: GenMessage<VerifyRequest> = /*@__PURE__*/
-  messageDesc(file_outrider_v1_target, 22);
+  messageDesc(file_outrider_v1_target, 27);
 
 /**
  * OpenVerification starts a sequence.
@@ -1222,7 +1413,7 @@ export type OpenVerification = Message<"outrider.v1.OpenVerification"> & {
  * Use `create(OpenVerificationSchema)` to create a new message.
  */
 export const OpenVerificationSchema: GenMessage<OpenVerification> = /*@__PURE__*/
-  messageDesc(file_outrider_v1_target, 23);
+  messageDesc(file_outrider_v1_target, 28);
 
 /**
  * VerifyTree asks for one step.
@@ -1258,7 +1449,7 @@ export type VerifyTree = Message<"outrider.v1.VerifyTree"> & {
  * Use `create(VerifyTreeSchema)` to create a new message.
  */
 export const VerifyTreeSchema: GenMessage<VerifyTree> = /*@__PURE__*/
-  messageDesc(file_outrider_v1_target, 24);
+  messageDesc(file_outrider_v1_target, 29);
 
 /**
  * CloseVerification ends a sequence.
@@ -1279,7 +1470,7 @@ export type CloseVerification = Message<"outrider.v1.CloseVerification"> & {
  * Use `create(CloseVerificationSchema)` to create a new message.
  */
 export const CloseVerificationSchema: GenMessage<CloseVerification> = /*@__PURE__*/
-  messageDesc(file_outrider_v1_target, 25);
+  messageDesc(file_outrider_v1_target, 30);
 
 /**
  * VerifyResponse is one frame to a client that drafts for itself.
@@ -1331,7 +1522,7 @@ export type VerifyResponse = Message<"outrider.v1.VerifyResponse"> & {
  * Use `create(VerifyResponseSchema)` to create a new message.
  */
 export const VerifyResponseSchema: GenMessage<VerifyResponse> = /*@__PURE__*/
-  messageDesc(file_outrider_v1_target, 26);
+  messageDesc(file_outrider_v1_target, 31);
 
 /**
  * VerificationOpened acknowledges an open.
@@ -1387,7 +1578,7 @@ export type VerificationOpened = Message<"outrider.v1.VerificationOpened"> & {
  * Use `create(VerificationOpenedSchema)` to create a new message.
  */
 export const VerificationOpenedSchema: GenMessage<VerificationOpened> = /*@__PURE__*/
-  messageDesc(file_outrider_v1_target, 27);
+  messageDesc(file_outrider_v1_target, 32);
 
 /**
  * Verdict is the result of one step.
@@ -1458,7 +1649,7 @@ export type Verdict = Message<"outrider.v1.Verdict"> & {
  * Use `create(VerdictSchema)` to create a new message.
  */
 export const VerdictSchema: GenMessage<Verdict> = /*@__PURE__*/
-  messageDesc(file_outrider_v1_target, 28);
+  messageDesc(file_outrider_v1_target, 33);
 
 /**
  * VerificationStatus reports that a frame failed.
@@ -1500,7 +1691,7 @@ export type VerificationStatus = Message<"outrider.v1.VerificationStatus"> & {
  * Use `create(VerificationStatusSchema)` to create a new message.
  */
 export const VerificationStatusSchema: GenMessage<VerificationStatus> = /*@__PURE__*/
-  messageDesc(file_outrider_v1_target, 29);
+  messageDesc(file_outrider_v1_target, 34);
 
 /**
  * TokenizeRequest asks for the tokens of a text. Tokenize refuses what Generate refuses: FAILED_PRECONDITION without a
@@ -1567,7 +1758,7 @@ export type TokenizeRequest = Message<"outrider.v1.TokenizeRequest"> & {
  * Use `create(TokenizeRequestSchema)` to create a new message.
  */
 export const TokenizeRequestSchema: GenMessage<TokenizeRequest> = /*@__PURE__*/
-  messageDesc(file_outrider_v1_target, 30);
+  messageDesc(file_outrider_v1_target, 35);
 
 /**
  * TokenizeResponse has the tokens of a text.
@@ -1595,7 +1786,7 @@ export type TokenizeResponse = Message<"outrider.v1.TokenizeResponse"> & {
  * Use `create(TokenizeResponseSchema)` to create a new message.
  */
 export const TokenizeResponseSchema: GenMessage<TokenizeResponse> = /*@__PURE__*/
-  messageDesc(file_outrider_v1_target, 31);
+  messageDesc(file_outrider_v1_target, 36);
 
 /**
  * DetokenizeRequest asks for the text of tokens.
@@ -1623,7 +1814,7 @@ export type DetokenizeRequest = Message<"outrider.v1.DetokenizeRequest"> & {
  * Use `create(DetokenizeRequestSchema)` to create a new message.
  */
 export const DetokenizeRequestSchema: GenMessage<DetokenizeRequest> = /*@__PURE__*/
-  messageDesc(file_outrider_v1_target, 32);
+  messageDesc(file_outrider_v1_target, 37);
 
 /**
  * DetokenizeResponse has the text of tokens.
@@ -1644,7 +1835,7 @@ export type DetokenizeResponse = Message<"outrider.v1.DetokenizeResponse"> & {
  * Use `create(DetokenizeResponseSchema)` to create a new message.
  */
 export const DetokenizeResponseSchema: GenMessage<DetokenizeResponse> = /*@__PURE__*/
-  messageDesc(file_outrider_v1_target, 33);
+  messageDesc(file_outrider_v1_target, 38);
 
 /**
  * GetTargetInfoRequest asks what is served.
@@ -1659,7 +1850,7 @@ export type GetTargetInfoRequest = Message<"outrider.v1.GetTargetInfoRequest"> &
  * Use `create(GetTargetInfoRequestSchema)` to create a new message.
  */
 export const GetTargetInfoRequestSchema: GenMessage<GetTargetInfoRequest> = /*@__PURE__*/
-  messageDesc(file_outrider_v1_target, 34);
+  messageDesc(file_outrider_v1_target, 39);
 
 /**
  * GetTargetInfoResponse describes the target.
@@ -1858,7 +2049,7 @@ export type GetTargetInfoResponse = Message<"outrider.v1.GetTargetInfoResponse">
  * Use `create(GetTargetInfoResponseSchema)` to create a new message.
  */
 export const GetTargetInfoResponseSchema: GenMessage<GetTargetInfoResponse> = /*@__PURE__*/
-  messageDesc(file_outrider_v1_target, 35);
+  messageDesc(file_outrider_v1_target, 40);
 
 /**
  * UpdateWeightsRequest is a piece of an update. The first message begins it, and all others carry data.
@@ -1895,7 +2086,7 @@ export type UpdateWeightsRequest = Message<"outrider.v1.UpdateWeightsRequest"> &
  * Use `create(UpdateWeightsRequestSchema)` to create a new message.
  */
 export const UpdateWeightsRequestSchema: GenMessage<UpdateWeightsRequest> = /*@__PURE__*/
-  messageDesc(file_outrider_v1_target, 36);
+  messageDesc(file_outrider_v1_target, 41);
 
 /**
  * BeginUpdate says where weights come from, and what becomes of running requests.
@@ -1941,7 +2132,7 @@ export type BeginUpdate = Message<"outrider.v1.BeginUpdate"> & {
  * Use `create(BeginUpdateSchema)` to create a new message.
  */
 export const BeginUpdateSchema: GenMessage<BeginUpdate> = /*@__PURE__*/
-  messageDesc(file_outrider_v1_target, 37);
+  messageDesc(file_outrider_v1_target, 42);
 
 /**
  * WeightFiles are safetensors files that a stream carries one after the other.
@@ -1962,7 +2153,7 @@ export type WeightFiles = Message<"outrider.v1.WeightFiles"> & {
  * Use `create(WeightFilesSchema)` to create a new message.
  */
 export const WeightFilesSchema: GenMessage<WeightFiles> = /*@__PURE__*/
-  messageDesc(file_outrider_v1_target, 38);
+  messageDesc(file_outrider_v1_target, 43);
 
 /**
  * UpdateWeightsResponse says what was exchanged, once the new weights are in force.
@@ -2025,7 +2216,7 @@ export type UpdateWeightsResponse = Message<"outrider.v1.UpdateWeightsResponse">
  * Use `create(UpdateWeightsResponseSchema)` to create a new message.
  */
 export const UpdateWeightsResponseSchema: GenMessage<UpdateWeightsResponse> = /*@__PURE__*/
-  messageDesc(file_outrider_v1_target, 39);
+  messageDesc(file_outrider_v1_target, 44);
 
 /**
  * FinishReason says why a sequence ended.
@@ -2170,6 +2361,21 @@ export const TargetService: GenService<{
     methodKind: "server_streaming";
     input: typeof GenerateRequestSchema;
     output: typeof GenerateResponseSchema;
+  },
+  /**
+   * GenerateMany carries many Generate calls on one stream, for servers that forward the calls of their own callers: what
+   * a step said for all of them comes in one message. Each call has its own caller, deadline and status, and is counted,
+   * refused and traced as Generate is. The stream itself is a call of whoever opens it. Cancelling it cancels those on
+   * it; behind its last message they are answered to their ends.
+   * DEADLINE_EXCEEDED for one without a first message within the service's time for it, 10 s unless it is configured
+   * otherwise.
+   *
+   * @generated from rpc outrider.v1.TargetService.GenerateMany
+   */
+  generateMany: {
+    methodKind: "bidi_streaming";
+    input: typeof GenerateManyRequestSchema;
+    output: typeof GenerateManyResponseSchema;
   },
   /**
    * Verify checks trees that the client drafts. One stream carries many sequences; they share batches with

@@ -1,4 +1,4 @@
-"""An engine without a model for `engine_process.py`, whose steps take a given time."""
+"""An engine without a model, for `engine.engine_process` and `serving.door`, whose steps take a given time."""
 
 from __future__ import annotations
 
@@ -7,17 +7,28 @@ import time
 from collections.abc import Callable
 from typing import Any
 
+from outrider.sampling import FinishReason
 from outrider.tree import TokenTree
 from outrider.wire.frames import DraftInfo
 from target_service.api.admission import ServedModel
 from target_service.core.events import EngineSnapshot
-from target_service.core.sequence import SequenceEvent, SequenceRequest, SequenceTotals, StepStats, StepVerdict
+from target_service.core.sequence import (
+    Finish,
+    SequenceEvent,
+    SequenceFinished,
+    SequenceRequest,
+    SequenceTotals,
+    StepStats,
+    StepVerdict,
+)
 from target_service.core.weights import UpdateDone, WeightUpdate
 from target_service.engine_process.server import Reporter
 
 # Of the interpreter, for a step's host work.
 HOST_SECONDS = 0.0003
 ENDLESS = 10**9
+# The token of "a", with a tokenizer of single bytes behind three other tokens.
+_LETTER = 3 + 97
 SERVED = ServedModel("steps", 259, 2 * ENDLESS, 1, "none", 16, 2 * ENDLESS, (2,))
 STATS = StepStats(**dict.fromkeys(StepStats.__slots__, 1000))
 
@@ -104,4 +115,25 @@ class SteppingEngine:
         for sequence_id, step in self._running.items():
             self._running[sequence_id] = step + 1
             events.append(StepVerdict(sequence_id, step, (), (100 + step % 20,), 0, compute_ns=10**6))
+        return events
+
+
+class AnsweringEngine(SteppingEngine):
+    """One whose answers are letters, and end after as many tokens as were asked for."""
+
+    def _events(self) -> list[SequenceEvent]:
+        events: list[SequenceEvent] = []
+        for sequence_id, step in list(self._running.items()):
+            request, made = self._requests[sequence_id], step + 1
+            finish = Finish(FinishReason.LENGTH) if made == request.max_tokens else None
+            events.append(
+                StepVerdict(sequence_id, step, (), (_LETTER + step % 26,), 0, finish=finish, compute_ns=10**6)
+            )
+            self._running[sequence_id] = made
+            if finish is not None:
+                del self._running[sequence_id], self._requests[sequence_id]
+                totals = SequenceTotals(prompt_tokens=len(request.token_ids), completion_tokens=made, steps=made)
+                totals.started_ns = totals.first_token_ns = totals.arrived_ns
+                totals.finished_ns = time.monotonic_ns()
+                events.append(SequenceFinished(sequence_id, finish, totals))
         return events

@@ -1,0 +1,374 @@
+"""Many calls of one method on one stream. Each is run by the method's own handler inside all interceptors, so it is
+authenticated, counted, refused and ended as a call of its own is; only its responses travel with those of others.
+
+gRPC takes some 40 us of a processor for each message of a stream, at either end
+(`benchmarks/results/2026-11-27-cpu-door.json`). Here one message has what all calls have to say.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import time
+from collections.abc import AsyncIterator, Callable, Iterable, Mapping, Sequence
+from contextlib import asynccontextmanager
+from contextvars import ContextVar
+from typing import Any, NoReturn
+
+import grpc
+
+from outrider.errors import InvalidField
+from outrider.runtime import end_tasks, until_first_ends
+from outrider.serving.interceptors import Context, Continuation, Handler, guarded
+from outrider.v1 import target_pb2 as pb
+
+logger = logging.getLogger(__name__)
+_SERVICE = f"/{pb.DESCRIPTOR.services_by_name['TargetService'].full_name}"
+_CARRIER, _CARRIED = f"{_SERVICE}/GenerateMany", f"{_SERVICE}/Generate"
+# After so many bytes a message is sent; what else is ready goes into the next. Chosen: far below what clients take.
+_MOST_BYTES = 1 << 20
+# The metadata key suffix of values that are bytes.
+_BINARY = "-bin"
+Metadata = Iterable[tuple[str, str | bytes]]
+# What a call has to say now, and whether that is its last. May raise what ends the call.
+Source = Callable[[], tuple[list[bytes], bool]]
+
+
+class CarriedContext(grpc.aio.ServicerContext[Any, Any]):
+    """What a handler sees of a carried call, in place of gRPC's own context."""
+
+    def __init__(self, call: pb.CarriedCall, handler: Handler, carrier: Context, mark: Callable[[], None]) -> None:
+        """`mark` is called when there is something to send."""
+        self.number = call.call
+        self.paused = self.cancelled_by_caller = self.expired = False
+        self.end: pb.CarriedEnd | None = None
+        self.task: asyncio.Task[None] | None = None
+        self._request: bytes | None = call.request
+        self._metadata = tuple(_entry(pair) for pair in call.metadata)
+        self._handler, self._carrier, self._mark = handler, carrier, mark
+        timeout = call.timeout_nanoseconds / 1e9 if call.HasField("timeout_nanoseconds") else None
+        self._deadline = None if timeout is None else time.monotonic() + timeout
+        self._outgoing: list[bytes] = []
+        self._source: Source | None = None
+        # Done with the last response of `_source`.
+        self._said: asyncio.Future[None] | None = None
+        self._room = asyncio.Event()
+        self._room.set()
+        self._code: grpc.StatusCode | None = None
+        self._details, self._trailing = "", tuple[tuple[str, str | bytes], ...]()
+
+    async def say_all(self, source: Source) -> None:
+        """Send what `source` returns whenever `has_more` was called, until it returns its last. Raises what it does."""
+        self._source, self._said = source, asyncio.get_running_loop().create_future()
+        self._mark()
+        await self._said
+
+    def has_more(self) -> None:
+        """The source has something to say."""
+        self._mark()
+
+    def pending(self) -> list[bytes]:
+        """The responses to send now."""
+        if self._outgoing:
+            responses, self._outgoing = self._outgoing, []
+        else:
+            responses = []
+        said = self._said
+        if self._source is None or said is None or said.done():
+            return responses
+        try:
+            further, last = self._source()
+        # Raised again in `say_all`, where the handler waits.
+        except Exception as error:
+            said.set_exception(error)
+        else:
+            responses += further
+            if last:
+                said.set_result(None)
+        return responses
+
+    def pause(self) -> None:
+        self.paused = True
+        self._room.clear()
+
+    def resume(self) -> None:
+        self.paused = False
+        self._room.set()
+        self._mark()
+
+    def seconds_left(self) -> float | None:
+        return None if self._deadline is None else self._deadline - time.monotonic()
+
+    def ended(self, code: grpc.StatusCode, message: str = "") -> None:
+        """Say with which status the call has ended, unless it was aborted with one."""
+        final = self._code or code
+        trailing = [_pair(key, value) for key, value in self._trailing]
+        details = self._details if self._code is not None else message
+        self.end = pb.CarriedEnd(call=self.number, code=final.value[0], message=details, trailing_metadata=trailing)
+        self._mark()
+
+    # What handlers and interceptors use of gRPC's context.
+
+    async def read(self) -> Any:
+        request, self._request = self._request, None
+        if request is None:
+            return grpc.aio.EOF
+        parse = self._handler.request_deserializer
+        return request if parse is None else parse(request)
+
+    async def write(self, message: Any) -> None:
+        await self._room.wait()
+        serialise = self._handler.response_serializer
+        self._outgoing.append(message if serialise is None else serialise(message))
+        self._mark()
+
+    async def abort(self, code: grpc.StatusCode, details: str = "", trailing_metadata: Any = ()) -> NoReturn:
+        self._code, self._details = code, details
+        self._trailing = tuple(trailing_metadata) or self._trailing
+        raise grpc.aio.AbortError("the carried call was aborted")
+
+    async def abort_with_status(self, status: grpc.Status) -> NoReturn:
+        await self.abort(status.code, status.details or "", status.trailing_metadata or ())
+
+    def set_trailing_metadata(self, trailing_metadata: Any) -> None:
+        self._trailing = tuple(trailing_metadata)
+
+    def trailing_metadata(self) -> Any:
+        return self._trailing
+
+    def invocation_metadata(self) -> Any:
+        return self._metadata
+
+    def time_remaining(self) -> Any:
+        left = self.seconds_left()
+        return None if left is None else max(0.0, left)
+
+    def code(self) -> Any:
+        return self._code
+
+    def details(self) -> str:
+        return self._details
+
+    def peer(self) -> str:
+        return self._carrier.peer()
+
+    def peer_identities(self) -> Any:
+        return self._carrier.peer_identities()
+
+    def peer_identity_key(self) -> Any:
+        return self._carrier.peer_identity_key()
+
+    def auth_context(self) -> Mapping[str, Iterable[bytes]]:
+        return self._carrier.auth_context()
+
+    def done(self) -> bool:
+        return self.end is not None
+
+    def cancelled(self) -> bool:
+        return self.cancelled_by_caller
+
+    async def send_initial_metadata(self, initial_metadata: Any) -> None:
+        """Do nothing: there is none beside the stream's own."""
+
+    def set_code(self, code: grpc.StatusCode) -> None:
+        self._code = code
+
+    def set_details(self, details: str) -> None:
+        self._details = details
+
+    def set_compression(self, compression: grpc.Compression) -> None:
+        """Do nothing: the stream's own holds."""
+
+    def disable_next_message_compression(self) -> None:
+        """Do nothing: the stream's own holds."""
+
+
+class CarriedCalls:
+    """The calls on one stream."""
+
+    def __init__(self, handler: Handler, context: Context) -> None:
+        self._handler, self._context = handler, context
+        self._running: dict[int, CarriedContext] = {}
+        self._latest = 0
+        # Those with something to send, each once.
+        self._ready: dict[int, CarriedContext] = {}
+        self._changed = asyncio.Event()
+        self._finishing = False
+
+    async def serve(self) -> None:
+        """Run the calls until all have ended, once there are no further ones or `finish` was called."""
+        try:
+            await until_first_ends(self._read(), self._write())
+        finally:
+            await end_tasks(*[call.task for call in self._running.values() if call.task is not None])
+
+    def finish(self) -> None:
+        """End the stream when no call runs any more."""
+        self._finishing = True
+        self._changed.set()
+
+    async def _read(self) -> None:
+        while (orders := await self._context.read()) is not grpc.aio.EOF:
+            for call in orders.begin:
+                self._begin(call)
+            for call in self._named(orders.cancel):
+                call.cancelled_by_caller = True
+                assert call.task is not None
+                call.task.cancel()
+            for call in self._named(orders.pause):
+                call.pause()
+            for call in self._named(orders.resume):
+                call.resume()
+        # Nobody can say so any more.
+        for call in self._running.values():
+            call.resume()
+        self.finish()
+        # Until those that run have ended, which ends this too.
+        await asyncio.get_running_loop().create_future()
+
+    def _named(self, numbers: Iterable[int]) -> list[CarriedContext]:
+        return [self._running[number] for number in numbers if number in self._running]
+
+    def _begin(self, begun: pb.CarriedCall) -> None:
+        if begun.call <= self._latest:
+            raise InvalidField("begin.call", "must be larger than all before it")
+        self._latest = number = begun.call
+
+        def mark() -> None:
+            self._ready[number] = call
+            self._changed.set()
+
+        call = CarriedContext(begun, self._handler, self._context, mark)
+        self._running[number] = call
+        call.task = asyncio.create_task(self._run(call))
+
+    async def _run(self, call: CarriedContext) -> None:
+        """Run a call to its end, and note that."""
+        loop, left = asyncio.get_running_loop(), call.seconds_left()
+        deadline = None if left is None else loop.call_later(left, _expire, call)
+        try:
+            # Wrapped by an interceptor that has it read its request, and so a coroutine of this kind.
+            handle: Any = self._handler.stream_stream
+            await handle(None, call)
+            call.ended(grpc.StatusCode.OK)
+        except grpc.aio.AbortError:
+            call.ended(grpc.StatusCode.UNKNOWN)
+        except asyncio.CancelledError:
+            if call.expired:
+                call.ended(grpc.StatusCode.DEADLINE_EXCEEDED, "Deadline Exceeded")
+            elif not call.cancelled_by_caller:
+                raise
+        # The outermost boundary of the call, as gRPC's own is of others.
+        except Exception:
+            logger.exception("bug while handling a carried call")
+            call.ended(grpc.StatusCode.UNKNOWN, "internal error")
+        finally:
+            if deadline is not None:
+                deadline.cancel()
+            del self._running[call.number]
+            # For `finish`.
+            self._changed.set()
+
+    async def _write(self) -> None:
+        """Send what is ready, in one message at a time: what becomes ready meanwhile goes into the next."""
+        while not (self._finishing and not self._running and not self._ready):
+            await self._changed.wait()
+            self._changed.clear()
+            while self._ready:
+                message = self._collected()
+                if message is not None:
+                    await self._context.write(message)
+
+    def _collected(self) -> pb.GenerateManyResponse | None:
+        calls, responses, ends, size = list[int](), list[bytes](), list[pb.CarriedEnd](), 0
+        ready, self._ready = self._ready, {}
+        while ready and size < _MOST_BYTES:
+            number = next(iter(ready))
+            call = ready.pop(number)
+            if call.cancelled_by_caller or (call.paused and call.end is None):
+                continue
+            for response in call.pending():
+                calls.append(number)
+                responses.append(response)
+                size += len(response)
+            if call.end is not None:
+                ends.append(call.end)
+        # Calls may have become ready anew.
+        self._ready = {**ready, **self._ready}
+        if not calls and not ends:
+            return None
+        return pb.GenerateManyResponse(calls=calls, responses=responses, ends=ends)
+
+
+class CarryingInterceptor(grpc.aio.ServerInterceptor):
+    """Runs the other interceptors of a server, and gives streams of carried calls the handler of these calls inside
+    them. It must be the server's only one: the others are run here, as gRPC looks up one handler for a call."""
+
+    def __init__(self, others: Sequence[grpc.aio.ServerInterceptor]) -> None:
+        """`others` are outermost first."""
+        self._others = tuple(others)
+        self.streams: set[CarriedCalls] = set()
+
+    async def intercept_service(
+        self, continuation: Continuation, handler_call_details: grpc.HandlerCallDetails
+    ) -> Handler | None:
+        handler = await self._wrapped(continuation, handler_call_details)
+        if handler is None or handler_call_details.method != _CARRIER:
+            return handler
+        # Of gRPC's own type, which it insists on.
+        details: Any = type(handler_call_details)
+        carried = await self._wrapped(continuation, details(_CARRIED, handler_call_details.invocation_metadata))
+
+        @asynccontextmanager
+        async def guard(request: Any, _context: Context) -> AsyncIterator[Any]:
+            _carrying.set((self, carried))
+            yield request
+
+        return guarded(handler, guard)
+
+    async def _wrapped(self, lookup: Continuation, details: grpc.HandlerCallDetails, place: int = 0) -> Handler | None:
+        """A method's handler inside the other interceptors from `place` on."""
+        if place == len(self._others):
+            return await lookup(details)
+        return await self._others[place].intercept_service(
+            lambda inner: self._wrapped(lookup, inner, place + 1), details
+        )
+
+    def finish(self) -> None:
+        """End each stream when no call on it runs any more."""
+        for stream in self.streams:
+            stream.finish()
+
+
+# Of the stream being handled: its server's interceptor, and the handler of its calls.
+_carrying: ContextVar[tuple[CarryingInterceptor, Handler | None]] = ContextVar("outrider_carrying")
+
+
+async def carry_calls(context: Context) -> None:
+    """Handle a stream of carried calls."""
+    interceptor, handler = _carrying.get()
+    assert handler is not None, "the carried method is of the same service"
+    stream = CarriedCalls(handler, context)
+    interceptor.streams.add(stream)
+    try:
+        await stream.serve()
+    finally:
+        interceptor.streams.discard(stream)
+
+
+def _expire(call: CarriedContext) -> None:
+    call.expired = True
+    if call.task is not None:
+        call.task.cancel()
+
+
+def _entry(pair: pb.CallMetadata) -> tuple[str, str | bytes]:
+    """An entry of metadata as gRPC has it."""
+    if pair.key.endswith(_BINARY):
+        return pair.key, pair.value
+    # What is not ASCII is refused where it is looked at, as any other wrong value.
+    return pair.key, pair.value.decode("latin-1")
+
+
+def _pair(key: str, value: str | bytes) -> pb.CallMetadata:
+    return pb.CallMetadata(key=key, value=value if isinstance(value, bytes) else value.encode("latin-1"))
