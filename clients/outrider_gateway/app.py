@@ -124,7 +124,10 @@ def _shortcut(endpoints: Mapping[str, ASGIApp], others: ASGIApp) -> ASGIApp:
     stands around a Starlette application's routes takes a tenth of a request's time before the target is asked."""
 
     async def application(scope: Scope, receive: Receive, send: Send) -> None:
-        endpoint = endpoints.get(scope["path"]) if scope["method"] == "POST" else None
+        if len(path := scope["path"]) > 1 and path.endswith("/"):
+            # The same place. A redirect would send the body twice, which some clients do not.
+            scope = {**scope, "path": (path := path[:-1])}
+        endpoint = endpoints.get(path) if scope["method"] == "POST" else None
         await (endpoint or others)(scope, receive, send)
 
     return application

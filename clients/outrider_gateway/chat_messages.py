@@ -13,7 +13,12 @@ from outrider_gateway.fields import Fields, bounded, typed
 # What OpenAI calls roles, and what the contract does.
 _ROLES = {"system": "system", "developer": "system", "user": "user", "assistant": "assistant", "tool": "tool"}
 # What comes back with an answer, or is a hint to other servers; no chat template of a target reads it.
-_IGNORED = ("annotations", "refusal", "cache_control", "provider_specific_fields", "reasoning_details")
+_IGNORED = (
+    "annotations", "refusal", "cache_control", "provider_specific_fields", "reasoning_details", "thinking_blocks",
+    "citations", "extra_content", "id", "weight", "metadata", "model", "timestamp", "status", "is_error",
+)  # fmt: skip
+# Kinds of parts by what they call their text: a part of an answer comes back as OpenAI's APIs name it.
+_TEXTS = {"text": "text", "input_text": "text", "output_text": "text", "refusal": "refusal"}
 # Likewise, but content that the model would have to see.
 _REFUSED = {"audio": "messages have text alone", "function_call": "the name here is tool_calls"}
 
@@ -58,8 +63,8 @@ def _turn(message: Any, path: str) -> ChatTurn:
     fields.end()
     return ChatTurn(
         _ROLES[role],
-        # What calls a tool may say nothing.
-        "" if content is None and calls else content_text(content, fields.path("content")),
+        # What calls a tool may say nothing, and so may an answer that was cut while the model reasoned.
+        "" if content is None and (calls or reasoning) else content_text(content, fields.path("content")),
         calls,
         called,
         # Others have names too, which no template reads.
@@ -84,6 +89,7 @@ def _tool_call(value: Any, path: str) -> ToolCall:
     if called is None:
         raise BadField(fields.path("function"), "is missing", "missing_required_parameter")
     call = ToolCall(fields.text("id"), called.text("name"), called.text("arguments"))
+    called.ignore(_IGNORED)
     called.end()
     # Its place in a stream, which some clients keep.
     fields.ignore(("index", *_IGNORED))
@@ -93,9 +99,11 @@ def _tool_call(value: Any, path: str) -> ToolCall:
 
 def _part(part: Any, path: str) -> str:
     fields = Fields(typed(part, dict, path), path)
-    if fields.pop("type") != "text":
+    kind = fields.pop("type")
+    name = _TEXTS.get(kind) if isinstance(kind, str) else None
+    if name is None:
         raise BadField(f"{path}.type", "must be text: this server reads no images, audio or files", "invalid_value")
-    text: str = typed(fields.pop("text"), str, f"{path}.text")
-    fields.ignore(("name", *_IGNORED))
+    text: str = typed(fields.pop(name), str, f"{path}.{name}")
+    fields.ignore(("name", "logprobs", *_IGNORED))
     fields.end()
     return text

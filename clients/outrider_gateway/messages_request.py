@@ -19,6 +19,10 @@ from outrider_gateway.structured import json_form
 from outrider_gateway.translation import MAX_UINT32, chat_options, completed, fitting, sampling_params
 
 MESSAGES_NAMES = {**CHAT_NAMES, "stop": "stop_sequences"}
+# Of a tool. Arguments are kept to the schema where a call is required, strict or not.
+_OF_TOOLS = (
+    "cache_control", "strict", "input_examples", "eager_input_streaming", "defer_loading", "allowed_callers",
+)  # fmt: skip
 _CHOICES = {"auto": "auto", "any": "required", "none": "none"}
 
 
@@ -40,8 +44,8 @@ def messages_request(body: Mapping[str, Any], max_choices: int, max_prompt: int 
     fields.refuse(MESSAGES_FIELDS, ("n", "prompt_logprobs", "stop", "user", "stream_options"))
     turns, options = _prompt(fields, max_prompt)
     output = fields.inner("output_config") or Fields({}, "output_config")
-    form = json_form(output, "format")
-    output.ignore(("effort",))
+    form = json_form(output, "format") or json_form(fields, "output_format")
+    output.ignore(("effort", "task_budget"))
     output.end()
     longest = fields.whole("max_tokens", 1, MAX_UINT32)
     if longest is None:
@@ -90,16 +94,7 @@ def _prompt(fields: Fields, max_prompt: int) -> tuple[tuple[ChatTurn, ...], Chat
     tools = [_tool(tool, f"tools[{i}]") for i, tool in enumerate(typed(fields.pop("tools", []), list, "tools"))]
     choice, single = _choice(fields)
     chat = {"tools": tools, "tool_choice": choice, "parallel_tool_calls": not single}
-    chat |= {name: fields.pop(name) for name in ("chat_template_kwargs", "enable_thinking")}
-    if (thinking := fields.inner("thinking")) is not None:
-        kind = thinking.text("type")
-        if kind not in ("enabled", "disabled", "adaptive"):
-            raise BadField(thinking.path("type"), "must be enabled, disabled or adaptive", "invalid_value")
-        # How long is the model's to decide.
-        thinking.ignore(("budget_tokens", "display"))
-        thinking.end()
-        if kind != "adaptive":
-            chat["enable_thinking"] = kind == "enabled"
+    chat |= {name: fields.pop(name) for name in ("chat_template_kwargs", "enable_thinking", "thinking")}
     return turns, chat_options(Fields(chat))
 
 
@@ -127,7 +122,6 @@ def _tool(tool: Any, path: str) -> dict[str, Any]:
         function["description"] = description
     if (schema := fields.pop("input_schema")) is not None:
         function["parameters"] = typed(schema, dict, fields.path("input_schema"))
-    # Arguments are kept to the schema where a call is required, strict or not.
-    fields.ignore(("cache_control", "strict", "input_examples", "eager_input_streaming", "defer_loading"))
+    fields.ignore(_OF_TOOLS)
     fields.end()
     return {"type": "function", "function": function}

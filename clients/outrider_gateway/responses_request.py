@@ -123,8 +123,8 @@ def _tool(tool: Any, path: str) -> dict[str, Any]:
 def _shown(fields: Fields, body: Mapping[str, Any]) -> Mapping[str, Any]:
     """Settings that a response repeats, with the values that are in force."""
     metadata = bounded(typed(fields.pop("metadata", {}), dict, "metadata"), _MOST_METADATA, "metadata")
-    if fields.text("truncation", "disabled") != "disabled":
-        raise BadField("truncation", "must be disabled: prompts are not cut", "unsupported_parameter")
+    if fields.text("truncation", "disabled") not in ("disabled", "auto"):
+        raise BadField("truncation", "must be auto or disabled", "invalid_value")
     text, reasoning = body.get("text") or {}, body.get("reasoning") or {}
     given = {name: value for name, value in body.items() if value is not None}
     return {

@@ -41,7 +41,7 @@ class TokenTexts:
             name = self.name(token_id)
             lists["tokens"].append(name)
             lists["token_logprobs"].append(entry.logprob)
-            lists["top_logprobs"].append({self.name(top): logprob for top, logprob in entry.top})
+            lists["top_logprobs"].append(self._alternatives(token_id, entry) if entry.top else {})
             lists["text_offset"].append(offset)
             offset += len(name) if token_id in self._texts else 0
         return lists

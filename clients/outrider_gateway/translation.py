@@ -31,6 +31,8 @@ Request = TypeVar("Request", bound=GenerationRequest)
 _COMPLETION_TOKENS = 16
 MAX_UINT32 = 2**32 - 1
 MAX_TOKEN_ID = 2**31 - 1
+# Kinds of `thinking`; of the last the model decides.
+THINKING = ("enabled", "disabled", "adaptive")
 # Fields of the top level that are given to the chat template under their own names.
 _TEMPLATE_FIELDS = ("reasoning_effort", "verbosity", "enable_thinking")
 
@@ -172,6 +174,7 @@ def chat_options(fields: Fields) -> ChatOptions:
         # The field that is made for it wins.
         if value is not None:
             arguments.setdefault(name, value)
+    _read_thinking(fields, arguments)
     if arguments.get("reasoning_effort") == "none":
         # Templates without efforts have this switch.
         arguments.setdefault("enable_thinking", False)
@@ -186,6 +189,27 @@ def chat_options(fields: Fields) -> ChatOptions:
         template_arguments=arguments,
         tools=tool_options(fields),
     )
+
+
+def _read_thinking(fields: Fields, arguments: dict[str, Any]) -> None:
+    """Add to a template's arguments what others than OpenAI call its switches: `thinking` of Anthropic's, DeepSeek's,
+    GLM's and Kimi's APIs, `reasoning` of OpenRouter's and of Responses."""
+    if (thinking := fields.inner("thinking")) is not None:
+        kind = thinking.text("type")
+        if kind not in THINKING:
+            raise BadField(thinking.path("type"), f"must be one of {', '.join(THINKING)}", "invalid_value")
+        # How long, and whether it is shown, is the model's to decide.
+        thinking.ignore(("budget_tokens", "display", "clear_thinking"))
+        thinking.end()
+        if kind != "adaptive":
+            arguments.setdefault("enable_thinking", kind == "enabled")
+    if (reasoning := fields.inner("reasoning")) is not None:
+        if (effort := reasoning.pop("effort")) is not None:
+            arguments.setdefault("reasoning_effort", effort)
+        if (enabled := reasoning.pop("enabled")) is not None:
+            arguments.setdefault("enable_thinking", typed(enabled, bool, reasoning.path("enabled")))
+        reasoning.ignore(("summary", "generate_summary", "max_tokens"))
+        reasoning.end()
 
 
 def _prompts(value: Any, max_choices: int, max_prompt: int) -> tuple[Prompt, ...]:
@@ -250,7 +274,8 @@ def sampling_params(fields: Fields, max_tokens: int | None, logprobs: int | None
 
 def _stop(value: Any) -> tuple[str, ...]:
     if isinstance(value, str):
-        return (value,)
+        # An empty field of a form asks for none.
+        return (value,) if value else ()
     if not isinstance(value, list):
         raise BadField("stop", "must be a string or a list of strings", "invalid_type")
     stops = bounded(value, MAX_STOP_STRINGS, "stop")

@@ -30,6 +30,8 @@ from collections.abc import Collection, Iterator, Mapping
 from pathlib import Path
 from typing import Any, NoReturn, TypeVar
 
+from outrider.visible import visible
+
 Config = TypeVar("Config")
 logger = logging.getLogger(__name__)
 # The environment variable with the settings file's path, for processes without --config.
@@ -178,6 +180,8 @@ class CommandParser(argparse.ArgumentParser):
         (sys.stdout if file is None else file).write(self.format_help())
 
     def error(self, message: str) -> NoReturn:
+        # Names of files may come from others, by a pattern of the shell.
+        message = visible(message)
         self.exit(2, f"{self.prog}: error: {message}\n`{self.prog} --help` explains the arguments.\n")
 
 

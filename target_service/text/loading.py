@@ -184,9 +184,9 @@ def _chat_template(folder: Path, settings: Mapping[str, Any]) -> str:
     default, with_tools = named.get(_DEFAULT_TEMPLATE, ""), named.get(_TOOL_TEMPLATE)
     if not default or with_tools is None:
         return default
-    # What prints nothing keeps the spaces beside blocks.
-    nothing = "{{ '' }}"
-    return f"{{% if tools %}}{nothing}{with_tools}{nothing}{{% else %}}{nothing}{default}{nothing}{{% endif %}}"
+    # Jinja drops the line break behind a block, and a template's last. What prints nothing keeps the spaces before one.
+    default, with_tools = default.removesuffix("\n"), with_tools.removesuffix("\n")
+    return f"{{% if tools %}}\n{with_tools}{{{{ '' }}}}{{% else %}}\n{default}{{{{ '' }}}}{{% endif %}}"
 
 
 def _named_templates(found: Any) -> dict[str, str]:

@@ -212,6 +212,16 @@ def test_arguments_that_are_no_utf8(words: tuple[str | bytes, ...], status: int,
     assert (took, out) == (status, "") and said.splitlines()[0].startswith(err), said
 
 
+@pytest.mark.parametrize(
+    "words", [("generate", "--" + HOSTILE.replace(" ", "")), ("bench", "--prompts", HOSTILE)], ids=["flag", "file"]
+)
+def test_errors_of_arguments_show_controls(words: tuple[str, ...], capfd: Any) -> None:
+    with pytest.raises(SystemExit):
+        main(list(words))
+    said = capfd.readouterr().err
+    assert "owned" in said and all(character.isprintable() or character == "\n" for character in said)
+
+
 def test_a_token_that_is_no_ascii_is_not_quoted(monkeypatch: pytest.MonkeyPatch, capfd: Any) -> None:
     monkeypatch.setenv("OUTRIDER_CLIENT_TOKEN", "geheimß")
     with pytest.raises(SystemExit):

@@ -249,7 +249,14 @@ async def test_names_of_tokens_come_from_the_target(gateway: Any) -> None:
     assert [(top["token"], top["logprob"]) for top in entry["top_logprobs"]] == [("<pad>", -1.0), ("<s>", -2.0)]
     lists = (await gateway.http.post("/v1/completions", json={**TEXT, "logprobs": 1})).json()
     assert lists["choices"][0]["logprobs"]["tokens"] == ["b", "c", "d"]
-    assert lists["choices"][0]["logprobs"]["top_logprobs"] == [{"<pad>": -1.0}] * 3
+    assert lists["choices"][0]["logprobs"]["top_logprobs"] == [{"<pad>": -1.0, word: -0.5} for word in "bcd"]
+
+
+async def test_a_slash_behind_a_path_means_nothing(gateway: Any) -> None:
+    answer = await gateway.http.post("/v1/chat/completions/", json=CHAT)
+    assert answer.status_code == 200 and answer.json()["object"] == "chat.completion"
+    assert (await gateway.http.get("/v1/models/")).json()["object"] == "list"
+    assert (await gateway.http.get("/v1/no/such/")).json()["error"]["code"] == "unknown_url"
 
 
 async def test_tokens_of_a_target_without_a_tokenizer_have_numbers(gateways: Any) -> None:

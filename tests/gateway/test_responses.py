@@ -164,7 +164,7 @@ def test_other_fields_are_ignored_or_refused_with_a_reason() -> None:
         ({"input": [{"type": "item_reference", "id": "x"}]}, "input[0].type"),
         ({"tools": [{"type": "web_search"}]}, "tools[0].type"),
         ({"tool_choice": {"type": "file_search"}, "tools": [TOOL]}, "tool_choice.type"),
-        ({"truncation": "auto"}, "truncation"),
+        ({"truncation": "head"}, "truncation"),
         ({"text": {"format": {"type": "json_object"}}, "guided_regex": "a"}, "guided_regex"),
         ({"text": {"format": {"type": "json_schema", "name": "x"}}}, "text.format.schema"),
         ({"max_output_tokens": 0}, "max_output_tokens"),

@@ -133,6 +133,7 @@ HARMLESS: list[dict[str, Any]] = [
     {"spaces_between_special_tokens": False}, {"cache_prompt": True}, {"priority": 3},
     {"top_logprobs": 0}, {"logprobs": False, "top_logprobs": 0}, {"stream_options": {}}, {"length_penalty": 1.0},
     {"stream_options": {"include_usage": False}}, {"add_special_tokens": False}, {"include_reasoning": True},
+    {"stop": ""}, {"thinking": {"type": "adaptive"}}, {"reasoning": {"summary": "auto", "max_tokens": 9}},
     {"separate_reasoning": True}, {"extra_body": {}}, {"documents": []}, {"detokenize": True}, {"mystery": None},
     {"stream": True, "stream_options": {"include_usage": True, "include_obfuscation": False}},
 ]  # fmt: skip
@@ -142,6 +143,50 @@ HARMLESS: list[dict[str, Any]] = [
 def test_harmless_fields_are_taken(harmless: dict[str, Any]) -> None:
     stream = harmless.get("stream", False)
     assert chat(**harmless) == replace(chat(), stream=stream, include_usage=stream)
+
+
+def test_switches_of_reasoning_by_the_names_of_other_apis() -> None:
+    assert chat(thinking={"type": "enabled", "budget_tokens": 9}) == chat(enable_thinking=True)
+    assert chat(reasoning={"effort": "low"}) == chat(reasoning_effort="low")
+    assert chat(reasoning={"enabled": False}) == chat(enable_thinking=False)
+    with pytest.raises(Refused, match=r"thinking\.type: must be one of enabled, disabled, adaptive"):
+        chat(thinking={"type": "on"})
+
+
+CALL = {"id": "a", "type": "function", "function": {"name": "add", "arguments": "{}"}}
+
+
+@pytest.mark.parametrize(
+    "more",
+    [
+        {"id": "x", "model": "m", "timestamp": 1, "metadata": {}, "weight": 0, "citations": [], "thinking_blocks": []},
+        {"content": [{"type": "output_text", "text": "hello", "annotations": [], "logprobs": []}]},
+        {"content": [{"type": "refusal", "refusal": "hello"}]},
+    ],
+    ids=str,
+)
+def test_answers_come_back_as_clients_keep_them(more: dict[str, Any]) -> None:
+    def asked(**answer: Any) -> GenerationRequest:
+        return chat(messages=[{"role": "user", "content": "hi"}, {"role": "assistant", "content": "hello", **answer}])
+
+    assert asked(**more) == asked()
+
+
+def test_calls_come_back_with_what_others_put_beside_them() -> None:
+    def asked(call: dict[str, Any], result: dict[str, Any]) -> GenerationRequest:
+        answered = {"role": "assistant", "content": None, "tool_calls": [call]}
+        told = {"role": "tool", "tool_call_id": "a", "content": "3", **result}
+        return chat(messages=[{"role": "user", "content": "hi"}, answered, told], tools=[TOOL])
+
+    theirs = {**CALL, "extra_content": {"google": {}}, "function": {**CALL["function"], "provider_specific_fields": {}}}
+    assert asked(theirs, {"status": "success", "is_error": False}) == asked(CALL, {})
+
+
+def test_an_answer_that_is_all_reasoning_has_no_content() -> None:
+    (_, turn) = (
+        chat(messages=[{"role": "user", "content": "hi"}, {"role": "assistant", "reasoning": "so"}]).prompts[0].messages
+    )
+    assert (turn.content, turn.reasoning) == ("", "so")
 
 
 TOOL = {"type": "function", "function": {"name": "add", "parameters": {"type": "object"}}}
@@ -161,6 +206,7 @@ TAKEN: dict[str, Any] = {
     "response_format": {"type": "json_object"}, "structured_outputs": {"regex": "a"}, "guided_json": {"type": "null"},
     "guided_regex": "a", "guided_choice": ["a"], "guided_grammar": 'start: "a"',
     "tools": [TOOL], "tool_choice": "required", "parallel_tool_calls": False, "include_reasoning": False,
+    "thinking": {"type": "disabled"}, "reasoning": {"effort": "low"},
 }  # fmt: skip
 # What some of them need beside them.
 BESIDE: dict[str, dict[str, Any]] = {
