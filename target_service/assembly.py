@@ -21,6 +21,7 @@ from target_service.config import TargetConfig
 from target_service.core.events import EngineObserver
 from target_service.engine.engine import Engine
 from target_service.model.loading.loader import load_runner
+from target_service.model.ranks.leading import load_ranks
 from target_service.model.runner import ModelRunner
 from target_service.preflight import EngineRefused
 from target_service.shared_prompts import encoded_beginning, read_shared_prompts
@@ -40,7 +41,7 @@ def load_model(config: TargetConfig) -> ModelRunner:
     except SettingsError as error:
         raise EngineRefused(2, f"error: --device: {error}") from None
     try:
-        return in_passing_thread(lambda: load_runner(config))
+        return in_passing_thread(lambda: load_ranks(config) if config.tensor_parallel > 1 else load_runner(config))
     except torch.OutOfMemoryError as error:
         raise EngineRefused(1, f"cannot serve {config.model}: {error} ({_LESS_MEMORY})") from None
     except (OSError, ValueError, NotSupported, MemoryError) as error:
@@ -72,7 +73,7 @@ def served_model(config: TargetConfig, runner: ModelRunner) -> ServedModel:
         speculation=config.speculates or runner.node_table is not None,
         predictions=config.speculation,
         lossy=config.allow_lossy,
-        kv_token_bytes=cache.token_bytes,
+        kv_token_bytes=cache.token_bytes * runner.ranks,
         torch_version=str(torch.__version__),
         triton_version=triton_version,
         device=str(device),

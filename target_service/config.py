@@ -17,6 +17,8 @@ MOST_DRAFTED = 255
 _INPROCESS = "inprocess:"
 # More than any machine has cores for.
 MOST_THREADS = 1024
+# More than any model has key heads for.
+MOST_RANKS = 64
 # Longest steps with prompts. On a GPU between vLLM's longest gaps of 64 streams at 8B size on an H100 (p99, 21 ms plain
 # and 29 with a head): of the waits simulated by `benchmarks/host/simulated_prompts.py` 22 to 25 make most tokens. On
 # two cores a step of 24 ms would read no rows beside a decoding one of 34.
@@ -36,6 +38,9 @@ class TargetConfig(ServiceSettings):
     )
     dtype: str = setting("bfloat16", "dtype of weights and KV cache", choices=("float32", "bfloat16", "float16"))
     device: str = setting("cpu", "torch device")
+    tensor_parallel: int = setting(
+        1, "processes that share the model, each with a part of every layer; on CPUs only", ge=1, le=MOST_RANKS
+    )
     listen: str = setting("127.0.0.1:50051", "address to serve on: HOST:PORT or unix:PATH")
 
     draft: str = setting(
@@ -251,9 +256,10 @@ class TargetConfig(ServiceSettings):
         """Whether the engine has its own process.
 
         On a GPU it needs one: steps take 1 to 2 ms, and the interpreter that launches them cannot also serve thousands
-        of messages a second. On a CPU steps are long, and one process is simpler.
+        of messages a second. On a CPU steps are long, and one process is simpler. The engine of a model with several
+        ranks ends its process when a rank is lost.
         """
-        return self._is_apart(self.engine_process)
+        return self.tensor_parallel > 1 or self._is_apart(self.engine_process)
 
     @property
     def link_apart(self) -> bool:

@@ -51,7 +51,7 @@ class Padded:
         backend = TritonLatentAttention(torch.device("cpu"), TritonSettings(processors=3))
         attention = LatentAttention("torch")
         attention._implementation = backend
-        runner._attention = attention
+        runner.attention = attention
         self._runner = runner
         self._buffer = StepBuffer(Bucket(32, 4), backend, torch.device("cpu"), PAGE_SIZE, 3, (4, 32))
 
@@ -60,7 +60,7 @@ class Padded:
         buffer, runner = self._buffer, self._runner
         buffer.load(step, LAST_POSITION, numpy.zeros(buffer.parameters.numel(), numpy.int32))
         buffer.plan.schedules.clear()
-        context = PassContext(runner._attention, buffer.plan, buffer.slots, runner.cache)
+        context = PassContext(runner.attention, buffer.plan, buffer.slots, runner.cache)
         logits = runner.network(buffer.token_ids.long(), buffer.positions, context)
         return logits[: len(step.token_ids)]
 

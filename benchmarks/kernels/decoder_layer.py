@@ -67,7 +67,7 @@ class Layers:
     def load(self, rows: int, sequences: int) -> None:
         """Prepare a step of `rows` rows, spread over sequences of `CONTEXT` keys."""
         batch = step(load_of(rows, sequences), self._runner.vocabulary_size, rows)
-        device, attention = self._runner.device, self._runner._attention
+        device, attention = self._runner.device, self._runner.attention
         slots = torch.tensor(batch.slots, device=device)
         self._step = PassContext(attention, attention.plan(batch.attention), slots, self._runner.cache)
         generator = torch.Generator(device).manual_seed(rows)

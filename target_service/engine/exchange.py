@@ -56,7 +56,9 @@ class WeightExchange:
 
     def start_reading(self, update_id: int, update: WeightUpdate, done: UpdateDone) -> None:
         """Begin to read weights; `done` receives the result, once. Raises `QuotaExceeded` while another update is under
-        way."""
+        way, and `NotSupported` for a model that several processes share."""
+        if self.runner.ranks > 1:
+            raise NotSupported("weights are not exchanged with --tensor-parallel: restart with the new ones")
         pending = _Pending(update_id, update, done, HostRoom(self.runner.device))
         with self._lock:
             if self._pending is not None:

@@ -12,7 +12,6 @@ from typing import Protocol
 
 from torch import Tensor
 
-from target_service.core.kv_cache import KVCache
 from target_service.execution.batch import StepBatch, StepItem
 from target_service.execution.device_time import DeviceSpan
 from target_service.execution.node_tables import NodeTables
@@ -21,7 +20,7 @@ from target_service.model.runner import ModelRunner
 from target_service.sampling.verifier import SequenceVerifier, Verified
 from tree_kernels.device_event import DeviceEvent
 from tree_kernels.recurrence import RecurrentStates
-from tree_kernels.verification import TOKEN_BITS, move_kv
+from tree_kernels.verification import TOKEN_BITS
 
 # See `Steps.launch`.
 Ready = Callable[[], None]
@@ -155,7 +154,7 @@ class _OnHost:
         if self._outcomes is None:
             pairs = zip(self._batch.items, self._verifiers, strict=True)
             self._outcomes = [_verify(item, one, self._logits) for item, one in pairs]
-            move_on_host(self._batch.items, self._outcomes, self._runner.cache)
+            move_on_host(self._batch.items, self._outcomes, self._runner)
             move_nodes_on_host(self._batch, self._outcomes, self._runner.cache.recurrent)
             for number in range(1, self._passes_at_once):
                 self._outcomes = self._run_later_pass(self._outcomes, number)
@@ -199,12 +198,13 @@ def _verify(item: StepItem, verifier: SequenceVerifier, logits: Tensor) -> Verif
     return verifier.verify(item.tree, rows, item.sequence.output, item.sequence.step)
 
 
-def move_on_host(items: SequenceOf[StepItem], outcomes: SequenceOf[Verified | None], cache: KVCache) -> None:
+def move_on_host(items: SequenceOf[StepItem], outcomes: SequenceOf[Verified | None], runner: ModelRunner) -> None:
     """Move the keys and values of every accepted path right behind its root.
 
     Rows are accepted in rising order and only move down, so gather-then-scatter in one call is safe. A sequence that
     was cancelled since the launch has no pages any more.
     """
+    cache = runner.cache
     sources: list[int] = []
     targets: list[int] = []
     for item, outcome in zip(items, outcomes, strict=True):
@@ -216,7 +216,7 @@ def move_on_host(items: SequenceOf[StepItem], outcomes: SequenceOf[Verified | No
                 sources += cache.slots(item.sequence.pages, root_slot + row, 1)
                 targets += cache.slots(item.sequence.pages, root_slot + place, 1)
     if sources:
-        move_kv([*cache.keys, *cache.values], sources, targets)
+        runner.move_rows(sources, targets)
 
 
 def move_nodes_on_host(

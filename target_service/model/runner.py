@@ -30,7 +30,7 @@ from tree_kernels.logit_shaping import SequenceTexts
 from tree_kernels.node_table import NodeTable, StepIntegers, fill_pending
 from tree_kernels.node_table.layout import LOOKUP
 from tree_kernels.recurrence import RecurrentPass, RecurrentStates, TreeRecurrence
-from tree_kernels.verification import DRAWN_BY_POSITION, RECORD, records_of
+from tree_kernels.verification import DRAWN_BY_POSITION, RECORD, move_kv, records_of
 from tree_models.building import build
 from tree_models.layers.placing import Placement
 from tree_models.reference import published_tensors
@@ -50,7 +50,7 @@ class ModelRunner:
     network: TargetNetwork  # with its layers as they are prepared by now
     tokenizer: ModelTokenizer | None
     cache: KVCache
-    _attention: Attention
+    attention: Attention
     name: str
     max_context: int
     end_token_ids: tuple[int, ...]
@@ -76,7 +76,12 @@ class ModelRunner:
     @property
     def latent(self) -> bool:
         """Whether the cache holds latents instead of keys and values."""
-        return isinstance(self._attention, LatentAttention)
+        return isinstance(self.attention, LatentAttention)
+
+    @property
+    def ranks(self) -> int:
+        """Processes that share the model."""
+        return 1
 
     @property
     def hidden_size(self) -> int:
@@ -134,7 +139,7 @@ class ModelRunner:
         """Logits [len(logit_rows), vocabulary], in the model's dtype. Writes the rows' keys and values."""
         rows = torch.tensor(batch.logit_rows, dtype=torch.int64, device=self.device)
         token_ids = torch.tensor(batch.token_ids, device=self.device)
-        return self._logits(batch, token_ids, rows, self._recurrent_pass(batch))
+        return self.compute_logits(batch, token_ids, rows, self._recurrent_pass(batch))
 
     @torch.inference_mode()
     def run_pass(self, batch: ForwardInput, parameters: NDArray[numpy.int32]) -> ForwardPass:
@@ -146,7 +151,7 @@ class ModelRunner:
         token_ids = fill_pending(self._to_device(batch.token_ids), self.pending, slots, self.cache.tokens)
         parents = self._to_device(_parents_of(batch.attention))
         recurrent = self._recurrent_pass(batch)
-        logits = self._logits(batch, token_ids.long(), 0, recurrent)
+        logits = self.compute_logits(batch, token_ids.long(), 0, recurrent)
         on_device = torch.from_numpy(parameters).to(self.device)
         nodes = None if recurrent is None else recurrent.plan.node_slots
         return ForwardPass(logits, token_ids, parents, slots, on_device, self._texts(batch.attention), node_slots=nodes)
@@ -248,12 +253,17 @@ class ModelRunner:
         slots = batch.state_slots or (0,) * batch.attention.sequences
         return RecurrentPass(self._recurrence, self._recurrence.plan(batch.attention, slots, states.window), states)
 
-    def _logits(
+    def move_rows(self, sources: Sequence[int], targets: Sequence[int]) -> None:
+        """Copy keys and values of every layer from slots to others, all of them read before any is written."""
+        move_kv([*self.cache.keys, *self.cache.values], sources, targets)
+
+    def compute_logits(
         self, batch: ForwardInput, token_ids: Tensor, rows: Tensor | int, recurrent: RecurrentPass | None
     ) -> Tensor:
-        """Logits of the given rows, 0 for all; `token_ids` [R] int64."""
+        """Logits of the given rows, 0 for all, of a pass whose tokens are `token_ids` [R] int64. `recurrent` plans the
+        layers with states, if there are some."""
         slots, positions = (torch.tensor(each, device=self.device) for each in (batch.slots, batch.positions))
-        step = PassContext(self._attention, self._attention.plan(batch.attention), slots, self.cache, recurrent)
+        step = PassContext(self.attention, self.attention.plan(batch.attention), slots, self.cache, recurrent)
         # A tree may reach past the end of position tables; no such row can be committed.
         return self._compute(token_ids, positions.clamp_(max=self._last_position), step, rows)
 

@@ -62,7 +62,7 @@ class CapturedRunner(ModelRunner):
         not Triton's."""
         super().__init__(**{each.name: getattr(runner, each.name) for each in fields(ModelRunner)})
         self._options = options or CaptureOptions()
-        self._triton = runner._attention.capturable
+        self._triton = runner.attention.capturable
         # Every size that a step can be captured for, smallest first.
         self.buckets = buckets_up_to(self._options.max_rows, self._options.max_sequences)
         self._capturable = len(self.buckets)
@@ -244,7 +244,7 @@ class CapturedRunner(ModelRunner):
 
     def _run(self, buffer: StepBuffer) -> tuple[Tensor, Tensor]:
         """Logits and token ids of all rows of the bucket."""
-        step = PassContext(self._attention, buffer.plan, buffer.slots, self.cache)
+        step = PassContext(self.attention, buffer.plan, buffer.slots, self.cache)
         token_ids = fill_pending(buffer.token_ids, self.pending, buffer.slots, self.cache.tokens)
         return self._compute(token_ids, buffer.positions, step), token_ids
 

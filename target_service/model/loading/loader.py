@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 from collections.abc import Iterator
 from contextlib import contextmanager
-from typing import cast
+from typing import Protocol, cast
 
 import psutil
 import torch
@@ -36,6 +36,8 @@ from tree_models.fused.preparing import LayerOptions
 from tree_models.layers.decoder import Decoder
 from tree_models.layers.linear import can_pack
 from tree_models.layers.placing import Placement
+from tree_models.layers.rank_group import RankGroup
+from tree_models.ranks.decoder import build_rank
 from tree_models.reference import layers_that_differ
 from tree_models.weights.checkpoint import Stored, TensorSource, TextPart, WeightsRefused, WholeNames
 
@@ -55,15 +57,15 @@ _KV_MEMORY_SHARE = 0.3
 _BESIDE_GPU = 1
 
 
-def load_runner(config: TargetConfig) -> ModelRunner:
-    """Load the model that `config` names, with a KV cache sized for this machine. Raises `ModelRefused` with the reason
-    where it cannot be served, `CheckpointRefused` where it is not read whole, `NotSupported` where the draft's head
-    does not fit it, and `OSError` where there is no such model, or no such head."""
+def load_runner(config: TargetConfig, ranks: ServingRanks | None = None) -> ModelRunner:
+    """Load the model that `config` names, with a KV cache sized for this machine. With `ranks`, the part of this
+    rank, while all others load theirs. Raises `ModelRefused` with the reason where it cannot be served,
+    `CheckpointRefused` where it is not read whole, `NotSupported` where the draft's head does not fit it, and `OSError`
+    where there is no such model, or no such head."""
     if 0 < config.kv_tokens < _LEAST_KV_TOKENS:
         raise ModelRefused(f"--kv-tokens must be at least {_LEAST_KV_TOKENS}, or 0")
     choose_device(config.device)
-    if config.threads:
-        torch.set_num_threads(config.threads)
+    _set_threads(config, ranks)
     folder = resolve(config.model)
     checkpoint = Checkpoint.of_folder(folder)
     whole = read_configuration(folder)
@@ -77,14 +79,13 @@ def load_runner(config: TargetConfig) -> ModelRunner:
     backend = _backend(config, torch.device(config.device))
     if backend == "flashinfer" and (reason := attention_refusal(settings)):
         raise ModelRefused(f"{settings.model_type}: {reason} by --attention flashinfer")
-    network, own = _network(checkpoint, settings, config, backend, is_part=settings is not whole)
+    network, own = _network(checkpoint, settings, config, backend, ranks, is_part=settings is not whole)
     if not config.threads and network.device.type == "cuda":
         torch.set_num_threads(_BESIDE_GPU)
     tokenizer = load_tokenizer(folder)
     longest = network.longest_context
     max_context = min(config.max_context or min(longest, _CONTEXT_LIMIT), longest)
-    states = config.max_running * states_bytes(network, config.max_draft_nodes + 1)
-    kv_tokens = config.kv_tokens or _tokens_that_fit(network, states)
+    kv_tokens = _kv_tokens(config, network, ranks)
     captures = config.captures and network.recurrent_layers is None
     if config.captures and not captures:
         log.info("steps run eagerly: layers of %s keep states, which no captured step computes", settings.model_type)
@@ -118,15 +119,25 @@ def load_runner(config: TargetConfig) -> ModelRunner:
 
 
 def _network(
-    checkpoint: Checkpoint, settings: PretrainedConfig, config: TargetConfig, backend: Backend, *, is_part: bool
+    checkpoint: Checkpoint,
+    settings: PretrainedConfig,
+    config: TargetConfig,
+    backend: Backend,
+    ranks: RankGroup | None,
+    *,
+    is_part: bool,
 ) -> tuple[TargetNetwork, Tensor]:
     """The model, and its logits of the text of `check_runner`. Our layers, where the family has an entry and they
     compute what transformers' do; else transformers' own."""
     description = description_of(settings)
     if description is not None:
-        decoder = _decoder(checkpoint, settings, description, config, backend, is_part=is_part)
+        decoder = _decoder(checkpoint, settings, description, config, backend, ranks, is_part=is_part)
         if decoder is not None:
             return decoder, plain_logits(decoder)
+    if ranks is not None:
+        raise ModelRefused(
+            f"--tensor-parallel: {settings.model_type} runs on transformers' layers, which are not divided"
+        )
     if is_part:
         raise ModelRefused(f"{settings.model_type}: the layers of its part for text are not those of transformers")
     if reason := attention_refusal(settings):
@@ -154,6 +165,13 @@ def _running_transformers() -> Iterator[None]:
         raise CheckpointRefused(f"no model can be run by its config.json: {said(error)}") from error
 
 
+class ServingRanks(RankGroup, Protocol):
+    """Ranks that agree on sizes too."""
+
+    def least(self, number: int) -> int:
+        """The smallest of all ranks' numbers."""
+
+
 class CheckpointTensors:
     """A folder's tensors as `tree_models.weights.checkpoint.TensorSource` has them."""
 
@@ -172,6 +190,7 @@ def _decoder(
     description: Description,
     config: TargetConfig,
     backend: Backend,
+    ranks: RankGroup | None,
     *,
     is_part: bool,
 ) -> Decoder | None:
@@ -179,13 +198,13 @@ def _decoder(
     `CheckpointRefused` where its tensors are not those of the model."""
     device, dtype = torch.device(config.device), getattr(torch, config.dtype)
     latent = config.latent_cache and not config.batch_invariant and takes_latents(backend)
-    place = Placement(device, dtype, can_pack(dtype, device), latent)
+    place = Placement(device, dtype, can_pack(dtype, device), latent, ranks)
     try:
         source: TensorSource = CheckpointTensors(checkpoint)
         if is_part:
             source = TextPart(source)
         source = WholeNames(source, description.names)
-        decoder = build(description, source, place)
+        decoder = (build if ranks is None else build_rank)(description, source, place)
         with _running_transformers():
             differing = layers_that_differ(decoder, settings, source)
     except WeightsRefused as error:
@@ -230,6 +249,21 @@ def states_bytes(network: TargetNetwork, largest_tree: int) -> int:
         return 0
     layers, shape = network.recurrent_layers
     return layers * RecurrentStates.layer_bytes(shape, largest_tree, network.dtype)
+
+
+def _set_threads(config: TargetConfig, ranks: RankGroup | None) -> None:
+    """PyTorch's threads while weights are read, and on a CPU afterwards too."""
+    if config.threads:
+        torch.set_num_threads(config.threads)
+    elif ranks is not None:
+        torch.set_num_threads(max(1, torch.get_num_threads() // ranks.size))
+
+
+def _kv_tokens(config: TargetConfig, network: TargetNetwork, ranks: ServingRanks | None) -> int:
+    states = config.max_running * states_bytes(network, config.max_draft_nodes + 1)
+    tokens = config.kv_tokens or _tokens_that_fit(network, states)
+    # The leading rank's pages are those of all.
+    return tokens if ranks is None else ranks.least(tokens)
 
 
 def _tokens_that_fit(network: TargetNetwork, states: int) -> int:

@@ -1,0 +1,139 @@
+"""A model that two processes share says what transformers' own model says, whatever drafts (fp32)."""
+
+from __future__ import annotations
+
+import random
+import signal
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import psutil
+import pytest
+from conftest import make_tiny
+from engine_harness import engine_config, knowing_tree, plain, random_tree, real_drafter, request, run
+from forked import Child
+from scripted_service import byte_tokenizer
+from transformers import PreTrainedModel
+from waits import HUNG_SECONDS, wait_until
+
+from outrider.errors import NotSupported
+from outrider.sampling import SamplingParams
+from outrider_client import SyncClient
+from target_service.config import TargetConfig
+from target_service.core.sequence import SequenceRequest
+from target_service.core.weights import WeightUpdate
+from target_service.engine.exchange import WeightExchange
+from target_service.model.ranks.leading import LeadingRunner, load_ranks
+from target_service.model.support import ModelRefused
+
+VOCABULARY = 211
+SAMPLINGS = {
+    "greedy": SamplingParams(ignore_eos=True),
+    "seeded": SamplingParams(temperature=0.8, top_p=0.9, seed=99, ignore_eos=True),
+}
+MAX_TOKENS = 14
+
+
+@pytest.fixture(scope="module")
+def model() -> PreTrainedModel:
+    # Three layers, and a vocabulary that two ranks cannot divide evenly.
+    return make_tiny(num_hidden_layers=3)
+
+
+@pytest.fixture(scope="module")
+def folder(model: PreTrainedModel, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    path = tmp_path_factory.mktemp("model") / "tiny"
+    model.save_pretrained(path)
+    byte_tokenizer().save_pretrained(path)
+    return path
+
+
+@pytest.fixture(scope="module")
+def runner(folder: Path) -> Iterator[LeadingRunner]:
+    """Over few pages, so that sequences are preempted."""
+    config = TargetConfig(model=str(folder), dtype="float32", tensor_parallel=2, kv_tokens=72, page_size=4)
+    leading = load_ranks(config)
+    yield leading
+    leading.close()
+
+
+def requests(sampling: SamplingParams) -> list[SequenceRequest]:
+    rng = random.Random(3)
+    prompts = [[rng.randrange(3, VOCABULARY) for _ in range(length)] for length in (5, 17)]
+    return [request(prompt, MAX_TOKENS, sampling=sampling) for prompt in (*prompts, prompts[0] * 6)]
+
+
+def test_the_model_is_divided(runner: LeadingRunner) -> None:
+    assert runner.ranks == 2
+    assert runner.network.vocabulary_size == VOCABULARY
+    assert runner.cache.keys[0].shape[2] == 1, "one of the model's two key heads"
+
+
+@pytest.mark.parametrize("sampling", SAMPLINGS.values(), ids=SAMPLINGS)
+def test_trees_change_nothing(runner: LeadingRunner, model: PreTrainedModel, sampling: SamplingParams) -> None:
+    """Trees that are often right, whose accepted rows move in every rank's cache; prompts in parts; preemption."""
+    wanted = requests(sampling)
+    expected = [plain(model, one) for one in wanted]
+    whole = [(*one.token_ids, *output) for one, output in zip(wanted, expected, strict=True)]
+    settings: dict[str, Any] = {"config": engine_config(prefill_chunk=7), "stagger": 1}
+    drafted = run(runner, wanted, propose=knowing_tree(whole, VOCABULARY, 24, right=0.8), **settings)
+    assert [outcome.token_ids for outcome in drafted] == expected
+    assert sum(outcome.finished.totals.accepted_tokens for outcome in drafted) > 10
+    assert [outcome.token_ids for outcome in run(runner, wanted, **settings)] == expected
+    late = run(runner, [*wanted, *wanted], propose=random_tree(VOCABULARY, 9), late=1, stagger=2)
+    assert [outcome.token_ids for outcome in late] == [*expected, *expected]
+    assert sum(outcome.finished.totals.preemptions for outcome in late) > 0
+
+
+def test_a_trie_changes_nothing(runner: LeadingRunner, model: PreTrainedModel) -> None:
+    wanted = requests(SAMPLINGS["greedy"])
+    expected = [plain(model, one) for one in wanted]
+    with real_drafter("trie", VOCABULARY) as connect:
+        tried = run(runner, [*wanted, *wanted], connect=connect, stagger=24)
+    assert [outcome.token_ids for outcome in tried] == [*expected, *expected]
+    assert sum(outcome.finished.totals.accepted_tokens for outcome in tried) > 10
+
+
+def test_weights_are_not_exchanged(runner: LeadingRunner) -> None:
+    exchange: Any = WeightExchange(runner, None, lambda: None, lambda: None)  # type: ignore[arg-type]
+    with pytest.raises(NotSupported, match="--tensor-parallel"):
+        exchange.start_reading(1, WeightUpdate("/nowhere"), lambda _: None)
+
+
+def test_a_model_that_cannot_be_divided_is_refused(folder: Path) -> None:
+    config = TargetConfig(model=str(folder), dtype="float32", tensor_parallel=3)
+    with pytest.raises(ModelRefused, match="3 ranks: 4 attention heads cannot be divided"):
+        load_ranks(config)
+    with pytest.raises(ModelRefused, match="on CPUs so far, and not on cuda"):
+        load_ranks(TargetConfig(model=str(folder), device="cuda", tensor_parallel=2))
+
+
+def test_a_lost_rank_ends_the_service(folder: Path, tmp_path: Path) -> None:
+    """It says which, and leaves no process behind."""
+    address, log = f"unix:{tmp_path}/target.sock", tmp_path / "target.log"
+    flags = ("--listen", address, "--model", str(folder), "--dtype", "float32", "--tensor-parallel", "2")
+    service = Child("target_service", [*flags, "--row-budget", "all"], log)
+    service.start()
+
+    def followers() -> list[psutil.Process]:
+        children = psutil.Process(service.pid).children(recursive=True)
+        return [one for one in children if "target_service.model.ranks" in one.cmdline()]
+
+    with SyncClient.connect(address) as client:
+        wait_until(lambda: service.alive and serving(client), log.read_text() if log.exists() else "it did not start")
+        answer = client.generate(token_ids=[5, 6], sampling=SamplingParams(max_tokens=3, ignore_eos=True)).result()
+        assert answer.completion_tokens == 3
+        (follower,) = followers()
+        others = psutil.Process(service.pid).children(recursive=True)
+        follower.send_signal(signal.SIGKILL)
+        assert service.wait(HUNG_SECONDS) != 0
+    assert "rank 1 has ended with status -9: the model is not whole any more" in log.read_text()
+    wait_until(lambda: not any(one.is_running() and one.status() != psutil.STATUS_ZOMBIE for one in others))
+
+
+def serving(client: SyncClient) -> bool:
+    try:
+        return client.serving()
+    except ConnectionError:
+        return False
