@@ -17,14 +17,14 @@ import time
 import types
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from multiprocessing import forkserver
+from multiprocessing import forkserver, resource_tracker, spawn
 from multiprocessing.context import ForkServerProcess
 from pathlib import Path
 from typing import Any
 
 import psutil
 from waits import HUNG_SECONDS
-from warm_python import OF_SERVICES
+from warm_python import shared_python
 
 from outrider.runtime import prepare_grpc, prepare_onednn
 
@@ -94,17 +94,19 @@ def _serve(module: str, arguments: Sequence[str], clocks: Clocks, log: Path, env
 
 
 def _start_fork_server() -> None:
-    """Once in a process, with what services import. CPython 3.11's does not look where this process imports from, and
-    passes over what it does not find."""
+    """Once in a process: a fork itself, of the process of all workers that has imported what services import."""
     prepare_grpc()
     prepare_onednn()
-    _CONTEXT.set_forkserver_preload(list(OF_SERVICES))
     with _STARTING:
-        own = os.environ.get("PYTHONPATH")
+        own, executable = os.environ.get("PYTHONPATH"), spawn.get_executable()
         os.environ["PYTHONPATH"] = os.pathsep.join(filter(None, sys.path))
+        # Which needs nothing.
+        resource_tracker.ensure_running()
+        spawn.set_executable(str(shared_python("services") / "python"))
         try:
             forkserver.ensure_running()
         finally:
+            spawn.set_executable(executable)
             if own is None:
                 del os.environ["PYTHONPATH"]
             else:

@@ -10,6 +10,7 @@ import contextlib
 import ctypes
 import fcntl
 import functools
+import itertools
 import json
 import os
 import runpy
@@ -281,9 +282,10 @@ def _end_with_parent() -> None:
 
 
 def _run(words: list[str]) -> None:
-    """As `python WORDS` does: `-m MODULE`, `-c PROGRAM` or a file, and -P before."""
-    safe_path = words[0] == "-P"
-    first, *rest = words[safe_path:]
+    """As `python WORDS` does: `-m MODULE`, `-c PROGRAM` or a file, and before it -P, or flags that are passed over."""
+    flags = itertools.takewhile(lambda word: word[0] == "-" and word not in ("-m", "-c"), words)
+    safe_path = "-P" in (passed := list(flags))
+    first, *rest = words[len(passed) :]
     if first == "-m":
         if not safe_path:
             sys.path.insert(0, os.getcwd())
