@@ -19,10 +19,8 @@ from outrider_gateway.structured import json_form
 from outrider_gateway.translation import MAX_UINT32, chat_options, completed, fitting, sampling_params
 
 MESSAGES_NAMES = {**CHAT_NAMES, "stop": "stop_sequences"}
-# Of a tool. Arguments are kept to the schema where a call is required, strict or not.
-_OF_TOOLS = (
-    "cache_control", "strict", "input_examples", "eager_input_streaming", "defer_loading", "allowed_callers",
-)  # fmt: skip
+# Of a tool.
+_OF_TOOLS = ("cache_control", "input_examples", "eager_input_streaming", "defer_loading", "allowed_callers")
 _CHOICES = {"auto": "auto", "any": "required", "none": "none"}
 
 
@@ -122,6 +120,8 @@ def _tool(tool: Any, path: str) -> dict[str, Any]:
         function["description"] = description
     if (schema := fields.pop("input_schema")) is not None:
         function["parameters"] = typed(schema, dict, fields.path("input_schema"))
+    if fields.flag("strict"):
+        function["strict"] = True
     fields.ignore(_OF_TOOLS)
     fields.end()
     return {"type": "function", "function": function}

@@ -162,7 +162,7 @@ _CHAT: tuple[RequestField, ...] = (
         "messages", "roles system (or developer), user, assistant and tool; contents are text, parts joined by newlines"
     ),
     _taken("tools", "functions that the answer may call, see below"),
-    _taken("tool_choice", "`auto`, `none`, `required`, or the function that is called"),
+    _taken("tool_choice", "`auto`, `none`, `required`, the function that is called, or `allowed_tools` of either kind"),
     _taken("parallel_tool_calls", "false keeps the answer to one call"),
     _taken("include_reasoning", "false leaves the reasoning out of the answer"),
     _taken("max_completion_tokens", "as max_tokens, and wins over it"),
@@ -228,7 +228,7 @@ _RESPONSES: tuple[RequestField, ...] = (
     _taken("text", "`format`: text, json_object, or json_schema with its schema; `verbosity`"),
     _taken("reasoning", "`effort` is given to the model's chat template; summaries are not made"),
     _taken("tools", "functions that the answer may call; tools of OpenAI's own are refused"),
-    _taken("tool_choice", "`auto`, `none`, `required`, or the function that is called"),
+    _taken("tool_choice", "`auto`, `none`, `required`, the function that is called, or `allowed_tools` of either kind"),
     _taken("parallel_tool_calls", "false keeps the answer to one call"),
     _taken("include", "`message.output_text.logprobs`; what else it names is of tools that are not here"),
     _taken("top_logprobs", "alternatives to each token"),

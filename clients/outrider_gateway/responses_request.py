@@ -102,8 +102,12 @@ def _chat_fields(fields: Fields, verbosity: Any, effort: Any) -> Fields:
     """What shapes the prompt, under the names that /v1/chat/completions has for it."""
     tools = [_tool(tool, f"tools[{i}]") for i, tool in enumerate(typed(fields.pop("tools", []), list, "tools"))]
     choice = fields.pop("tool_choice")
-    if isinstance(choice, dict) and choice.get("type") == "function" and "name" in choice:
-        choice = {"type": "function", "function": {"name": choice["name"]}}
+    if isinstance(choice, dict) and choice.get("type") == "allowed_tools" and "allowed_tools" not in choice:
+        allowed = {name: value for name, value in choice.items() if name != "type"}
+        if isinstance(tools_of := allowed.get("tools"), list):
+            allowed["tools"] = [_named(tool) for tool in tools_of]
+        choice = {"type": "allowed_tools", "allowed_tools": allowed}
+    choice = _named(choice)
     moved = ("chat_template_kwargs", "parallel_tool_calls", "enable_thinking")
     return Fields(
         {name: fields.pop(name) for name in moved}
@@ -111,12 +115,17 @@ def _chat_fields(fields: Fields, verbosity: Any, effort: Any) -> Fields:
     )
 
 
+def _named(choice: Any) -> Any:
+    """A function that is chosen, as chats have it."""
+    if isinstance(choice, dict) and choice.get("type") == "function" and "name" in choice:
+        return {"type": "function", "function": {name: each for name, each in choice.items() if name != "type"}}
+    return choice
+
+
 def _tool(tool: Any, path: str) -> dict[str, Any]:
     """A tool as chats have it: there the function is an object of its own."""
     definition = dict(typed(tool, dict, path))
     kind = definition.pop("type", None)
-    # Every schema is kept to where a call is required, strict or not.
-    definition.pop("strict", None)
     return {"type": kind, "function": {name: value for name, value in definition.items() if value is not None}}
 
 

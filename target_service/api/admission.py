@@ -19,7 +19,7 @@ from target_service.api.prompts import Lines, Prompts
 from target_service.api.structured import FormCompiler
 from target_service.api.tools import ToolSet, tool_set
 from target_service.core.quotas import TenantQuotas
-from target_service.core.sequence import SequenceRequest
+from target_service.core.sequence import SequenceRequest, TriggeredForm
 from target_service.grammars.compiling import Grammars
 from target_service.text.processes import TextProcess
 from target_service.text.tokenizer import ModelTokenizer
@@ -122,6 +122,7 @@ class Admission:
         await self._forms.check(rules[0].structured_output, tenant, "sampling.structured_output")
         tools = await self._tools(request)
         prompt = await self._prompts.token_ids(request, tenant, tools)
+        triggered = await self._triggered_form(rules[0], tools, prompt, tenant)
         rules = (await self._calling(rules[0], tools, prompt, tenant), *rules[1:])
         prediction = await self._prompts.prediction(request, tenant)
         enabled = options.enabled if options.HasField("enabled") else True
@@ -132,6 +133,7 @@ class Admission:
             corpus=corpus,
             prediction=prediction if enabled and served.predictions and max_nodes > 0 else (),
             trees=options.trees,
+            triggered_form=triggered,
         )
         return AdmittedGeneration(sequence, self._parser(request, rules[0], tools, prompt))
 
@@ -153,6 +155,15 @@ class Admission:
             raise InvalidField("chat.tools.choice", "must not be TOOL_CHOICE_REQUIRED beside structured_output")
         await self._forms.check(form, tenant, "chat.tools.definitions")
         return replace(sampling, structured_output=form)
+
+    async def _triggered_form(
+        self, sampling: SamplingParams, tools: ToolSet | None, prompt: Sequence[int], tenant: str
+    ) -> TriggeredForm | None:
+        """The form of calls of an answer that may call tools."""
+        if self._chats is None or sampling.structured_output is not None or sampling.ignore_eos:
+            # A form is the whole answer's. One that its end does not end has no form.
+            return None
+        return await self._chats.triggered_form(tools, prompt, lambda form, path: self._forms.check(form, tenant, path))
 
     def _parser(
         self,

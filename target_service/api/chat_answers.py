@@ -4,14 +4,15 @@ from __future__ import annotations
 
 import asyncio
 import importlib
-from collections.abc import Sequence
+from collections.abc import Awaitable, Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from outrider.errors import InvalidField, NotSupported
 from outrider.structured_output import StructuredOutput
 from target_service.api.tools import ToolSet
+from target_service.core.sequence import TriggeredForm
 from target_service.grammars.tool_calls import tool_call_grammar
 from target_service.text.answer_format import CALLS, REASONING, AnswerFormat, default_format
 from target_service.text.tokenizer import ModelTokenizer
@@ -22,6 +23,9 @@ if TYPE_CHECKING:
 # Last tokens of a prompt in which the beginning of the answer is looked for. Chosen: templates write some ten.
 _PROMPT_END = 256
 _FORM_PATH = "chat.tools.definitions"
+_ANY_OBJECT = {"type": "object"}
+# Compiles a form, and says where it stands in the request.
+Check = Callable[[StructuredOutput, str], Awaitable[None]]
 # What imports transformers, which a target whose answers are text alone needs not.
 _PARSER = "target_service.text.answer_parser"
 
@@ -40,15 +44,71 @@ class ChatAnswers:
         """The form of an answer that calls tools for certain; None for one that need not. Raises `InvalidField`."""
         if tools is None or not tools.required:
             return None
-        answer_format = self._forced
-        assert answer_format.call is not None
-        reasoning = None
-        if not answer_format.fields.keys().isdisjoint(REASONING):
-            from target_service.text.answer_parser import AnswerParser
+        return self._calls_of(self._forced, tools.parameters(), tools, self._reasons(self._forced, prompt))
 
-            reasoning = AnswerParser(answer_format, self._prompt_end(prompt)).reasons
+    async def triggered_form(self, tools: ToolSet | None, prompt: Sequence[int], check: Check) -> TriggeredForm | None:
+        """The form of the calls of an answer that may call tools, for from where it begins to; None where there is
+        none: the model's own format of calls has no grammar, or its tokens take none. `check` compiles a form, and
+        raises what it does.
+
+        Arguments of a tool whose schema cannot be compiled are held to be an object. Raises `InvalidField` if the tool
+        is `strict`."""
+        if tools is None or not tools.callable or tools.required:
+            return None
+        found = self._format_for(tools)
+        if found is None or found.call is None:
+            return None
+        form = await self._compiled_calls(found, tools, check)
+        if form is None:
+            return None
+        marks = found.reasoning_marks
+        reasons = marks is not None and self._reasons(found, prompt) is True
+        return TriggeredForm(form, found.call.trigger, found.call.only_first, marks, reasons)
+
+    async def _compiled_calls(self, found: AnswerFormat, tools: ToolSet, check: Check) -> StructuredOutput | None:
+        parameters = tools.parameters()
+        try:
+            form = self._calls_of(found, parameters, tools, None)
+            await check(form, _FORM_PATH)
+        except NotSupported:
+            return None
+        except InvalidField:
+            for place, (name, schema) in enumerate(parameters.items()):
+                try:
+                    await check(self._calls_of(found, {name: schema}, tools, None), f"{_FORM_PATH}[{place}]")
+                except InvalidField:
+                    if name in tools.strict:
+                        raise
+                    parameters[name] = _ANY_OBJECT
+            form = self._calls_of(found, parameters, tools, None)
+            try:
+                await check(form, _FORM_PATH)
+            except InvalidField:
+                # Each by itself is not too large.
+                if tools.strict:
+                    raise
+                return None
+        return form
+
+    def _reasons(self, answer_format: AnswerFormat, prompt: Sequence[int]) -> bool | None:
+        """Whether an answer begins inside of the model's reasoning; None for a format without any."""
+        if answer_format.fields.keys().isdisjoint(REASONING):
+            return None
+        from target_service.text.answer_parser import AnswerParser
+
+        return AnswerParser(answer_format, self._prompt_end(prompt)).reasons
+
+    def _calls_of(
+        self,
+        answer_format: AnswerFormat,
+        parameters: Mapping[str, Mapping[str, Any]],
+        tools: ToolSet,
+        reasoning: bool | None,
+    ) -> StructuredOutput:
+        """The form of calls of tools by these parameters. Raises `InvalidField` for one that is too large."""
+        assert answer_format.call is not None, "its calls can be held to a form"
         grammar = tool_call_grammar(
-            answer_format.call, tools.parameters(), self.tokenizer, single=tools.single, reasoning=reasoning
+            answer_format.call, parameters, self.tokenizer, single=tools.single, reasoning=reasoning
         )
         form = StructuredOutput(grammar=grammar)
         try:

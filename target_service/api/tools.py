@@ -30,6 +30,11 @@ class ToolSet:
     name: str = ""
     single: bool = False
 
+    @property
+    def strict(self) -> frozenset[str]:
+        """The names of tools whose arguments have to match their schemas, if they are called."""
+        return frozenset(each["function"]["name"] for each in self.definitions if each["function"].get("strict"))
+
     def parameters(self) -> dict[str, Mapping[str, Any]]:
         """The schemas of the arguments of those tools that the answer may call, by the tools' names."""
         functions = (definition["function"] for definition in self.definitions)

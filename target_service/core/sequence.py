@@ -13,6 +13,7 @@ import msgspec
 from outrider.errors import OutriderError
 from outrider.limits import TenantLimits
 from outrider.sampling import FinishReason, SamplingParams, TokenLogprobs, TypicalAcceptance, VerificationMode
+from outrider.structured_output import StructuredOutput
 from outrider.tree import TokenTree, VerifiedTree
 from outrider.wire.frames import DEFAULT_TENANT
 from target_service.core.weights import FIRST_VERSION
@@ -20,6 +21,25 @@ from tree_kernels.prefix_tree import PrefixNode
 
 # Most passes that are launched at once.
 MAX_PASSES = 4
+
+
+@dataclass(frozen=True, slots=True)
+class TriggeredForm:
+    """A form that holds from where the output's text has the trigger, outside of the model's reasoning.
+
+    Attributes:
+        form: it begins with the trigger.
+        trigger: may be the name of a special token, or begin with one.
+        only_first: it counts where the output begins with it, behind spaces, and nowhere else.
+        reasoning: what marks the beginning and the end of the model's reasoning; None if the model marks none.
+        reasons: whether the output begins inside of reasoning.
+    """
+
+    form: StructuredOutput
+    trigger: str
+    only_first: bool = False
+    reasoning: tuple[str, str] | None = None
+    reasons: bool = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -46,6 +66,8 @@ class SequenceRequest:
     external: bool = False
     # Verdicts include the verified trees.
     trees: bool = False
+    # Of an answer that may call tools.
+    triggered_form: TriggeredForm | None = None
     traceparent: str = ""
 
     @property
@@ -53,6 +75,11 @@ class SequenceRequest:
         """Whether its next pass can be laid out only when the tokens of its last one are on the host: its client
         drafts, or a grammar follows its output."""
         return self.external or self.sampling.structured_output is not None
+
+    @property
+    def has_grammar(self) -> bool:
+        """Whether a grammar has to be compiled before it begins."""
+        return self.sampling.structured_output is not None or self.triggered_form is not None
 
     @property
     def device_rows(self) -> bool:

@@ -29,6 +29,10 @@ class StopChecker:
         self._max_tokens = max_tokens
         self._text = tokenizer.answer(prompt, params.stop) if params.stop and tokenizer is not None else None
 
+    def begin_form(self) -> None:
+        """The output is held to a form from now on."""
+        self._ends_early = True
+
     def cut(self, length: int, new_ids: Sequence[int]) -> tuple[int, Finish | None]:
         """How many of `new_ids`, which follow `length` others, are kept, and why the output ends there, if it does.
         Call once per commit."""

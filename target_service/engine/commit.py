@@ -23,7 +23,7 @@ def commit(
     passes, by_step = outcome.passes, tuple([one.accepted for one in outcome.device_passes])
     # What was verified is unknown here where the device chose rows, and of passes launched at once.
     root, shows = sequence.root, sequence.request.trees and passes == 1 and not by_step
-    tokens = [*[tree.token_ids[row] for row in walk.accepted_rows], walk.next_token, *outcome.following]
+    tokens = outcome.tokens(tree)
     kept_tokens, finish = live.stops.cut(totals.completion_tokens, tokens)
     del tokens[kept_tokens:]
     accepted = tuple(walk.accepted_rows[:kept_tokens])

@@ -84,7 +84,7 @@ class Engine(EngineFront):
             sequence_id = self._admit(request, len(scheduler.running) + scheduler.evicted, sequence_id)
             live = self._loop.make(sequence_id, request)
             self._add(sequence_id, request)
-            if request.sampling.structured_output is None:
+            if not request.has_grammar:
                 self._commands.append(lambda: self._loop.add(live))
                 self._wake.notify_all()
             else:

@@ -27,8 +27,9 @@ from target_service.core.sequence import (
     StepVerdict,
 )
 from target_service.core.weights import FIRST_VERSION
-from target_service.engine.broken import logits_not_finite, may_be_the_drafts
+from target_service.engine.broken import logits_not_finite
 from target_service.engine.commit import commit
+from target_service.engine.counted import count_outcomes
 from target_service.engine.policy_updates import PolicyUpdates
 from target_service.engine.prompt_events import prompt_events
 from target_service.engine.step import Step, StepClock
@@ -60,6 +61,7 @@ log = logging.getLogger(__name__)
 _WAIT_IN_ANSWERS, _FIRST_WAIT_SECONDS = 1.5, 0.01
 # Interval at which a pass that may have ended is polled. A thread takes some 0.1 ms to wake.
 _POLL_NS = 100_000
+_UNDRAFTED = "request %d goes on without drafts: logits of a drafted pass are not finite"
 # Weight of one launch in the mean time of launches: some ten.
 _LAUNCH_SHARE = 0.1
 
@@ -140,10 +142,12 @@ class EngineLoop:
         return LiveSequence.of(sequence_id, request, self._runner)
 
     def constrain(self, live: LiveSequence) -> None:
-        """Compile the form of its output, if it has one, before it is added. Any thread but the engine's. Raises what
+        """Compile the form of its output, or of its end, before it is added. Any thread but the engine's. Raises what
         `Grammars.followed` does."""
         request = live.sequence.request
-        if request.sampling.structured_output is not None:
+        if request.triggered_form is not None:
+            live.trigger = self.grammars.trigger(request.triggered_form, request.tenant)
+        elif request.sampling.structured_output is not None:
             live.verifier.grammar = self.grammars.followed(request.sampling.structured_output, request.tenant)
 
     def add(self, live: LiveSequence) -> None:
@@ -196,7 +200,7 @@ class EngineLoop:
         self._feed(step)
         step.launched.wait()
         step.clock.forwarded = time.monotonic_ns()
-        outcomes = self._without_broken(step, step.launched.outcomes())
+        outcomes, forms = self._counted(step)
         scores, broken = prompt_events(step, self.live)
         self._failed += [self.fail(sequence, logits_not_finite(sequence, self._runner.dtype)) for sequence in broken]
         step.clock.verified = time.monotonic_ns()
@@ -206,6 +210,7 @@ class EngineLoop:
         self._trim(step)
         self.drafting.collect(step.batch.items, step.features, outcomes)
         self._publish(step, outcomes)
+        self._begin_forms(forms)
         # The draft works while the events go out.
         self.drafting.send_commits(
             [(self.live[one.sequence_id].sequence, len(one.token_ids)) for one in verdicts if one.finish is None]
@@ -410,31 +415,29 @@ class EngineLoop:
             # Otherwise this happens while a step runs, so that a draft in this process does not delay the device.
             self.drafting.open_newcomers()
 
-    def _without_broken(self, step: Step, outcomes: list[Verified | None]) -> list[Verified | None]:
-        """The outcomes, None for those that do not count, and for sequences that end with an error: their logits are no
-        finite numbers, or their form took too much work."""
-        for place, (item, outcome) in enumerate(zip(step.batch.items, outcomes, strict=True)):
-            if outcome is None or (item.tree is not None and outcome.finite and outcome.error is None):
-                continue
-            outcomes[place] = None
-            sequence = item.sequence
-            if item.tree is None or sequence.sequence_id not in self.live:
-                continue
-            if outcome.error is None and may_be_the_drafts(item, outcome):
-                self._continue_undrafted(sequence)
-            else:
-                error = logits_not_finite(sequence, self._runner.dtype) if outcome.error is None else outcome.error
-                self._failed.append(self.fail(sequence, error))
-        return outcomes
+    def _counted(self, step: Step) -> tuple[list[Verified | None], list[LiveSequence]]:
+        """The outcomes of a step, None for those that do not count, and the sequences whose form begins behind them.
+        Sequences that cannot go on end with an error, or are read again without drafts."""
+        counted = count_outcomes(step, step.launched.outcomes(), self.live, self._runner.dtype)
+        self._failed += [self.fail(sequence, error) for sequence, error in counted.failed]
+        for sequence in counted.drafts_broken:
+            log.warning(_UNDRAFTED, sequence.sequence_id)
+            self.live[sequence.sequence_id].stop_drafting()
+            self.drafting.remove(sequence.sequence_id)
+            self._read_again(sequence)
+        return counted.outcomes, counted.forms
 
-    def _continue_undrafted(self, sequence: Sequence) -> None:
-        """Read a sequence again from its tokens, and draft nothing for it any more."""
-        log.warning("request %d goes on without drafts: logits of a drafted pass are not finite", sequence.sequence_id)
-        self.live[sequence.sequence_id].stop_drafting()
-        self.drafting.remove(sequence.sequence_id)
+    def _begin_forms(self, lives: SequenceOf[LiveSequence]) -> None:
+        """Hold outputs to their forms, behind the step that was committed."""
+        for live in lives:
+            if live.sequence.sequence_id in self.live:
+                live.begin_form(self._runner.end_token_ids)
+                self._read_again(live.sequence)
+
+    def _read_again(self, sequence: Sequence) -> None:
+        """Read a sequence again from its tokens. The step under way went on with others, and does not count."""
         self.scheduler.preempt(sequence)
         if self._ahead is not None:
-            # Its rows went on with what those logits gave.
             self._ahead = self._ahead.without(sequence)
 
     def _commit(self, step: Step, outcomes: SequenceOf[Verified | None]) -> list[StepVerdict]:

@@ -10,13 +10,15 @@ from typing import TYPE_CHECKING
 
 from outrider.errors import InvalidField, NotSupported
 from outrider.structured_output import StructuredOutput
-from target_service.grammars.vocabulary import grammar_tokenizer
+from target_service.grammars.vocabulary import grammar_tokenizer, token_words
 from target_service.text.tokenizer import ModelTokenizer
 
 if TYPE_CHECKING:
     from llguidance import LLMatcher, LLParserLimits
 
+    from target_service.core.sequence import TriggeredForm
     from target_service.grammars.following import FollowedGrammar
+    from target_service.grammars.triggers import FormTrigger
 
 # Grammars kept for each tenant, and tenants that have some. Chosen: an application has a few forms.
 GRAMMARS_PER_TENANT = 32
@@ -66,7 +68,17 @@ class Grammars:
         # Late: the serving process compiles grammars, and imports no PyTorch.
         from target_service.grammars.following import FollowedGrammar
 
-        return FollowedGrammar(matcher, form, self.vocabulary_size, self.end_token_ids)
+        assert self.tokenizer is not None, "a form is compiled"
+        words = token_words(self.tokenizer, self.vocabulary_size, self.end_token_ids)
+        return FollowedGrammar(matcher, form, self.vocabulary_size, self.end_token_ids, words.marked)
+
+    def trigger(self, triggered: TriggeredForm, tenant: str) -> FormTrigger:
+        """What looks for the beginning of a form in one output. Raises what `check` does."""
+        from target_service.grammars.triggers import FormTrigger
+
+        grammar = self.followed(triggered.form, tenant)
+        assert self.tokenizer is not None, "a form is compiled"
+        return FormTrigger(triggered, grammar, self.tokenizer.name)
 
     def _kept_grammar(self, form: StructuredOutput, tenant: str) -> str | None:
         with self._lock:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, NamedTuple
 
@@ -44,9 +44,12 @@ class FollowedGrammar:
         form: StructuredOutput,
         vocabulary_size: int,
         end_token_ids: Sequence[int],
+        tokens_of: Callable[[bytes], Sequence[int]],
     ) -> None:
-        """`matcher` is at its beginning, and nothing else uses it. Symbols: V is the vocabulary size."""
+        """`matcher` is at its beginning, and nothing else uses it; `tokens_of` cuts a text into any of its tokens.
+        Symbols: V is the vocabulary size."""
         self._matcher = matcher
+        self._tokens_of = tokens_of
         self._form = form
         # Tokens of the output that the matcher has read.
         self._length = 0
@@ -58,6 +61,11 @@ class FollowedGrammar:
         self._kept: tuple[TokenTree, TreeMasks] | None = None
         # [words] int32: the end alone. For rows that no walk reaches, whose logits need some distribution.
         self._end_alone = np.packbits(bits, bitorder="little").view(np.int32)
+
+    def begin_behind(self, output: Sequence[int], text: bytes) -> None:
+        """Begin behind an output, which has the form's first `text` at its end. Once, before anything else."""
+        self._matcher.consume_tokens(self._tokens_of(text))
+        self._length = len(output)
 
     def constrained(self, tree: TokenTree, output: Sequence[int], most: int) -> TokenTree:
         """A tree of up to `most` rows below its root, made of one that has no more: without the rows that the grammar

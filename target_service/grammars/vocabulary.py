@@ -7,6 +7,7 @@ before ByteLevel, and its tokens were then read as the characters that stand for
 from __future__ import annotations
 
 import functools
+import re
 from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
@@ -32,8 +33,14 @@ def grammar_tokenizer(tokenizer: ModelTokenizer, vocabulary_size: int, end_token
 
     if not end_token_ids:
         raise NotSupported("the model has no end token, with which structured_output ends")
-    words = TokenWords(tokenizer, vocabulary_size, end_token_ids)
+    words = token_words(tokenizer, vocabulary_size, end_token_ids)
     return LLTokenizer(TokenizerWrapper(words), n_vocab=vocabulary_size, eos_token=list(end_token_ids))
+
+
+@functools.lru_cache(maxsize=2)
+def token_words(tokenizer: ModelTokenizer, vocabulary_size: int, end_token_ids: tuple[int, ...]) -> TokenWords:
+    """The bytes of every token. Raises what `grammar_tokenizer` does."""
+    return TokenWords(tokenizer, vocabulary_size, end_token_ids)
 
 
 class TokenWords:
@@ -80,6 +87,14 @@ class TokenWords:
             return self._greedy(text)
         joined = b"".join([self._known.get(token, b"") for token in token_ids])
         return token_ids if joined == text else self._greedy(text)
+
+    def marked(self, text: bytes) -> list[int]:
+        """A text in which names of special tokens are those tokens, by any tokens."""
+        special = {name: token for token in self.special_token_ids if (name := self._tokenizer.name(token))}
+        # A group keeps what it splits by; the longest come first.
+        names = b"|".join(map(re.escape, sorted(special, key=len, reverse=True)))
+        parts = re.split(b"(" + names + b")", text) if names else [text]
+        return [token for part in parts for token in ([special[part]] if part in special else self._greedy(part))]
 
     def _greedy(self, text: bytes) -> list[int]:
         token_ids, start = list[int](), 0

@@ -46,6 +46,10 @@ class Verified(NamedTuple):
         """Drafted tokens among those that were generated."""
         return len(self.walk.accepted_rows) + sum([one.accepted for one in self.device_passes])
 
+    def tokens(self, tree: TokenTree) -> list[int]:
+        """All tokens that it brought: accepted rows of the tree, and what the target generated itself."""
+        return [*[tree.token_ids[row] for row in self.walk.accepted_rows], self.walk.next_token, *self.following]
+
     @property
     def finite(self) -> bool:
         """Whether every token may be generated; else the logits before one of them are no finite numbers."""

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import copy
 import json
+import re
 import tomllib
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, replace
@@ -21,6 +22,8 @@ CONTENT, CALLS, REASONING = "content", "tool_calls", ("thinking", "reasoning", "
 DEFAULT = "hermes"
 # Reasoning is marked like this where a format does not say otherwise. Spaces around it are neither's.
 _THINKING = {"open_pattern": r"<think>\n?", "close_pattern": r"\s*</think>\s*"}
+# Marks of reasoning that formats look for, as texts.
+_MARKS = (("<think>", "</think>"), ("[THINK]", "[/THINK]"))
 # Written by chat templates where the assistant's turn begins; what follows is the beginning of the answer.
 _TURN_BEGINS = (
     *("<|im_start|>assistant\n", "<|start_header_id|>assistant<|end_header_id|>\n\n", "<|start|>assistant", "[/INST]"),
@@ -42,13 +45,16 @@ _CALL = {"type": "function", "function": {"name": "{name}", "arguments": "{conte
 class CallText:
     """The text of tool calls, for answers that are held to them: `begin`, then `text` for each call, of which
     `separator` stands between two, and `end`. In `text`, `$name` is the tool's name as JSON, `$bare_name` as it stands,
-    `$index` the call's place and `$arguments` the JSON of its arguments. `single` formats have one call an answer."""
+    `$index` the call's place and `$arguments` the JSON of its arguments. `single` formats have one call an answer. All
+    of it begins with `trigger`, and an answer that has it calls tools; with `only_first` one that begins with it."""
 
     text: str
+    trigger: str
     begin: str = ""
     separator: str = ""
     end: str = ""
     single: bool = False
+    only_first: bool = False
 
 
 @dataclass(frozen=True)
@@ -75,6 +81,16 @@ class AnswerFormat:
     def calls(self) -> bool:
         """Whether answers in this format may call tools."""
         return CALLS in self.fields
+
+    @property
+    def reasoning_marks(self) -> tuple[str, str] | None:
+        """The texts that begin and end the model's reasoning; None where it has none, or others."""
+        for name in self.fields.keys() & set(REASONING):
+            field = self.fields[name]
+            for begin, end in _MARKS:
+                if field.get("open") == begin or re.match(field.get("open_pattern", "(?!)"), begin):
+                    return begin, end
+        return None
 
     def without(self, *names: str) -> AnswerFormat | None:
         """The format without some fields; None where nothing but text is left."""

@@ -17,6 +17,7 @@ from outrider_client.messages import ChatOptions, ChatTurn, ToolChoice, ToolOpti
 from outrider_gateway.failures import Refused, refusal
 from outrider_gateway.generation_request import CHAT_NAMES, GenerationRequest, Prompt
 from outrider_gateway.request_fields import CHAT_FIELDS, COMPLETION_FIELDS, Use, render
+from outrider_gateway.responses_request import responses_request
 from outrider_gateway.translation import chat_request, completion_request
 
 HELLO: dict[str, Any] = {"model": "m", "messages": [{"role": "user", "content": "hello"}]}
@@ -102,6 +103,31 @@ def test_tools_and_the_history_of_their_calls() -> None:
         ChatTurn("tool", "2", tool_call_id="a"),
     )
     assert asked.chat_options.tools == ToolOptions((TOOL,), ToolChoice.REQUIRED, "add", single_call=True)
+
+
+def test_of_allowed_tools_the_model_is_told_of_these_alone() -> None:
+    other = {"type": "function", "function": {"name": "other"}}
+    named = {"type": "function", "function": {"name": "add"}}
+    for mode, choice in (("auto", ToolChoice.AUTO), ("required", ToolChoice.REQUIRED)):
+        allowed = {"type": "allowed_tools", "allowed_tools": {"mode": mode, "tools": [named]}}
+        asked = chat(tools=[other, TOOL], tool_choice=allowed)
+        assert asked.chat_options.tools == ToolOptions((TOOL,), choice)
+        flat = {"type": "allowed_tools", "mode": mode, "tools": [{"type": "function", "name": "add"}]}
+        tools = [{"type": "function", **each["function"]} for each in (other, TOOL)]
+        response = responses_request({"model": "m", "input": "hi", "tools": tools, "tool_choice": flat}, 1)
+        assert response.chat_options.tools == ToolOptions((TOOL,), choice)
+    gone = {"type": "function", "function": {"name": "gone"}}
+    for wrong in (
+        {},
+        {"mode": "none", "tools": [named]},
+        {"tools": []},
+        {"tools": [{"type": "function"}]},
+        {"tools": [gone]},
+        {"tools": [named], "x": 1},
+    ):
+        with pytest.raises(Refused) as raised:
+            chat(tools=[TOOL], tool_choice={"type": "allowed_tools", "allowed_tools": wrong})
+        assert (raised.value.param or "").startswith("tool_choice.allowed_tools")
 
 
 @pytest.mark.parametrize(

@@ -4,15 +4,22 @@ from __future__ import annotations
 
 import json
 import re
+from dataclasses import replace
 from datetime import datetime
 from string import Template
-from typing import Any
+from typing import Any, ClassVar
 
 import pytest
 from llguidance import LLMatcher
 from scripted_service import byte_tokenizer, model_tokenizer
 from tokenizers import AddedToken
 
+from outrider.errors import InvalidField
+from outrider.structured_output import StructuredOutput
+from outrider.tree import TokenTree
+from target_service.api.chat_answers import ChatAnswers
+from target_service.api.tools import ToolSet
+from target_service.core.sequence import TriggeredForm
 from target_service.grammars.compiling import Grammars
 from target_service.grammars.tool_calls import tool_call_grammar
 from target_service.grammars.vocabulary import grammar_tokenizer
@@ -82,6 +89,76 @@ def test_a_grammar_takes_what_the_parser_reads(name: str) -> None:
         assert names == [name for name, _ in calls]
         arguments = "".join(getattr(part, "arguments", "") for part in parts)
         assert json.loads(f"[{arguments.replace('}{', '},{')}]") == [json.loads(given) for _, given in calls]
+
+
+@pytest.mark.parametrize("name", FORCED)
+def test_an_answer_that_begins_a_call_is_held_to_it(name: str) -> None:
+    found, tokenizer = FORCED[name], knowing(FORCED[name])
+    call = found.call
+    assert call is not None
+    assert (call.begin + call.text).startswith(call.trigger)
+    grammars = Grammars(tokenizer, max(tokenizer.get_vocab().values()) + 1, (2,))
+    grammar = tool_call_grammar(call, PARAMETERS, tokenizer, single=True, reasoning=None)
+    form = TriggeredForm(StructuredOutput(grammar=grammar), call.trigger, call.only_first, found.reasoning_marks)
+    ids = tokenizer.encode(("" if call.only_first else "Hm. ") + written(found, CALLS[:1]))
+    trigger = grammars.trigger(form, "t")
+    kept = trigger.cut(ids)
+    assert kept is not None
+    followed = trigger.begun(ids[:kept])
+    for length in range(kept, len(ids)):
+        words = followed.masks(TokenTree((ids[length - 1],), (0,), (1.0,)), ids[:length]).words[0]
+        assert words[ids[length] // 32] >> ids[length] % 32 & 1, tokenizer.decode(ids[: length + 1])
+    # A name that no tool has.
+    wrong = tokenizer.encode(written(found, [("gone", "{}")]))
+    trigger = grammars.trigger(form, "t")
+    kept = trigger.cut(wrong)
+    assert kept is not None
+    followed = trigger.begun(wrong[:kept])
+    tree = TokenTree((wrong[kept - 1], *wrong[kept:]), tuple([max(0, row - 1) for row in range(len(wrong) - kept + 1)]),
+                     (1.0,) * (len(wrong) - kept + 1))  # fmt: skip
+    assert len(followed.constrained(tree, wrong[:kept], len(tree))) < len(tree)
+
+
+def chat_tools(*functions: dict[str, Any]) -> ToolSet:
+    return ToolSet(tuple([{"type": "function", "function": function} for function in functions]))
+
+
+class TestAuto:
+    """Answers that may call tools."""
+
+    ADD: ClassVar[dict[str, Any]] = {"name": "add", "parameters": PARAMETERS["add"]}
+    UNIQUE: ClassVar[dict[str, Any]] = {
+        "name": "u", "parameters": {"type": "object", "properties": {"x": {"type": "array", "uniqueItems": True}}}
+    }  # fmt: skip
+
+    async def form_of(self, tools: ToolSet | None, chat_template: str = '{{ tools }}<tool_call>\'"arguments"') -> Any:
+        tokenizer = model_tokenizer()
+        tokenizer.chat_template = chat_template
+        grammars = Grammars(tokenizer, 259, (2,))
+
+        async def check(form: StructuredOutput, path: str) -> None:
+            grammars.check(form, "t", path)
+
+        return await ChatAnswers(tokenizer).triggered_form(tools, [5, 6], check)
+
+    async def test_calls_are_held_to_the_schemas(self) -> None:
+        form = await self.form_of(chat_tools(self.ADD))
+        assert (form.trigger, form.only_first, form.reasons) == ("<tool_call>", False, False)
+        assert '"integer"' in form.form.grammar
+        assert await self.form_of(None) is None
+        for other in (replace(chat_tools(self.ADD), callable=False), replace(chat_tools(self.ADD), required=True)):
+            assert await self.form_of(other) is None
+        # Of a model without a form of calls, in that which it is told.
+        assert (await self.form_of(chat_tools(self.ADD), "{{ messages }}")).trigger == "<tool_call>"
+        # Arguments that are no JSON.
+        assert await self.form_of(chat_tools(self.ADD), "{{ tools }}<function=<parameter=") is None
+
+    async def test_a_schema_that_cannot_be_held_to_is_an_object_unless_it_is_strict(self) -> None:
+        form = await self.form_of(chat_tools(self.ADD, self.UNIQUE))
+        assert '"integer"' in form.form.grammar and "uniqueItems" not in form.form.grammar
+        with pytest.raises(InvalidField, match="uniqueItems"):
+            await self.form_of(chat_tools(self.ADD, {**self.UNIQUE, "strict": True}))
+        assert (await self.form_of(chat_tools({**self.ADD, "strict": True}, self.UNIQUE))) is not None
 
 
 @pytest.mark.parametrize(("reasoning", "text"), [(True, "hm</think>\n\n"), (False, "<think>hm</think>"), (False, "")])

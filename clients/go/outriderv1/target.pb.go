@@ -88,7 +88,9 @@ type ToolChoice int32
 const (
 	// TOOL_CHOICE_UNSPECIFIED is AUTO.
 	ToolChoice_TOOL_CHOICE_UNSPECIFIED ToolChoice = 0
-	// TOOL_CHOICE_AUTO leaves it to the model. The arguments are what the model writes.
+	// TOOL_CHOICE_AUTO leaves it to the model. Where it begins a call, the rest of the answer is calls of tools, whose
+	// arguments match their schemas, if its format of calls has JSON. A schema that cannot be held to allows any object;
+	// INVALID_ARGUMENT for one of a function with "strict": true.
 	ToolChoice_TOOL_CHOICE_AUTO ToolChoice = 1
 	// TOOL_CHOICE_NONE shows the tools to the model, and takes what it writes as text.
 	ToolChoice_TOOL_CHOICE_NONE ToolChoice = 2

@@ -59,7 +59,10 @@ class _ToolChoiceEnumTypeWrapper(google.protobuf.internal.enum_type_wrapper._Enu
     TOOL_CHOICE_UNSPECIFIED: _ToolChoice.ValueType  # 0
     """TOOL_CHOICE_UNSPECIFIED is AUTO."""
     TOOL_CHOICE_AUTO: _ToolChoice.ValueType  # 1
-    """TOOL_CHOICE_AUTO leaves it to the model. The arguments are what the model writes."""
+    """TOOL_CHOICE_AUTO leaves it to the model. Where it begins a call, the rest of the answer is calls of tools, whose
+    arguments match their schemas, if its format of calls has JSON. A schema that cannot be held to allows any object;
+    INVALID_ARGUMENT for one of a function with "strict": true.
+    """
     TOOL_CHOICE_NONE: _ToolChoice.ValueType  # 2
     """TOOL_CHOICE_NONE shows the tools to the model, and takes what it writes as text."""
     TOOL_CHOICE_REQUIRED: _ToolChoice.ValueType  # 3
@@ -73,7 +76,10 @@ class ToolChoice(_ToolChoice, metaclass=_ToolChoiceEnumTypeWrapper):
 TOOL_CHOICE_UNSPECIFIED: ToolChoice.ValueType  # 0
 """TOOL_CHOICE_UNSPECIFIED is AUTO."""
 TOOL_CHOICE_AUTO: ToolChoice.ValueType  # 1
-"""TOOL_CHOICE_AUTO leaves it to the model. The arguments are what the model writes."""
+"""TOOL_CHOICE_AUTO leaves it to the model. Where it begins a call, the rest of the answer is calls of tools, whose
+arguments match their schemas, if its format of calls has JSON. A schema that cannot be held to allows any object;
+INVALID_ARGUMENT for one of a function with "strict": true.
+"""
 TOOL_CHOICE_NONE: ToolChoice.ValueType  # 2
 """TOOL_CHOICE_NONE shows the tools to the model, and takes what it writes as text."""
 TOOL_CHOICE_REQUIRED: ToolChoice.ValueType  # 3

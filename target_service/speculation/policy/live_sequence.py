@@ -6,6 +6,7 @@ from dataclasses import dataclass, field, replace
 
 from target_service.core.sequence import Sequence, SequenceRequest, SequenceTotals
 from target_service.core.stopping import StopChecker
+from target_service.grammars.triggers import FormTrigger
 from target_service.model.runner import ModelRunner
 from target_service.sampling.verifier import SequenceVerifier
 from target_service.speculation.policy.row_budget import SequenceRecord
@@ -23,6 +24,8 @@ class LiveSequence:
     # The answer that the caller expects, and how well it predicts.
     prediction: PredictedAnswer | None = None
     predicted_record: SequenceRecord = field(default_factory=SequenceRecord)
+    # What looks for the beginning of a form in the output, as long as it has not begun.
+    trigger: FormTrigger | None = None
 
     @classmethod
     def of(cls, sequence_id: int, request: SequenceRequest, runner: ModelRunner) -> LiveSequence:
@@ -37,6 +40,17 @@ class LiveSequence:
             SequenceRecord(),
             PredictedAnswer(prediction, token_ids, len(token_ids)) if prediction else None,
         )
+
+    def begin_form(self, end_token_ids: tuple[int, ...]) -> None:
+        """Hold the output to its form from here on: `trigger` has found where it begins."""
+        assert self.trigger is not None, "it has found the form's beginning"
+        request = self.sequence.request
+        sampling = replace(request.sampling, structured_output=self.trigger.form)
+        self.sequence.request = replace(request, sampling=sampling, triggered_form=None)
+        self.verifier = SequenceVerifier(self.sequence.request, end_token_ids)
+        self.verifier.grammar = self.trigger.begun(self.sequence.output)
+        self.stops.begin_form()
+        self.trigger = None
 
     def stop_drafting(self) -> None:
         """Allow no drafted rows from now on, nor those of a prediction."""

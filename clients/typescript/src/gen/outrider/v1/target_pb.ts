@@ -2273,7 +2273,9 @@ export enum ToolChoice {
   UNSPECIFIED = 0,
 
   /**
-   * TOOL_CHOICE_AUTO leaves it to the model. The arguments are what the model writes.
+   * TOOL_CHOICE_AUTO leaves it to the model. Where it begins a call, the rest of the answer is calls of tools, whose
+   * arguments match their schemas, if its format of calls has JSON. A schema that cannot be held to allows any object;
+   * INVALID_ARGUMENT for one of a function with "strict": true.
    *
    * @generated from enum value: TOOL_CHOICE_AUTO = 1;
    */

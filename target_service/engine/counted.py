@@ -1,0 +1,84 @@
+"""Which outcomes of a step count, and how many of their tokens."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from collections.abc import Sequence as SequenceOf
+from dataclasses import dataclass, field
+
+import torch
+
+from outrider.errors import OutriderError
+from outrider.tree import TokenTree
+from target_service.core.sequence import DevicePass, Sequence
+from target_service.engine.broken import logits_not_finite, may_be_the_drafts
+from target_service.engine.step import Step
+from target_service.execution.batch import StepItem
+from target_service.sampling.verifier import Verified
+from target_service.speculation.policy.live_sequence import LiveSequence
+from tree_kernels.verification import Walk
+
+
+@dataclass
+class CountedOutcomes:
+    """Of one step.
+
+    Attributes:
+        outcomes: by place in the step; None where nothing of it is committed.
+        failed: sequences that end with an error: their logits are no finite numbers, or their form takes too much work.
+        drafts_broken: those whose logits may be no finite numbers because of their drafts.
+        forms: those whose form begins behind what is committed; what they generated behind that is left out.
+    """
+
+    outcomes: list[Verified | None]
+    failed: list[tuple[Sequence, OutriderError]] = field(default_factory=list)
+    drafts_broken: list[Sequence] = field(default_factory=list)
+    forms: list[LiveSequence] = field(default_factory=list)
+
+
+def count_outcomes(
+    step: Step, outcomes: SequenceOf[Verified | None], lives: Mapping[int, LiveSequence], dtype: torch.dtype
+) -> CountedOutcomes:
+    """What counts of a step's outcomes; `lives` are the sequences under way, and `dtype` the model's."""
+    counted = CountedOutcomes(list(outcomes))
+    for place, (item, outcome) in enumerate(zip(step.batch.items, outcomes, strict=True)):
+        if outcome is None:
+            continue
+        live = lives.get(item.sequence.sequence_id)
+        if item.tree is None or not outcome.finite or outcome.error is not None:
+            counted.outcomes[place] = None
+            if item.tree is not None and live is not None:
+                _count_broken(counted, item, outcome, dtype)
+        elif live is not None and live.trigger is not None:
+            kept = live.trigger.cut(outcome.tokens(item.tree))
+            if kept is not None:
+                counted.outcomes[place] = first_tokens(outcome, item.tree, kept) if kept else None
+                counted.forms.append(live)
+    return counted
+
+
+def _count_broken(counted: CountedOutcomes, item: StepItem, outcome: Verified, dtype: torch.dtype) -> None:
+    sequence = item.sequence
+    if outcome.error is not None:
+        counted.failed.append((sequence, outcome.error))
+    elif may_be_the_drafts(item, outcome):
+        counted.drafts_broken.append(sequence)
+    else:
+        counted.failed.append((sequence, logits_not_finite(sequence, dtype)))
+
+
+def first_tokens(outcome: Verified, tree: TokenTree, count: int) -> Verified:
+    """The outcome as if its passes had brought its first `count` tokens alone, one at least."""
+    tokens, rows = outcome.tokens(tree), outcome.walk.accepted_rows
+    walk, following, passes = outcome.walk, outcome.following[: max(0, count - 1 - len(rows))], list[DevicePass]()
+    if count <= len(rows):
+        walk = Walk(rows[: count - 1], tokens[count - 1])
+    left = count
+    for one in outcome.device_passes:
+        if left:
+            accepted = min(one.accepted, left - 1)
+            from_table = min(one.accepted_from_table, accepted)
+            passes.append(one._replace(accepted=accepted, accepted_from_table=from_table, path=one.path[:accepted]))
+            left -= accepted + 1
+    cut = Verified(walk, outcome.logprobs[:count], following, tuple(passes))
+    return cut._replace(lossy=outcome.lossy[: cut.accepted])
