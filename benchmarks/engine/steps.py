@@ -9,6 +9,9 @@ Floors are the bytes that a step must read over the speed of a large copy, measu
     python -m benchmarks.engine.steps --json FILE
     python -m benchmarks.engine.steps --shapes llama-8b --modes fused --unchecked --trees 1 16 33 48 64
     python -m benchmarks.engine.steps --shapes qwen3-8b llama-8b --modes fused --unchecked --json FILE
+    python -m benchmarks.engine.steps --shapes qwen3.5-9b --modes captured --layers 8 --json FILE
+
+Recurrent layers have random states of each sequence, into which a timed step folds one token, or four behind a tree.
 """
 
 from __future__ import annotations
@@ -64,6 +67,12 @@ SHAPES: dict[str, dict[str, Any]] = {
         "num_key_value_heads": 4, "head_dim": 128, "intermediate_size": 6144, "moe_intermediate_size": 768,
         "num_experts": 128, "num_experts_per_tok": 8, "norm_topk_prob": True, "decoder_sparse_step": 1,
         "mlp_only_layers": [], "vocab_size": 151936, "tie_word_embeddings": False,
+    },
+    "qwen3.5-9b": {"model_type": "qwen3_5_text", "tie_word_embeddings": False},
+    "lfm2-1.2b": {
+        "model_type": "lfm2", "hidden_size": 2048, "num_hidden_layers": 16, "num_attention_heads": 32,
+        "num_key_value_heads": 8, "intermediate_size": 12288, "vocab_size": 65536,
+        "full_attn_idxs": [2, 5, 8, 10, 12, 14], "tie_word_embeddings": True,
     },
     "deepseek-v2-lite": _V2_LITE | {"first_k_dense_replace": 1},
     # Every row of a tree chooses its own experts, which costs more than all else; without experts attention shows.
@@ -155,14 +164,39 @@ def step(load: StepLoad, vocabulary: int, seed: int) -> ForwardInput:
         pages.append(tuple(own))
     attention = AttentionBatch(tuple(starts), (CONTEXT,) * len(load.rows), tuple(pages), PAGE_SIZE, tuple(trees))
     tokens = tuple(rng.randrange(vocabulary) for _ in slots)
-    return ForwardInput(tokens, tuple(positions), tuple(slots), attention, tuple(range(len(tokens))))
+    states = tuple(range(1, len(load.rows) + 1))
+    return ForwardInput(
+        tokens, tuple(positions), tuple(slots), attention, tuple(range(len(tokens))), state_slots=states
+    )
+
+
+def cached(runner: ModelRunner) -> list[Tensor]:
+    """All that is kept of sequences."""
+    states = runner.cache.recurrent
+    kept = [] if states is None else [states.states, states.windows, states.inputs, states.gates, states.lengths]
+    return [*runner.cache.keys, *runner.cache.values, *kept]
+
+
+def fill_caches(runner: ModelRunner) -> None:
+    """Random keys, values and states."""
+    for cache in cached(runner):
+        if cache.is_floating_point():
+            cache.normal_()
+    if runner.cache.recurrent is not None:
+        # Logarithms of decays.
+        runner.cache.recurrent.gates.uniform_(-1.0, 0.0)
 
 
 def share_keys(runner: ModelRunner, reference: ModelRunner) -> None:
-    """Copy the runner's keys and values to the reference."""
-    copies = reference.cache.keys + reference.cache.values
-    for own, other in zip(runner.cache.keys + runner.cache.values, copies, strict=True):
+    """Copy the runner's keys, values and states to the reference."""
+    for own, other in zip(cached(runner), cached(reference), strict=True):
         other.copy_(own)
+
+
+def leave_to_fold(runner: ModelRunner, load: StepLoad) -> None:
+    """Have the next step fold as many tokens into states as the one before accepts, with the next one."""
+    if runner.cache.recurrent is not None:
+        runner.cache.recurrent.lengths.fill_(CONTEXT - (4 if max(load.rows) > 1 else 1))
 
 
 def error(logits: Tensor, expected: Tensor) -> float:
@@ -176,6 +210,7 @@ def check(runner: ModelRunner, reference: ModelRunner, eager: ModelRunner | None
     for index, load in enumerate((*TIMED, *CHECKED)):
         batch = step(load, runner.vocabulary_size, seed + index)
         # Every step writes rows, into pages that are a prefix in later steps.
+        leave_to_fold(runner, load)
         share_keys(runner, reference)
         expected = reference.forward(batch)
         # Then NaN shows what is not written.
@@ -211,6 +246,7 @@ def time_step(runner: ModelRunner, load: StepLoad, seconds: float) -> dict[str, 
     begin = time.perf_counter()
     for count in range(400):
         start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))  # type: ignore[no-untyped-call]
+        leave_to_fold(runner, load)
         before = time.perf_counter()
         start.record()
         tokens = likeliest(runner.forward(batches[count % len(batches)]))
@@ -264,7 +300,12 @@ def floor_ms(decoder: Decoder, config: PretrainedConfig, load: StepLoad, bytes_p
     # Of the embedding a step reads a few rows; a tied head is it.
     parameters -= config.vocab_size * config.hidden_size
     kept = kv_bytes(config, 1, latent=has_latents(config)) * CONTEXT * len(load.rows)
-    return float(2 * (parameters + kept) / bytes_per_ms)
+    kept = kept * decoder.cached_layers // decoder.layer_count
+    states = 0
+    if decoder.recurrent_layers is not None:
+        layers, shape = decoder.recurrent_layers
+        states = 4 * layers * shape.heads * shape.key_width * shape.value_width * len(load.rows)
+    return float((2 * (parameters + kept) + states) / bytes_per_ms)
 
 
 def share_read(name: str, config: PretrainedConfig, rows: int) -> float:
@@ -306,8 +347,7 @@ def run_shape(
     assert isinstance(runner.network, Decoder)
     floors = {str(load): floor_ms(runner.network, config, load, bytes_per_ms) for load in loads}
     reference = runner_of(config, torch.float32, "reference", num_pages) if checked else None
-    for cache in runner.cache.keys + runner.cache.values:
-        cache.normal_()
+    fill_caches(runner)
     for number, mode in enumerate(modes):
         torch._dynamo.reset()
         options = MODES[mode]

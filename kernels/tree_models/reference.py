@@ -122,7 +122,7 @@ def _recurrent_pass(decoder: Decoder) -> RecurrentPass | None:
     layers, shape = decoder.recurrent_layers
     states = RecurrentStates(layers, 1, _ROWS, shape, decoder.dtype, decoder.device)
     recurrence = TreeRecurrence("torch", decoder.device)
-    return RecurrentPass(recurrence, recurrence.plan(_batch(), (1,), _ROWS), states)
+    return RecurrentPass(recurrence, recurrence.plan(_batch(), (1,), states), states)
 
 
 @torch.inference_mode()

@@ -29,7 +29,7 @@ from tree_kernels.latent_attention import LatentAttention, LatentBackend
 from tree_kernels.logit_shaping import SequenceTexts
 from tree_kernels.node_table import NodeTable, StepIntegers, fill_pending
 from tree_kernels.node_table.layout import LOOKUP
-from tree_kernels.recurrence import RecurrentPass, RecurrentStates, TreeRecurrence
+from tree_kernels.recurrence import RecurrenceBackend, RecurrentPass, RecurrentStates, TreeRecurrence
 from tree_kernels.verification import DRAWN_BY_POSITION, RECORD, move_kv, records_of
 from tree_models.building import build
 from tree_models.layers.placing import Placement
@@ -71,7 +71,10 @@ class ModelRunner:
         # The hidden states that a drafter reads, and the part of its head that runs here.
         self.hooks: LayerHooks | None = None
         self.draft_head: DraftHead | None = None
-        self._recurrence = None if self.cache.recurrent is None else TreeRecurrence("torch", network.device)
+        self._recurrence: TreeRecurrence | None = None
+        if self.cache.recurrent is not None:
+            kind: RecurrenceBackend = "triton" if self.attention.backend == "triton" else "torch"
+            self._recurrence = TreeRecurrence(kind, network.device)
 
     @property
     def latent(self) -> bool:
@@ -251,7 +254,7 @@ class ModelRunner:
         if self._recurrence is None or states is None:
             return None
         slots = batch.state_slots or (0,) * batch.attention.sequences
-        return RecurrentPass(self._recurrence, self._recurrence.plan(batch.attention, slots, states.window), states)
+        return RecurrentPass(self._recurrence, self._recurrence.plan(batch.attention, slots, states), states)
 
     def move_rows(self, sources: Sequence[int], targets: Sequence[int]) -> None:
         """Copy keys and values of every layer from slots to others, all of them read before any is written."""

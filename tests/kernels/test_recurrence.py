@@ -9,6 +9,7 @@ import torch
 from examples import examples
 from hypothesis import given
 from hypothesis import strategies as st
+from kernel_worker import INTERPRETED, compiled, work
 from torch import Tensor
 
 from tree_kernels.attention import AttentionBatch
@@ -58,7 +59,7 @@ class Layer:
         self, batch: AttentionBatch, slots: tuple[int, ...], inputs: Tensor, gates: Tensor
     ) -> tuple[Tensor, Tensor]:
         """The convolution's outputs and those of the heads."""
-        plan = self.recurrence.plan(batch, slots, WINDOW)
+        plan = self.recurrence.plan(batch, slots, self.states)
         convolved = self.recurrence.convolve(plan, self.states, 1, inputs, gates, self.convolution)
         return convolved.rows, self.recurrence.mix(plan, self.states, 1, convolved, gates, self.layout)
 
@@ -219,14 +220,15 @@ def test_slots_are_counted() -> None:
 
 def test_what_does_not_fit_is_refused() -> None:
     recurrence = TreeRecurrence()
+    states = RecurrentStates(1, 1, 2, SHAPE, torch.float32, torch.device("cpu"))
     with pytest.raises(ValueError, match="trees of at most 2 rows"):
-        recurrence.plan(batch_of([0], [(0, 0, 1)]), (1,), 2)
+        recurrence.plan(batch_of([0], [(0, 0, 1)]), (1,), states)
     with pytest.raises(ValueError, match="slots of states"):
-        recurrence.plan(batch_of([0], [1]), (), 2)
+        recurrence.plan(batch_of([0], [1]), (), states)
     with pytest.raises(ValueError, match="expected a backend"):
         TreeRecurrence("other")  # type: ignore[arg-type]
     layer = Layer(StateRule.DELTA, 0)
-    plan = layer.recurrence.plan(batch_of([0], [1]), (1,), WINDOW)
+    plan = layer.recurrence.plan(batch_of([0], [1]), (1,), layer.states)
     inputs, gates = layer.tokens(2)
     with pytest.raises(ValueError, match="expected inputs"):
         layer.recurrence.convolve(plan, layer.states, 0, inputs, gates, layer.convolution)
@@ -236,5 +238,29 @@ def test_what_does_not_fit_is_refused() -> None:
 
 def test_memory_is_that_of_the_tensors() -> None:
     states = RecurrentStates(3, 4, 5, SHAPE, torch.bfloat16, torch.device("cpu"))
-    tensors = states.states, states.windows, states.lengths, states.inputs, states.gates
+    tensors = states.states, states.windows, states.inputs, states.gates
     assert states.sequence_bytes * 5 == sum(tensor.nbytes for tensor in tensors)
+
+
+def check(found: dict[str, float], fp32: float) -> None:
+    assert len(found) > 4
+    # Written so that NaN fails.
+    assert not {name: error for name, error in found.items() if not error <= (2e-2 if "bf16" in name else fp32)}
+
+
+def test_kernels_compute_what_the_plain_form_does() -> None:
+    pytest.importorskip("triton")
+    check(work("recurrence_worker.py", **INTERPRETED), 1e-5)
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
+def test_kernels_compute_what_the_plain_form_does_on_a_gpu() -> None:
+    check(work("recurrence_worker.py", TRITON_INTERPRET="0"), 1e-4)
+
+
+def test_the_kernels_compile_for_a_gpu() -> None:
+    """A program has 227 KB of shared memory."""
+    pytest.importorskip("triton")
+    needed = compiled("recurrence_compiling_worker.py")
+    assert len(needed) == 7 and max(needed.values()) < 227 << 10

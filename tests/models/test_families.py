@@ -183,7 +183,7 @@ class Served:
         batch = AttentionBatch((0, rows), (start,), (held,), self.page_size, (parents,))
         recurrent = None
         if self.states is not None:
-            recurrent = RecurrentPass(self.recurrence, self.recurrence.plan(batch, (1,), 6), self.states)
+            recurrent = RecurrentPass(self.recurrence, self.recurrence.plan(batch, (1,), self.states), self.states)
         step = Pass(self.attention, self.attention.plan(batch), torch.tensor(slots), self.cache, recurrent)
         with torch.inference_mode():
             logits: Tensor = self.decoder(torch.tensor(tokens), start + torch.tensor(depths), step)

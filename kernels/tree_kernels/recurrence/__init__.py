@@ -8,6 +8,7 @@ other as in plain decoding, when the next pass begins.
 from tree_kernels.recurrence.dispatch import RecurrenceBackend, RecurrentPass, TreeRecurrence
 from tree_kernels.recurrence.states import RecurrentStates
 from tree_kernels.recurrence.types import (
+    MOST_NODES,
     Convolved,
     HeadsLayout,
     RecurrencePlan,
@@ -17,6 +18,7 @@ from tree_kernels.recurrence.types import (
 )
 
 __all__ = [
+    "MOST_NODES",
     "Convolved",
     "HeadsLayout",
     "RecurrenceBackend",

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Literal, Protocol, get_args
+from typing import TYPE_CHECKING, Literal, Protocol, cast, get_args
 
 import torch
 from torch import Tensor
@@ -14,11 +14,14 @@ from tree_kernels.recurrence.states import RecurrentStates
 from tree_kernels.recurrence.torch_backend import TorchRecurrence
 from tree_kernels.recurrence.types import Convolved, HeadsLayout, RecurrencePlan, ShortConvolution
 
-RecurrenceBackend = Literal["torch"]
+if TYPE_CHECKING:
+    from tree_kernels.recurrence.triton_backend import TritonRecurrence
+
+RecurrenceBackend = Literal["torch", "triton"]
 
 
 class _RecurrenceForm(Protocol):
-    def plan(self, batch: AttentionBatch, states: Sequence[int], window: int) -> RecurrencePlan: ...
+    def plan(self, batch: AttentionBatch, slots: Sequence[int], states: RecurrentStates) -> RecurrencePlan: ...
 
     def convolve(
         self,
@@ -55,23 +58,35 @@ class TreeRecurrence:
         if backend not in get_args(RecurrenceBackend):
             raise ValueError(f"expected a backend among {get_args(RecurrenceBackend)}, got {backend!r}")
         self.backend = backend
-        self._implementation: _RecurrenceForm = TorchRecurrence(torch.device(device))
+        self._form: _RecurrenceForm = TorchRecurrence(torch.device(device))
+        if backend == "triton":
+            # Only here: Triton may be absent.
+            from tree_kernels.recurrence.triton_backend import TritonRecurrence
 
-    def plan(self, batch: AttentionBatch, states: Sequence[int], window: int) -> RecurrencePlan:
-        """Do the index work of one step.
+            self._form = TritonRecurrence(torch.device(device))
+
+    @property
+    def capturable(self) -> TritonRecurrence:
+        """The triton backend, for captured steps. `ValueError` for any other."""
+        if self.backend != "triton":
+            raise ValueError(f"only the triton backend runs in captured steps, this is {self.backend}")
+        return cast("TritonRecurrence", self._form)
+
+    def plan(self, batch: AttentionBatch, slots: Sequence[int], states: RecurrentStates) -> RecurrencePlan:
+        """Do the index work of one step, which has to run then: keys before it count as folded.
 
         Args:
             batch: the step's rows, as attention has them.
-            states: [B] slot of each sequence's state, all different but for 0, which is of no sequence.
-            window: that of the states.
+            slots: [B] slot of each sequence's state, all different but for 0, which is of no sequence.
+            states: where they are.
 
         Raises:
-            ValueError: lengths disagree, or a tree has more rows than `window`.
+            ValueError: lengths disagree, or a tree has more rows than the states' window.
         """
         batch.check()
-        if len(states) != batch.sequences:
-            raise ValueError(f"expected {batch.sequences} slots of states, got {len(states)}")
-        return self._implementation.plan(batch, states, window)
+        if len(slots) != batch.sequences:
+            raise ValueError(f"expected {batch.sequences} slots of states, got {len(slots)}")
+        return self._form.plan(batch, slots, states)
 
     def convolve(
         self,
@@ -99,7 +114,7 @@ class TreeRecurrence:
                 f"expected inputs {list(expected)} and {states.shape.gates} gates of each, "
                 f"got {list(inputs.shape)} and {list(gates.shape)}"
             )
-        return self._implementation.convolve(plan, states, layer, inputs, gates, convolution)
+        return self._form.convolve(plan, states, layer, inputs, gates, convolution)
 
     def mix(
         self,
@@ -118,7 +133,7 @@ class TreeRecurrence:
             convolved: what that returned.
             layout: how heads are made of it.
         """
-        return self._implementation.mix(plan, states, layer, convolved, gates, layout)
+        return self._form.mix(plan, states, layer, convolved, gates, layout)
 
 
 @dataclass(frozen=True, slots=True)

@@ -22,7 +22,7 @@ class RecurrentStates:
     be measured or checked use it.
 
     `states` [layers, slots, H, Dk, Dv] fp32; `windows` [layers, slots, K - 1, C] the last inputs of the convolution,
-    the oldest first; `lengths` [layers, slots] int32. Of nodes, `inputs` [layers, slots, window, 1, C] and `gates`
+    the oldest first; `lengths` [slots] int32. Of nodes, `inputs` [layers, slots, window, 1, C] and `gates`
     [layers, slots, window, 1, G] fp32: key `t` of a sequence is at place `t % window`.
     """
 
@@ -44,7 +44,7 @@ class RecurrentStates:
             (layers, slots, shape.heads, shape.key_width, shape.value_width), torch.float32, device
         )
         self.windows = lazy_zeros((layers, slots, shape.taps - 1, shape.channels), dtype, device)
-        self.lengths = lazy_zeros((layers, slots), torch.int32, device)
+        self.lengths = lazy_zeros((slots,), torch.int32, device)
         self.inputs = lazy_zeros((layers, slots, window, 1, shape.channels), dtype, device)
         self.gates = lazy_zeros((layers, slots, window, 1, shape.gates), torch.float32, device)
         # The lowest last, which is taken first.
@@ -56,13 +56,13 @@ class RecurrentStates:
         """Bytes that one layer keeps of one sequence."""
         state = shape.heads * shape.key_width * shape.value_width
         inputs = (window + shape.taps - 1) * shape.channels
-        # The state, gates and the length are of four bytes.
-        return 4 * (state + window * shape.gates + 1) + inputs * dtype.itemsize
+        # The state and gates are of four bytes.
+        return 4 * (state + window * shape.gates) + inputs * dtype.itemsize
 
     @property
     def sequence_bytes(self) -> int:
         """Bytes of one sequence, all layers."""
-        return len(self.lengths) * self.layer_bytes(self.shape, self.window, self.windows.dtype)
+        return len(self.states) * self.layer_bytes(self.shape, self.window, self.windows.dtype)
 
     @property
     def free_slots(self) -> int:

@@ -37,6 +37,7 @@ class SpanOfRows:
     end: int
     slot: int
     prefix: int
+    folded: int  # keys that the state holds already
     mask: Tensor | None  # [n, n] bool, of nodes that may be dropped; None where all rows are known
     parents: tuple[int, ...] | None  # of a tree; None is a chain
 
@@ -70,24 +71,23 @@ class TorchRecurrence:
     def __init__(self, device: torch.device) -> None:
         self._device = device
 
-    def plan(self, batch: AttentionBatch, states: Sequence[int], window: int) -> TorchRecurrencePlan:
-        spans, places = [], [-1] * batch.rows
+    def plan(self, batch: AttentionBatch, slots: Sequence[int], states: RecurrentStates) -> TorchRecurrencePlan:
+        spans, places, window = [], [-1] * batch.rows, states.window
         for b, rows in enumerate(batch.row_counts):
             if not rows:
                 continue
             start, prefix, parents = batch.query_starts[b], batch.prefix_lengths[b], batch.parents[b]
-            mask = None
+            mask, slot = None, slots[b]
             if rows <= window:
                 mask = ancestor_mask(parents, rows).to(self._device)
-                places[start : start + rows] = [
-                    states[b] * window + key % window for key in range(prefix, prefix + rows)
-                ]
+                places[start : start + rows] = [slot * window + key % window for key in range(prefix, prefix + rows)]
             elif parents is not None:
                 raise ValueError(f"expected trees of at most {window} rows, got {rows}")
-            spans.append(SpanOfRows(start, start + rows, states[b], prefix, mask, parents))
-        return TorchRecurrencePlan(
-            batch, tuple(states), torch.tensor(places, dtype=torch.int32, device=self._device), spans
-        )
+            # Of a sequence that begins, and of a pass that is of none, nothing is left to fold.
+            folded = max(prefix - window, min(prefix, int(states.lengths[slot]))) if prefix else 0
+            states.lengths[slot] = prefix + rows if mask is None else prefix
+            spans.append(SpanOfRows(start, start + rows, slot, prefix, max(0, folded), mask, parents))
+        return TorchRecurrencePlan(batch, torch.tensor(places, dtype=torch.int32, device=self._device), spans)
 
     def convolve(
         self,
@@ -120,7 +120,6 @@ class TorchRecurrence:
                 states.inputs[layer, span.slot, places, 0] = own
                 states.gates[layer, span.slot, places, 0] = gates[span.start : span.end]
             window.copy_(read[kept - len(window) : kept].clone())
-            states.lengths[layer, span.slot] = span.prefix if span.mask is not None else span.prefix + len(own)
         return TorchConvolved(output, folded)
 
     def mix(
@@ -162,10 +161,7 @@ class TorchRecurrence:
         """The inputs of tokens that are committed and not folded yet. A sequence that begins has none."""
         if not span.prefix:
             states.windows[layer, span.slot].zero_()
-        first = span.prefix - min(span.prefix, states.window)
-        if span.prefix:
-            first = max(first, min(span.prefix, int(states.lengths[layer, span.slot])))
-        places = torch.arange(first, span.prefix, device=states.inputs.device) % states.window
+        places = torch.arange(span.folded, span.prefix, device=states.inputs.device) % states.window
         return KnownTokens(states.inputs[layer, span.slot, places, 0], states.gates[layer, span.slot, places, 0])
 
 

@@ -12,6 +12,9 @@ from torch import Tensor
 
 from tree_kernels.attention.batch import AttentionBatch
 
+# Rows of a tree on a GPU, whose ancestors are bits of one word.
+MOST_NODES = 64
+
 
 class StateRule(StrEnum):
     """How a token changes the state S [Dk, Dv] of a head, which decays by exp(g) first.
@@ -75,8 +78,6 @@ class RecurrencePlan:
     """The index work of one step, done once and used by every layer. Backends add their own."""
 
     batch: AttentionBatch
-    # [B] the slot of each sequence's state.
-    states: tuple[int, ...]
     # [R] int32, where each row's inputs are kept until it is accepted or not; negative for rows that are known already.
     node_slots: Tensor
 

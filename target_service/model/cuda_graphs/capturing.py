@@ -71,7 +71,7 @@ def _cache_of(small: KVCache, free: float, share: float) -> KVCache:
     layers, _, page_size, kv_heads, key_width = small.key_pool.shape
     pages = max(small.num_pages, int(free * share / (small.token_bytes * page_size)))
     pool, value_width = small.key_pool, small.value_pool.shape[-1]
-    return KVCache(pages, page_size, layers, kv_heads, key_width, value_width, pool.dtype, pool.device)
+    return KVCache(pages, page_size, layers, kv_heads, key_width, value_width, pool.dtype, pool.device, small.recurrent)
 
 
 def _capture_all(captured: CapturedRunner, seconds: float) -> None:

@@ -27,6 +27,7 @@ from target_service.model.preparing import prepare_network
 from target_service.model.runner import Begin, ModelRunner
 from tree_kernels.logit_shaping import SequenceTexts
 from tree_kernels.node_table import NodeTable, fill_pending
+from tree_kernels.recurrence import RecurrentPass
 from tree_models.fused.preparing import LayerOptions
 
 # Versions of a layer that the compiler may make: one for each number of rows and each frame of a layer.
@@ -49,6 +50,7 @@ class _Captured:
     buffer: StepBuffer
     logits: Tensor  # [bucket rows, vocabulary], overwritten by every replay
     token_ids: Tensor  # [bucket rows] int32, likewise
+    node_slots: Tensor | None  # [bucket rows] int32, likewise; see `ForwardPass`
 
 
 class CapturedRunner(ModelRunner):
@@ -220,7 +222,8 @@ class CapturedRunner(ModelRunner):
     def _capture(self, bucket: Bucket) -> _Captured:
         pages_each = self.cache.pages_for(self.max_context + bucket.rows)
         verified = self._options.max_sequences, self._options.max_rows
-        buffer = StepBuffer(bucket, self._triton, self.device, self.cache.page_size, pages_each, verified)
+        recurrent, size = self._recurrence is not None, self.cache.page_size
+        buffer = StepBuffer(bucket, self._triton, self.device, size, pages_each, verified, recurrent=recurrent)
         # Compiled for the alignment of this buffer's parts. No sequence has a row yet, so nothing moves on.
         buffer.advance_one_token(self._last_position)
         buffer.shift_by_accepted(self.pending, self._last_position)
@@ -238,15 +241,20 @@ class CapturedRunner(ModelRunner):
         buffer.plan.schedules.clear()
         graph = torch.cuda.CUDAGraph()
         with torch.cuda.graph(graph, pool=self._pool, stream=self._stream):
-            logits, token_ids = self._run(buffer)
+            results = self._run(buffer)
         torch.cuda.current_stream(self.device).wait_stream(self._stream)
-        return _Captured(graph, buffer, logits, token_ids)
+        return _Captured(graph, buffer, *results)
 
-    def _run(self, buffer: StepBuffer) -> tuple[Tensor, Tensor]:
-        """Logits and token ids of all rows of the bucket."""
-        step = PassContext(self.attention, buffer.plan, buffer.slots, self.cache)
+    def _run(self, buffer: StepBuffer) -> tuple[Tensor, Tensor, Tensor | None]:
+        """Logits, token ids and places of nodes' inputs of all rows of the bucket."""
+        recurrent, states = None, self.cache.recurrent
+        if self._recurrence is not None and states is not None:
+            plan = self._recurrence.capturable.plan_on_device(buffer.plan.batch, buffer.recurrent_tensors, states)
+            recurrent = RecurrentPass(self._recurrence, plan, states)
+        step = PassContext(self.attention, buffer.plan, buffer.slots, self.cache, recurrent)
         token_ids = fill_pending(buffer.token_ids, self.pending, buffer.slots, self.cache.tokens)
-        return self._compute(token_ids, buffer.positions, step), token_ids
+        logits = self._compute(token_ids, buffer.positions, step)
+        return logits, token_ids, None if recurrent is None else recurrent.plan.node_slots
 
 
 def _pass_of(captured: _Captured, cache: KVCache) -> ForwardPass:
@@ -256,4 +264,14 @@ def _pass_of(captured: _Captured, cache: KVCache) -> ForwardPass:
         cache.tokens, cache.page_size, step.query_starts, step.prefix_lengths, step.page_starts, step.page_table
     )
     parents, slots, parameters = buffer.plan.parents, buffer.slots, buffer.parameters
-    return ForwardPass(captured.logits, captured.token_ids, parents, slots, parameters, texts, captured, buffer.step)
+    return ForwardPass(
+        captured.logits,
+        captured.token_ids,
+        parents,
+        slots,
+        parameters,
+        texts,
+        captured,
+        buffer.step,
+        captured.node_slots,
+    )

@@ -15,6 +15,7 @@ from tree_kernels.attention import plan_integers
 from tree_kernels.attention.triton_planning import TritonPlan, TritonPlanner
 from tree_kernels.device_event import DeviceEvent
 from tree_kernels.node_table import StepIntegers, advance_one_token, shift_by_accepted
+from tree_kernels.recurrence.triton_backend import PassTensors
 from tree_kernels.verification import RECORD, parameter_count
 
 # Pinned buffers: one is filled for the next step while the other is copied.
@@ -37,8 +38,8 @@ class _Pinned:
 class StepBuffer:
     """The integers of one step on the device, and the plan that lies in them.
 
-    Layout: token ids, positions and slots [rows] each, then the parameters for verification, then the plan, whose pages
-    come last, so that a step with few pages copies little.
+    Layout: token ids, positions and slots [rows] each, then the parameters for verification, slots of recurrent states,
+    then the plan, whose pages come last, so that a step with few pages copies little.
     """
 
     def __init__(
@@ -49,12 +50,16 @@ class StepBuffer:
         page_size: int,
         pages_each: int,
         verified: tuple[int, int],
+        *,
+        recurrent: bool = False,
     ) -> None:
-        """Each sequence has up to `pages_each`; the parameters have room for `verified` (sequences, rows)."""
+        """Each sequence has up to `pages_each`, and with `recurrent` a slot of states; the parameters have room for
+        `verified` (sequences, rows)."""
         self.bucket = bucket
         largest = capacity(bucket, page_size, pages_each)
         rows = bucket.rows
-        self._plan_at = 3 * rows + parameter_count(*verified)
+        self._states_at = 3 * rows + parameter_count(*verified)
+        self._plan_at = self._states_at + (bucket.sequences if recurrent else 0)
         size = self._plan_at + plan_integers(largest)
         self._attention = attention
         on_gpu = device.type == "cuda"
@@ -64,13 +69,21 @@ class StepBuffer:
         self.integers = torch.zeros(size, dtype=torch.int32, device=device)
         self.token_ids, self.positions, self.slots = self.integers[: 3 * rows].view(3, rows)
         # [parameters] int32
-        self.parameters = self.integers[3 * rows : self._plan_at]
+        self.parameters = self.integers[3 * rows : self._states_at]
         self.plan: TritonPlan = attention.plan(largest, self.integers[self._plan_at :])
         plan, of_rows = self.plan, (self.token_ids, self.positions, self.slots, self.parameters)
         of_sequences = plan.query_starts, plan.prefix_lengths, plan.page_starts, plan.page_table
         owners = self.parameters[RECORD * verified[0] :]
         self.step = StepIntegers(*of_rows, *of_sequences, owners, plan.parents, plan.causal)
         self._page_size = page_size
+        # What layers with states need of the plan.
+        self.recurrent_tensors = PassTensors(
+            plan.query_starts,
+            plan.prefix_lengths,
+            plan.causal,
+            plan.parents,
+            self.integers[self._states_at : self._plan_at],
+        )
 
     def rehearsal(self) -> ForwardInput:
         """A step that fills the bucket and writes no key."""
@@ -95,7 +108,10 @@ class StepBuffer:
         rows[:, :count] = numpy.frombuffer(used, numpy.int32).reshape(3, count)
         rows[:, count:] = _FREE_ROW
         if parameters is not None:
-            host.array[rows_end : self._plan_at] = parameters
+            host.array[rows_end : self._states_at] = parameters
+        if self._plan_at > self._states_at:
+            host.array[self._states_at : self._plan_at] = 0
+            host.array[self._states_at : self._states_at + len(batch.state_slots)] = batch.state_slots
         host.array[self._plan_at : end] = numpy.frombuffer(packed, numpy.int32)
         self.integers[:end].copy_(host.tensor[:end], non_blocking=True)
 

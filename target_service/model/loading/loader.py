@@ -29,7 +29,7 @@ from target_service.model.support import ModelRefused, check_supported, descript
 from target_service.model.transformers_network import TransformersNetwork, pack_linears
 from target_service.text.loading import load_tokenizer
 from tree_kernels.attention import Backend
-from tree_kernels.recurrence import RecurrentStates
+from tree_kernels.recurrence import MOST_NODES, RecurrentStates
 from tree_models.building import build
 from tree_models.families import Description
 from tree_models.fused.preparing import LayerOptions
@@ -86,10 +86,9 @@ def load_runner(config: TargetConfig, ranks: ServingRanks | None = None) -> Mode
     longest = network.longest_context
     max_context = min(config.max_context or min(longest, _CONTEXT_LIMIT), longest)
     kv_tokens = _kv_tokens(config, network, ranks)
-    captures = config.captures and network.recurrent_layers is None
-    if config.captures and not captures:
-        log.info("steps run eagerly: layers of %s keep states, which no captured step computes", settings.model_type)
-    if captures and not config.kv_tokens:
+    if network.recurrent_layers and backend == "triton" and config.max_draft_nodes >= MOST_NODES:
+        raise ModelRefused(f"--max-draft-nodes must be below {MOST_NODES} where layers keep states on a GPU")
+    if config.captures and not config.kv_tokens:
         # Until captured steps have taken their memory.
         kv_tokens = 2 * config.step_rows
     log.info("serving %s in %s", config.model, config.dtype)
@@ -110,7 +109,7 @@ def load_runner(config: TargetConfig, ranks: ServingRanks | None = None) -> Mode
     if config.draft_head:
         runner.run_head(read_draft_head(config.draft_head, settings.num_hidden_layers, settings.hidden_size))
     check_runner(runner, own)
-    if not captures:
+    if not config.captures:
         log.info("KV cache of %s", runner.cache)
         return runner
     runner = _captured(runner, config)

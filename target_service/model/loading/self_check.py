@@ -54,7 +54,7 @@ def plain_logits(decoder: Decoder) -> Tensor:
         count, of_state = decoder.recurrent_layers
         states = RecurrentStates(count, 1, _TOKENS, of_state, decoder.dtype, decoder.device)
         recurrence = TreeRecurrence("torch", decoder.device)
-        recurrent = RecurrentPass(recurrence, recurrence.plan(plan.batch, (1,), _TOKENS), states)
+        recurrent = RecurrentPass(recurrence, recurrence.plan(plan.batch, (1,), states), states)
     logits: Tensor = decoder(ids, places, PassContext(attention, plan, places, cache, recurrent))
     return logits
 

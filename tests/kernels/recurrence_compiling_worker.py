@@ -1,0 +1,55 @@
+"""Compiles the kernels of recurrent layers for an H100 or H200, which takes no GPU, in the shapes of Qwen3.5-9B and
+LFM2-1.2B, and writes what shared memory each needs as JSON to standard output."""
+
+from __future__ import annotations
+
+import json
+import sys
+from collections.abc import Iterator
+from typing import Any
+
+from triton.backends.compiler import GPUTarget
+from triton.compiler import ASTSource, compile
+
+from tree_kernels.recurrence import triton_kernels
+
+HALF = ("inputs", "ring", "windows", "weight", "bias", "output", "folded", "rows")
+OTHERS = {"gates": "*fp32", "ring_gates": "*fp32", "states": "*fp32", "words": "*i64", "stride": "i32"}
+
+
+def kernels() -> Iterator[tuple[str, Any, dict[str, Any]]]:
+    """Name, kernel and constants."""
+    yield "plan", triton_kernels.plan_kernel, {"WINDOW": 64, "BLOCK": 64}
+    delta = {"WINDOW": 64, "CHANNELS": 8192, "HEADS": 32, "GROUP": 2, "DK": 128, "DV": 128, "QUERY_AT": 0}
+    delta |= {"KEY_AT": 2048, "VALUE_AT": 4096, "NORMED": True, "SCALING": 128**-0.5, "BLOCK_K": 128, "BLOCK_V": 32}
+    delta |= {"FEW": 16, "MOST": 64, "PRECISION": "tf32x3"}
+    yield "mix delta", triton_kernels.mix_kernel, delta | {"DELTA": True}
+    yield "mix sum", triton_kernels.mix_kernel, delta | {"DELTA": False, "NORMED": False}
+    for name, channels, taps, gates in (("delta", 8192, 4, 64), ("short", 2048, 3, 0)):
+        sizes = {"WINDOW": 64, "CHANNELS": channels, "TAPS": taps, "BLOCK_R": 16}
+        own = {"SILU": name == "delta", "BIAS": name == "short", "BLOCK_C": 128}
+        yield f"convolve {name}", triton_kernels.convolve_kernel, sizes | own
+        own = {"GATES": gates, "BLOCK_C": 256, "BLOCK_T": 4 if taps == 4 else 2, "BLOCK_G": max(1, gates)}
+        yield f"keep {name}", triton_kernels.keep_kernel, sizes | own
+
+
+def compiled(name: str, kernel: Any, constants: dict[str, Any]) -> int:
+    """Bytes of shared memory of one program."""
+    types = dict.fromkeys(HALF, "*bf16") | OTHERS
+    names = kernel.arg_names
+    signature = {each: "constexpr" if each in constants else types.get(each, "*i32") for each in names}
+    aligned = {
+        (place,): [["tt.divisibility", 16]] for place, each in enumerate(names) if signature[each].startswith("*")
+    }
+    source = ASTSource(kernel, signature, {(names.index(each),): value for each, value in constants.items()}, aligned)
+    options = {"num_warps": 2 if name == "plan" else 4}
+    found = compile(source, target=GPUTarget("cuda", 90, 32), options=options)
+    return int(found.metadata.shared)
+
+
+def main() -> None:
+    json.dump({one[0]: compiled(*one) for one in kernels()}, sys.stdout)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,146 @@
+"""Runs recurrent layers by the Triton kernels and by the plain form over the same passes, and writes the largest errors
+as JSON to standard output.
+
+A process of its own, because Triton's interpreter must be chosen before Triton is imported.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import random
+import sys
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from tree_kernels.attention import AttentionBatch
+from tree_kernels.recurrence import (
+    HeadsLayout,
+    RecurrentStates,
+    ShortConvolution,
+    StateRule,
+    StateShape,
+    TreeRecurrence,
+)
+
+INTERPRETED = not torch.cuda.is_available()
+DEVICE = torch.device("cpu" if INTERPRETED else "cuda")
+TINY = StateShape(channels=2 * 2 * 5 + 4 * 3, taps=4, heads=4, key_width=5, value_width=3)
+# Of Qwen3.5, with fewer heads.
+REAL = StateShape(channels=2 * 4 * 128 + 8 * 128, taps=4, heads=8, key_width=128, value_width=128)
+# A pass is the rows of each of three sequences: a number for a chain, a negative one for a random tree.
+PASSES = ((5, 70, -1), (-6, 3, 0), (1, -1, 21), (-40, -17, 9), (1, 1, -2))
+
+
+@dataclass(frozen=True)
+class Case:
+    """What is computed, and in which type."""
+
+    rule: StateRule
+    shape: StateShape
+    window: int
+    dtype: torch.dtype = torch.float32
+    # A node of the second pass is not finite.
+    broken: bool = False
+
+
+CASES = {
+    "delta": Case(StateRule.DELTA, TINY, 40),
+    "delta, small window": Case(StateRule.DELTA, TINY, 6),
+    "sum": Case(StateRule.SUM, TINY, 40),
+    "bf16": Case(StateRule.DELTA, TINY, 40, torch.bfloat16),
+    "broken node": Case(StateRule.DELTA, TINY, 40, broken=True),
+}
+if not INTERPRETED:
+    CASES |= {
+        "qwen3.5": Case(StateRule.DELTA, REAL, 64),
+        "bf16 qwen3.5": Case(StateRule.DELTA, REAL, 64, torch.bfloat16),
+    }
+
+
+class Compared:
+    """A layer with the same weights, states and passes for both."""
+
+    def __init__(self, case: Case) -> None:
+        shape, self.case = case.shape, case
+        self.generator, self.random = torch.Generator().manual_seed(0), random.Random(0)
+        keys = (shape.channels - shape.heads * shape.value_width) // 2
+        self.layout = HeadsLayout(
+            case.rule, keys // shape.key_width, 0, keys, 2 * keys, normed=case.rule is StateRule.DELTA, scaling=0.5
+        )
+        bias = None if case.rule is StateRule.SUM else self.draw(shape.channels)
+        self.convolution = ShortConvolution(self.draw(shape.channels, shape.taps) * 0.5, bias, silu=True)
+        self.states = [RecurrentStates(2, 3, case.window, shape, case.dtype, DEVICE) for _ in range(2)]
+        for states in self.states:
+            for pool in (states.states, states.windows, states.inputs, states.gates):
+                pool.fill_(math.nan)
+            states.lengths.fill_(77)
+        self.forms = TreeRecurrence("triton", DEVICE), TreeRecurrence("torch", DEVICE)
+        self.prefixes = [0, 0, 0]
+
+    def draw(self, *shape: int) -> Tensor:
+        return torch.randn(shape, generator=self.generator).to(DEVICE, self.case.dtype)
+
+    def errors(self) -> list[float]:
+        """Relative errors of the convolution and of the heads, of all passes."""
+        found = []
+        for number, pass_ in enumerate(PASSES):
+            forms: list[tuple[int, ...] | int] = []
+            for rows in pass_:
+                small = min(abs(rows), self.case.window) if rows < 0 else rows
+                tree = (0, *(self.random.randrange(row) for row in range(1, small)))
+                forms.append(tree if rows < 0 else small)
+            found += self.pass_errors(forms, broken=self.case.broken and number == 1)
+        return found
+
+    def pass_errors(self, forms: list[tuple[int, ...] | int], *, broken: bool) -> list[float]:
+        counts = [one if isinstance(one, int) else len(one) for one in forms]
+        starts = [sum(counts[:place]) for place in range(len(counts) + 1)]
+        trees = tuple(None if isinstance(one, int) else one for one in forms)
+        batch = AttentionBatch(tuple(starts), tuple(self.prefixes), ((0,),) * 3, 1 << 20, trees)
+        inputs, heads = self.draw(batch.rows, self.case.shape.channels), self.case.shape.heads
+        gates = torch.rand(batch.rows, 2 * heads, generator=self.generator).to(DEVICE)
+        gates[:, :heads] *= -2
+        if broken:
+            inputs[2] = math.nan
+        made = []
+        for form, states in zip(self.forms, self.states, strict=True):
+            plan = form.plan(batch, (1, 2, 3), states)
+            convolved = form.convolve(plan, states, 1, inputs, gates, self.convolution)
+            mixed = form.mix(plan, states, 1, convolved, gates, self.layout)
+            made.append((convolved.rows.float(), mixed.float(), plan.node_slots))
+        for place, (form_, count) in enumerate(zip(forms, counts, strict=True)):
+            if count:
+                self.accept(place, form_, count)
+        (own, mixed, slots), (expected, other, theirs) = made
+        assert torch.equal(slots, theirs) and torch.equal(self.states[0].lengths[1:], self.states[1].lengths[1:])
+        assert torch.equal(own.isnan(), expected.isnan()) and torch.equal(mixed.isnan(), other.isnan())
+        return [difference(own, expected), difference(mixed, other)]
+
+    def accept(self, place: int, form: tuple[int, ...] | int, count: int) -> None:
+        """A random path; of a broken pass the root alone, which is finite."""
+        last = count - 1 if count > self.case.window else self.random.randrange(1 if self.case.broken else count)
+        path = [last]
+        while path[0]:
+            path.insert(0, path[0] - 1 if isinstance(form, int) else form[path[0]])
+        prefix = self.prefixes[place]
+        for states in self.states:
+            states.move_nodes(place + 1, [prefix + row for row in path], range(prefix, prefix + len(path)))
+        self.prefixes[place] += len(path)
+
+
+def difference(found: Tensor, expected: Tensor) -> float:
+    """Relative; NaN counts as zero."""
+    found, expected = found.nan_to_num(), expected.nan_to_num()
+    return float((found - expected).norm() / expected.norm().clamp(min=1e-6))
+
+
+def main() -> None:
+    json.dump({name: max(Compared(case).errors()) for name, case in CASES.items()}, sys.stdout)
+
+
+if __name__ == "__main__":
+    with torch.inference_mode():
+        main()
