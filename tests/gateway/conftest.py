@@ -15,6 +15,7 @@ from scripted_engine import SERVED, ScriptedEngine
 from scripted_service import Target, byte_tokenizer, served_tokenizer, target_over
 from transformers import PreTrainedModel
 from waits import HUNG_SECONDS
+from warm_python import shared_python, warm_executable
 
 from outrider_client.client import Client
 from outrider_client.local.stack import Stack, wait_for_drafter
@@ -121,7 +122,9 @@ def real_target(model: str, tmp_path_factory: pytest.TempPathFactory) -> Iterato
             return target
 
         try:
-            yield runner.run(start())
+            with warm_executable(shared_python("services")):
+                address = runner.run(start())
+            yield address
         finally:
             runner.run(stack.__aexit__(None, None, None))
 

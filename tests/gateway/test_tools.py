@@ -15,6 +15,7 @@ from pydantic import BaseModel
 from scripted_engine import WritingEngine
 from scripted_service import byte_tokenizer, model_tokenizer
 from transformers import PreTrainedModel
+from warm_python import shared_python, warm_executable
 
 from outrider_client.local.stack import Stack
 
@@ -165,7 +166,9 @@ def calling_target(tiny_model: PreTrainedModel, tmp_path_factory: pytest.TempPat
         stack = Stack(tmp_path_factory.mktemp("sockets"))
         flags = ("--model", str(folder), "--dtype", "float32", "--threads", "1")
         try:
-            yield runner.run(stack.start("target", "target_service", *flags))
+            with warm_executable(shared_python("services")):
+                address = runner.run(stack.start("target", "target_service", *flags))
+            yield address
         finally:
             runner.run(stack.__aexit__(None, None, None))
 
