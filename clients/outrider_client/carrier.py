@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import asyncio
 from collections import deque
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from typing import Any
 
 import grpc
@@ -30,10 +30,13 @@ class CarriedGenerate:
         self._events: deque[pb.GenerateResponse] = deque()
         # A call of its own, where the stream ended before anything came.
         self._alone: Any = None
-        self._status: grpc.aio.AioRpcError | None = None
+        self._status: Exception | None = None
         self._trailing = grpc.aio.Metadata()
         self._ended = self._cancelled = self._paused = self._answered = False
+        # Set while the reader waits for the next event.
         self._waiting: asyncio.Future[None] | None = None
+        # Takes an event in place of a waiting reader, and returns whether it did.
+        self.taker: Callable[[pb.GenerateResponse], bool] | None = None
         self._timer: asyncio.TimerHandle | None = None
         if begun.timeout is not None:
             self._timer = asyncio.get_running_loop().call_later(begun.timeout, self._expire)
@@ -50,7 +53,10 @@ class CarriedGenerate:
                     raise self._status
                 return grpc.aio.EOF
             self._waiting = asyncio.get_running_loop().create_future()
-            await self._waiting
+            try:
+                await self._waiting
+            finally:
+                self._waiting = None
         event = self._events.popleft()
         if self._paused and not self._events:
             self._paused = False
@@ -85,7 +91,18 @@ class CarriedGenerate:
     def put(self, response: bytes) -> None:
         """An event has come."""
         self._answered = True
-        self._events.append(pb.GenerateResponse.FromString(response))
+        event = pb.GenerateResponse.FromString(response)
+        waiting = self._waiting
+        if self.taker is not None and waiting is not None and not waiting.done():
+            try:
+                if self.taker(event):
+                    return
+            # Raised again by the reader's read: it is about this call alone.
+            except Exception as error:
+                self._carrier.cancel(self.number)
+                self.fail(error)
+                return
+        self._events.append(event)
         if len(self._events) > _MOST_UNREAD and not self._paused:
             self._paused = True
             self._carrier.pause(self.number)
@@ -105,7 +122,7 @@ class CarriedGenerate:
             self._alone = self._carrier.alone(self._request, self._begun)
             self._end()
 
-    def fail(self, error: grpc.aio.AioRpcError | None) -> None:
+    def fail(self, error: Exception | None) -> None:
         """Nothing more comes; `error` is why, where it failed."""
         if not self._ended:
             self._ended, self._status = True, error

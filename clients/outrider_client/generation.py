@@ -18,6 +18,7 @@ from outrider.v1 import target_pb2
 from outrider.wire.same_names import message_of, value_of
 from outrider.wire.trees import DRAFT_REFUSED_KEY, mode_to_pb, typical_to_pb
 from outrider_client.answers import Answer
+from outrider_client.carrier import CarriedGenerate
 from outrider_client.failures import ServiceUnreachable, typed_error
 from outrider_client.policy import Policy
 from outrider_client.results import Chunk, RequestTimes, Result, SpeculationTotals, Started, reason_from_pb
@@ -87,6 +88,8 @@ class Generation:
         self._first_token_at: float | None = None
         self._result: Result | None = None
         self.draft_refused = ""
+        # Whether a chunk can be taken at once, and what takes it.
+        self._taker: tuple[Callable[[], bool], Callable[[Chunk], None]] | None = None
 
     async def __aenter__(self) -> Generation:
         return self
@@ -110,15 +113,39 @@ class Generation:
                 self.started = Started.from_pb(event.started)
                 self._span.started(self.started)
             elif kind == "chunk":
-                chunk = Chunk.from_pb(event.chunk, event.timings)
-                if self._first_token_at is None and chunk.token_ids:
-                    self._first_token_at = time.perf_counter()
-                self._token_ids.extend(chunk.token_ids)
-                self._answer.add(chunk.parts)
-                yield chunk
+                yield self._noted(event)
             elif kind == "finished":
                 self._finish(event.finished)
                 await self._read_end()
+
+    def hand_over(self, ready: Callable[[], bool], take: Callable[[Chunk], None]) -> None:
+        """Where calls share a stream (`Client.carries`), give further chunks to `take` as they arrive, while somebody
+        waits for the next and `ready()`; iterating gives all others. Waking a task costs more than what it does with a
+        chunk. What `take` raises ends the iteration."""
+        self._taker = ready, take
+        self._connect_taker()
+
+    def _connect_taker(self) -> None:
+        if self._taker is not None and isinstance(self._call, CarriedGenerate):
+            self._call.taker = self._taken
+
+    def _taken(self, event: target_pb2.GenerateResponse) -> bool:
+        if self._taker is None or not event.HasField("chunk"):
+            return False
+        ready, take = self._taker
+        if not ready():
+            return False
+        take(self._noted(event))
+        return True
+
+    def _noted(self, event: target_pb2.GenerateResponse) -> Chunk:
+        """The chunk of an event, which is a part of the result from now on."""
+        chunk = Chunk.from_pb(event.chunk, event.timings)
+        if self._first_token_at is None and chunk.token_ids:
+            self._first_token_at = time.perf_counter()
+        self._token_ids.extend(chunk.token_ids)
+        self._answer.add(chunk.parts)
+        return chunk
 
     async def result(self) -> Result:
         """The totals and the whole output, after reading all remaining chunks."""
@@ -149,6 +176,7 @@ class Generation:
             if self._cancelled.is_set():
                 raise asyncio.CancelledError
             self._call = self._begin(timeout=left)
+            self._connect_taker()
             try:
                 return await self._call.read()
             except grpc.RpcError as error:

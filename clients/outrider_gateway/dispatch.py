@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Awaitable, Callable
 from dataclasses import dataclass
+from functools import partial
 from time import perf_counter
 
 from opentelemetry.context import attach, detach
@@ -21,6 +22,8 @@ from outrider_gateway.targets import Target, Targets
 
 # What is done with a chunk of the answer of an index. Reading goes on when it returns, so a slow reader is waited for.
 OnChunk = Callable[[int, Chunk], Awaitable[None]]
+# Whether a chunk may be taken outside of a task, and what takes the chunk of an index so.
+AtOnce = tuple[Callable[[], bool], Callable[[int, Chunk], None]]
 OnResult = Callable[[int, Result], Awaitable[None]]
 # Is told what a target accepted, before anything of the answer of an index.
 OnStarted = Callable[[int, Started], None]
@@ -39,11 +42,18 @@ class Dispatcher:
     _timeout: float | None
     _arrived: float
     _first_token_seen: bool = False
+    _at_once: AtOnce | None = None
 
     async def write_answers(
-        self, on_started: OnStarted, on_chunk: OnChunk, on_result: OnResult | None = None
+        self,
+        on_started: OnStarted,
+        on_chunk: OnChunk,
+        on_result: OnResult | None = None,
+        at_once: AtOnce | None = None,
     ) -> list[Result]:
-        """Write all answers. The first failure ends them all, as does cancelling; raises what calls raise."""
+        """Write all answers. What `at_once` takes, `on_chunk` does not get. The first failure ends them all, as does
+        cancelling; raises what calls raise."""
+        self._at_once = at_once
         if self.request.answers == 1:
             return [await self._answer(0, on_started, on_chunk, on_result)]
         answers = (self._answer(index, on_started, on_chunk, on_result) for index in range(self.request.answers))
@@ -64,6 +74,9 @@ class Dispatcher:
                     async for chunk in generation:
                         if not begun and generation.started is not None:
                             on_started(index, generation.started)
+                            if self._at_once is not None:
+                                ready, take = self._at_once
+                                generation.hand_over(ready, partial(take, index))
                         begun = True
                         if not self._first_token_seen:
                             self._first_token_seen = True

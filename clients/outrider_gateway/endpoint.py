@@ -18,6 +18,7 @@ from outrider_gateway.caller import HttpCaller, caller_from
 from outrider_gateway.config import GatewayConfig
 from outrider_gateway.failures import GatewayFailed, Refused
 from outrider_gateway.http import ClientGone, ResponseWriter, json_object, read_body
+from outrider_gateway.http_versions import AT_ONCE, BODY
 from outrider_gateway.metrics import GatewayMetrics
 from outrider_gateway.request_log import RequestLine
 from outrider_gateway.served_models import ServedModels
@@ -60,7 +61,7 @@ class Endpoint(ABC):
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         arrived = perf_counter()
         line = RequestLine(self._name, uuid.uuid4().hex)
-        writer = self._writer(send, line.request_id)
+        writer = self._writer(scope, send, line.request_id)
         # What is counted for a request that the server's end cuts off.
         status = _CLIENT_GONE
         try:
@@ -89,8 +90,8 @@ class Endpoint(ABC):
     async def _serve(self, call: HttpCall) -> None:
         """Answer a request whose caller is known. Raises `Refused`."""
 
-    def _writer(self, send: Send, request_id: str) -> ResponseWriter:
-        writer = ResponseWriter(send, request_id)
+    def _writer(self, scope: Scope, send: Send, request_id: str) -> ResponseWriter:
+        writer = ResponseWriter(send, request_id, (scope.get("extensions") or {}).get(AT_ONCE, {}).get(BODY))
         if self.error_body is not None:
             writer.error_body = self.error_body
         return writer

@@ -68,7 +68,8 @@ class GenerationEndpoint(Endpoint, Generic[Request, Built]):
                 if running:
                     await writer.write(last)
 
-            results = await dispatcher.write_answers(builder.started, on_chunk, on_result)
+            at_once = writer.ready, lambda index, chunk: writer.write_now(builder.chunk(index, chunk))
+            results = await dispatcher.write_answers(builder.started, on_chunk, on_result, at_once)
         if request.include_usage:
             last += builder.usage_event(results)
         self._answered(call, request, builder)

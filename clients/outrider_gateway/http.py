@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 from collections.abc import AsyncIterator, Callable, Mapping
-from typing import Any
+from typing import Any, Protocol
 
 import orjson
 from starlette.types import Receive, Scope, Send
@@ -97,16 +97,25 @@ async def while_connected(receive: Receive) -> AsyncIterator[None]:
         watcher.cancel()
 
 
+class AtOnce(Protocol):
+    """See `http_versions.BodyAtOnce`."""
+
+    def ready(self) -> bool: ...
+    def write(self, body: bytes) -> None: ...
+
+
 class ResponseWriter:
     """Writes the answer to a request, whole or as server-sent events. It begins with the first of these, so that until
     then it can still be an error."""
 
-    def __init__(self, send: Send, request_id: str) -> None:
+    def __init__(self, send: Send, request_id: str, at_once: AtOnce | None = None) -> None:
+        """`at_once` is how the server writes outside of a task, where it can."""
         # The body of an error, and the event of one behind the first event.
         self.error_body: Callable[[Refused], Mapping[str, Any]] = lambda refused: refused.body()
         self.failure: Callable[[Refused], bytes] = lambda refused: event_bytes(refused.body())
         self._send = send
         self._request_id = request_id
+        self._at_once = at_once
         # Choices are written by tasks of their own, and none may come before the answer's head.
         self._turn = asyncio.Lock()
         self._begun = False
@@ -118,6 +127,15 @@ class ResponseWriter:
         if not self._open:
             await self._begin()
         await self._send({"type": "http.response.body", "body": events, "more_body": True})
+
+    def ready(self) -> bool:
+        """Whether `write_now` may be called."""
+        return self._open and self._at_once is not None and self._at_once.ready()
+
+    def write_now(self, events: bytes) -> None:
+        """Write whole events without waiting, and without a task; none for no bytes."""
+        if events and self._at_once is not None:
+            self._at_once.write(events)
 
     async def end(self, events: bytes) -> None:
         """The last events, and the end of the stream."""

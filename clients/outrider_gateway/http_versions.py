@@ -18,6 +18,30 @@ from outrider_gateway.heads import BoundedHeads
 _OFFERS = (b"upgrade", b"http2-settings")
 
 
+# The ASGI extension by which an application gets a `BodyAtOnce`.
+AT_ONCE, BODY = "outrider.body_at_once", "body"
+
+
+class BodyAtOnce:
+    """Writes pieces of an answer's body outside of the application's task, once its head was sent. ASGI's `send` is
+    awaited by a task, which takes longer to wake than the piece to write."""
+
+    def __init__(self, cycle: RequestResponseCycle) -> None:
+        self._cycle = cycle
+
+    def ready(self) -> bool:
+        """Whether the connection takes a piece now."""
+        cycle = self._cycle
+        return cycle.response_started and not cycle.response_complete and not cycle.flow.write_paused
+
+    def write(self, body: bytes) -> None:
+        """Write a piece, not empty. To a client that has left nothing is written, as by `send`."""
+        cycle = self._cycle
+        if cycle.disconnected:
+            return
+        cycle.transport.write(b"%x\r\n%b\r\n" % (len(body), body) if cycle.chunked_encoding else body)
+
+
 class HttpProtocol(BoundedHeads):
     """A connection that speaks HTTP/1.0 and HTTP/1.1, whatever else the client offers."""
 
@@ -59,6 +83,7 @@ class HttpProtocol(BoundedHeads):
         return b"\r\n".join((*lines, b"", b""))
 
     def _start_asgi_task(self, cycle: RequestResponseCycle, app: ASGIApp) -> None:  # type: ignore[override]
+        cycle.scope["extensions"] = {AT_ONCE: {BODY: BodyAtOnce(cycle)}}
         if cycle.scope["http_version"] == "1.0":
             app = _ended_by_the_close(cycle, app)
         super()._start_asgi_task(cycle, app)  # type: ignore[arg-type]

@@ -26,7 +26,7 @@ class EventQueue:
 
     def put(self, event: SequenceEvent) -> None:
         """Add an event. At the limit, drop the queued events and cancel the sequence, to free its memory at once."""
-        if not isinstance(event, SequenceEnd) and len(self._events) >= self._limit:
+        if len(self._events) >= self._limit and not isinstance(event, SequenceEnd):
             self._overflowed = True
             self._events.clear()
             self._cancel(event.sequence_id)

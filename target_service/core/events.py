@@ -11,7 +11,14 @@ from typing import Protocol
 from outrider.tree import TokenTree
 from outrider.wire.frames import DraftInfo
 from target_service.core.quotas import TenantQuotas
-from target_service.core.sequence import SequenceEnd, SequenceEvent, SequenceRequest, SequenceTotals, StepStats
+from target_service.core.sequence import (
+    SequenceEnd,
+    SequenceEvent,
+    SequenceRequest,
+    SequenceTotals,
+    StepStats,
+    StepVerdict,
+)
 from target_service.core.weights import FIRST_VERSION, UpdateDone, WeightUpdate
 
 logger = logging.getLogger(__name__)
@@ -118,10 +125,12 @@ class Sequences:
     def dispatch(self, events: list[SequenceEvent]) -> None:
         """Pass one step's events to their sinks, on the event loop."""
         for event in events:
-            if event.sequence_id not in self._open:
+            opened = self._open.get(event.sequence_id)
+            if opened is None:
                 continue
-            sink, tenant = self._open[event.sequence_id]
-            if isinstance(event, SequenceEnd):
+            sink, tenant = opened
+            # Of a step's events nearly all are verdicts, which are told by their type at once.
+            if type(event) is not StepVerdict and isinstance(event, SequenceEnd):
                 self._forget(event.sequence_id)
             elif event.sequence_id in self._waiting:
                 self._waiting.discard(event.sequence_id)

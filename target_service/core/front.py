@@ -84,10 +84,11 @@ class EngineFront:
     def _observe(self, events: Iterable[SequenceEvent]) -> None:
         """Update roots and remove ended sequences, before the events are delivered."""
         for event in events:
-            if isinstance(event, SequenceEnd):
+            if isinstance(event, StepVerdict):
+                if event.sequence_id in self._roots:
+                    self._roots[event.sequence_id] = event.token_ids[-1]
+            elif isinstance(event, SequenceEnd):
                 self._forget(event.sequence_id)
-            elif isinstance(event, StepVerdict) and event.sequence_id in self._roots:
-                self._roots[event.sequence_id] = event.token_ids[-1]
 
     def _failed(self, error: OutriderError) -> list[SequenceEvent]:
         """The last event of every sequence that is still open."""

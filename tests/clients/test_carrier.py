@@ -183,3 +183,39 @@ async def test_numbers_must_grow_and_requests_must_be_messages() -> None:
         with pytest.raises(grpc.aio.AioRpcError) as refused:
             await stream.read()
         assert isinstance(error_of_rpc(refused.value), InvalidField)
+
+
+async def test_chunks_are_handed_over_in_order() -> None:
+    """Those that nobody can take are left to the reader, each once."""
+    async with target_over(None, TEXTUAL) as target, carrying(target) as client:
+        generation, seen, by = client.generate(text="a", sampling=sampling(100)), list[Chunk](), list[str]()
+
+        def take(chunk: Chunk) -> None:
+            seen.append(chunk)
+            by.append("taker")
+
+        generation.hand_over(lambda: len(seen) % 5 != 0, take)
+        async for chunk in generation:
+            seen.append(chunk)
+            by.append("reader")
+        assert [token for chunk in seen for token in chunk.token_ids] == list((await generation.result()).token_ids)
+        assert "".join(chunk.text for chunk in seen) == (await generation.result()).text
+        assert set(by) == {"taker", "reader"}
+
+
+async def test_what_a_taker_raises_ends_its_own_call() -> None:
+    async with target_over(None, TEXTUAL) as target, carrying(target) as client:
+        target.engine.paused.set()
+
+        def take(_chunk: Chunk) -> None:
+            raise RuntimeError("a bug")
+
+        broken, sound = (client.generate(text="a", sampling=sampling(200)) for _ in range(2))
+        broken.hand_over(lambda: True, take)
+        reading = [asyncio.create_task(one.result()) for one in (broken, sound)]
+        await until(lambda: target.engine.open_sequences == 2)
+        target.engine.go_on()
+        with pytest.raises(RuntimeError, match="a bug"):
+            await reading[0]
+        assert (await reading[1]).completion_tokens == 200
+        await target.idle()
