@@ -373,6 +373,17 @@ def test_trust_finds_what_scores_are_worth(runner: ModelRunner) -> None:
     assert 0.45 < low < 0.75 and 0.85 < engine.policy.trust < 1.15
 
 
+@pytest.mark.parametrize(("known", "sequences"), [(1, 8), (8, 1), (8, 64)])
+def test_the_first_answers_at_a_load_lose_little(runner: ModelRunner, known: int, sequences: int) -> None:
+    """The first eight, of some sixty passes, where another load is known: a tenth at most."""
+    before = Engine(runner, DEVICES["large"], GOOD, known)
+    before.run(400)
+    engine = Engine(runner, DEVICES["large"], GOOD, sequences, seed=1)
+    engine.policy, before.policy._live = before.policy, engine.live
+    engine.run(60)
+    assert engine.lost(engine.launches) < 0.1
+
+
 def test_a_load_whose_rows_are_dear_does_not_judge_another(runner: ModelRunner) -> None:
     """Times are told apart by the load."""
     live: dict[int, LiveSequence] = {}
