@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from typing import Any
 
 import torch
+from hypothesis import settings
+from pairs import covering
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource, compile
 
@@ -40,3 +43,23 @@ class Compiling:
         )
         name = f"{self.kernel.__name__}, {num_warps} warps, {sorted(constants.items(), key=str)}"
         self.needed[name] = int(found.metadata.shared)
+
+
+def few(found: Iterable[tuple[Any, ...]]) -> list[tuple[Any, ...]]:
+    """Of kernels to compile, each (name, kernel, .., constants, options), those that together have every kernel with
+    each value of a constant that is no length; all of them in `make test-full`."""
+    everything = list(found)
+    if not settings.default.derandomize:
+        return everything
+    kept = covering([_parts(kernel.__name__, constants, options) for _, kernel, *_, constants, options in everything])
+    return [everything[place] for place in sorted(kept)]
+
+
+def _parts(kernel: str, constants: dict[str, Any], options: Any) -> set[tuple[Any, ...]]:
+    stages = options.get("num_stages") if isinstance(options, dict) else None
+    chosen = {
+        (kernel, name, value)
+        for name, value in constants.items()
+        if isinstance(value, bool | str) or name.startswith("BLOCK") or name == "AHEAD"
+    }
+    return chosen | {(kernel,), (kernel, "num_stages", stages)}

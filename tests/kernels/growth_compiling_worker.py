@@ -8,6 +8,7 @@ import sys
 from collections.abc import Iterator
 from typing import Any
 
+from compiling import few
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource, compile
 
@@ -73,7 +74,7 @@ def compiled(kernel: Any, types: dict[str, str], constants: dict[str, Any], warp
 
 
 def main() -> None:
-    json.dump({name: compiled(*rest) for name, *rest in kernels()}, sys.stdout)
+    json.dump({name: compiled(*rest) for name, *rest in few(kernels())}, sys.stdout)
 
 
 if __name__ == "__main__":
