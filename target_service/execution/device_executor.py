@@ -25,7 +25,7 @@ from target_service.execution.node_tables import NodeTables
 from target_service.execution.pass_extras import PassExtras, WantedExtras
 from target_service.execution.post_pass import PostPass, PostPassWork, TableWork
 from target_service.execution.pre_pass import PrePass
-from target_service.execution.prompt_scores import ScoredPrompt, score_prompts
+from target_service.execution.prompt_scores import ScoredPrompt, ScoresUnderWay, score_prompts
 from target_service.execution.shaped_logits import ShapedLogits
 from target_service.model.forward import ForwardPass
 from target_service.model.runner import ModelRunner
@@ -148,7 +148,7 @@ class DeviceSteps:
             extras.append(self._extras_of(rows, place, later))
         return _OnDevice(done.logits, batch, verifiers, errors, result, extras, following, span, prompts)
 
-    def _score_prompts(self, batch: StepBatch, done: ForwardPass) -> list[ScoredPrompt]:
+    def _score_prompts(self, batch: StepBatch, done: ForwardPass) -> list[ScoresUnderWay]:
         """The log-probabilities of prompts that a pass has, before another overwrites its logits."""
         ends = [item.first_row + 1 for item in batch.items]
         return score_prompts(batch.items, ends, done.logits, self._runner.vocabulary_size)
@@ -270,7 +270,7 @@ class _OnDevice(CopiedLater):
     _extras: SequenceOf[PassExtras]
     _following: Tensor  # [passes after the first, sequences], receives the tokens of those passes
     span: DeviceSpan | None
-    _prompts: list[ScoredPrompt]
+    _prompts: list[ScoresUnderWay]
     can_launch_before_results = True
 
     def __post_init__(self) -> None:
@@ -278,7 +278,7 @@ class _OnDevice(CopiedLater):
 
     def prompt_logprobs(self) -> list[ScoredPrompt]:
         """See `Launched.prompt_logprobs`."""
-        return self._prompts
+        return [each.read() for each in self._prompts]
 
     def outcomes(self) -> list[Verified | None]:
         """See `Launched.outcomes`."""

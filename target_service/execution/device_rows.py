@@ -17,7 +17,7 @@ from target_service.core.sequence import DevicePass
 from target_service.execution.device_time import DeviceSpan
 from target_service.execution.host_executor import CopiedLater
 from target_service.execution.pass_extras import PassExtras, WantedExtras
-from target_service.execution.prompt_scores import ScoredPrompt
+from target_service.execution.prompt_scores import ScoredPrompt, ScoresUnderWay
 from target_service.sampling.verifier import Verified
 from tree_kernels.node_table import NodeTable
 from tree_kernels.node_table.layout import EXPECTED_UNIT, PROSPECTS, REPORT_ROWS, REPORT_TOKENS, ReportField
@@ -49,7 +49,7 @@ class TableStep(CopiedLater):
     verdicts: Verdicts | None = None  # on the host, of this step; None where the host laid out no drafted row
     wanted: SequenceOf[WantedExtras] = ()
     extras: SequenceOf[PassExtras] = ()  # of each pass
-    prompts: list[ScoredPrompt] = field(default_factory=list)
+    prompts: list[ScoresUnderWay] = field(default_factory=list)
     can_launch_before_results = True
 
     def __post_init__(self) -> None:
@@ -59,7 +59,7 @@ class TableStep(CopiedLater):
 
     def prompt_logprobs(self) -> list[ScoredPrompt]:
         """See `Launched.prompt_logprobs`."""
-        return self.prompts
+        return [each.read() for each in self.prompts]
 
     def outcomes(self) -> list[Verified | None]:
         """See `Launched.outcomes`."""

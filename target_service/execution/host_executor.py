@@ -50,7 +50,7 @@ class Launched(Protocol):
         values of accepted rows are in place then, or will be before any later step reads them."""
 
     def prompt_logprobs(self) -> list[ScoredPrompt]:
-        """The log-probabilities of prompts that the step read."""
+        """The log-probabilities of prompts that the step read, once `wait` has returned."""
 
 
 class CopiedLater:
@@ -164,7 +164,8 @@ class _OnHost:
         """See `Launched.prompt_logprobs`."""
         # The root's row is the tree's.
         ends = [item.first_logit + (item.tree is not None) for item in self._batch.items]
-        return score_prompts(self._batch.items, ends, self._logits, self._runner.vocabulary_size)
+        scores = score_prompts(self._batch.items, ends, self._logits, self._runner.vocabulary_size)
+        return [each.read() for each in scores]
 
     def accepted_counts(self) -> list[int]:
         """Drafted rows accepted, by place in the batch."""

@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Sequence as SequenceOf
 from typing import NamedTuple
 
-import numpy as np
 import torch
 from torch import Tensor
 
@@ -24,10 +23,35 @@ class ScoredPrompt(NamedTuple):
     logprobs: PromptLogprobs | None
 
 
+class ScoresUnderWay(NamedTuple):
+    """The same on its way to the host: there once the device has done what is queued behind the copies."""
+
+    item: StepItem
+    scored: range  # places in the prompt of the tokens that have a log-probability
+    own: Tensor  # [tokens] fp32, on the host
+    top_ids: Tensor  # [tokens, alternatives] int32
+    top: Tensor  # [tokens, alternatives] fp32
+
+    def read(self) -> ScoredPrompt:
+        """Read what has arrived."""
+        if bool(self.own.isnan().any()):
+            return ScoredPrompt(self.item, None)
+        logprobs = PromptLogprobs(
+            self.item.sequence.sequence_id,
+            first=self.item.scores.start,
+            count=len(self.item.scores),
+            logprobs=self.own.numpy().tobytes(),
+            top_ids=self.top_ids.numpy().tobytes(),
+            top_logprobs=self.top.numpy().tobytes(),
+            alternatives=self.top.shape[1],
+        )
+        return ScoredPrompt(self.item, logprobs)
+
+
 def score_prompts(
     items: SequenceOf[StepItem], ends: SequenceOf[int], logits: Tensor, vocabulary_size: int
-) -> list[ScoredPrompt]:
-    """The log-probabilities that the rows of a step have of prompts. Waits for the device, if there are any.
+) -> list[ScoresUnderWay]:
+    """The log-probabilities that the rows of a step have of prompts. Queues their computation and copies.
 
     Args:
         items: of the step.
@@ -36,36 +60,31 @@ def score_prompts(
         logits: [rows, at least vocabulary_size] of the step.
     """
     return [
-        ScoredPrompt(item, _score(item, logits[end - item.known : end, :vocabulary_size]))
+        _score(item, logits[end - item.known : end, :vocabulary_size])
         for item, end in zip(items, ends, strict=True)
         if item.scores
     ]
 
 
-def _score(item: StepItem, logits: Tensor) -> PromptLogprobs | None:
-    """The event for an item that scores; `logits` [item.known, V]."""
+def _score(item: StepItem, logits: Tensor) -> ScoresUnderWay:
+    """Those of an item that scores; `logits` [item.known, V]."""
     sequence, places = item.sequence, item.scores
     scored = range(max(places.start, 1), places.stop)
-    tokens, top = sequence.token_ids[scored.start : scored.stop], sequence.request.sampling.prompt_logprobs or 0
+    top = min(sequence.request.sampling.prompt_logprobs or 0, logits.shape[1])
+    # Pinned, or copies would wait for the device.
+    pins = logits.is_cuda
+    tokens = torch.tensor(sequence.token_ids[scored.start : scored.stop], dtype=torch.int64)
+    tokens = (tokens.pin_memory() if pins else tokens).to(logits.device, non_blocking=True)
+    own = torch.empty(len(scored), dtype=torch.float32, pin_memory=pins)
+    top_ids = torch.empty(len(scored), top, dtype=torch.int32, pin_memory=pins)
+    values = torch.empty(len(scored), top, dtype=torch.float32, pin_memory=pins)
     first_row = scored.start - 1 - item.start
-    own, ids, values = [np.empty(0, np.float32)], [np.empty(0, np.int32)], [np.empty(0, np.float32)]
-    for first in range(0, len(tokens), _MOST_ROWS):
-        part = torch.tensor(tokens[first : first + _MOST_ROWS], dtype=torch.int64).to(logits.device)
-        rows = logits[first_row + first : first_row + first + len(part)]
+    for first in range(0, len(scored), _MOST_ROWS):
+        part = slice(first, min(first + _MOST_ROWS, len(scored)))
+        rows = logits[first_row + part.start : first_row + part.stop]
         logprobs = torch.log_softmax(rows, dim=-1, dtype=torch.float32)
-        own.append(logprobs.gather(1, part[:, None])[:, 0].cpu().numpy())
-        top_values, top_ids = most_probable(logprobs, top)
-        ids.append(top_ids.to(torch.int32).cpu().numpy().reshape(-1))
-        values.append(top_values.cpu().numpy().reshape(-1))
-    all_own = np.concatenate(own)
-    if np.isnan(all_own).any():
-        return None
-    return PromptLogprobs(
-        sequence.sequence_id,
-        first=places.start,
-        count=len(places),
-        logprobs=all_own.tobytes(),
-        top_ids=np.concatenate(ids).tobytes(),
-        top_logprobs=np.concatenate(values).tobytes(),
-        alternatives=min(top, logits.shape[1]),
-    )
+        own[part].copy_(logprobs.gather(1, tokens[part, None])[:, 0], non_blocking=True)
+        found, ids = most_probable(logprobs, top)
+        top_ids[part].copy_(ids, non_blocking=True)
+        values[part].copy_(found, non_blocking=True)
+    return ScoresUnderWay(item, scored, own, top_ids, values)

@@ -17,9 +17,6 @@ from torch import Tensor
 from outrider.sampling import SamplingParams, TokenLogprobs
 from tree_kernels.logit_shaping import Shaping, mask_row, pack_shaping, shape_row
 
-# Candidates beyond those asked for: logits in bf16 are often equal, and of equals the device takes any. Chosen.
-_SPARE = 32
-
 
 class LogitShaper:
     """One request's parameters, applied to rows of logits. Symbols: V is the vocabulary size."""
@@ -71,22 +68,24 @@ def logprobs_of(logits: Tensor, token_ids: Tensor, tops: Sequence[int]) -> list[
 
 def most_probable(logprobs: Tensor, count: int) -> tuple[Tensor, Tensor]:
     """Of each row of logprobs [rows, V] fp32 the `count` greatest: values and ids (int64) [rows, at most count], the
-    lower ids first among equals."""
-    vocabulary = logprobs.shape[1]
+    lower ids first among equals. Waits for no device."""
+    rows, vocabulary = logprobs.shape
     count = min(count, vocabulary)
-    if not count:
-        return logprobs[:, :0], torch.zeros(len(logprobs), 0, dtype=torch.int64, device=logprobs.device)
-    values, ids = torch.topk(logprobs, min(count + _SPARE, vocabulary), dim=1)
-    by_id = ids.argsort(dim=1)
-    values, ids = values.gather(1, by_id), ids.gather(1, by_id)
-    by_value = values.argsort(dim=1, descending=True, stable=True)
-    values, ids = values.gather(1, by_value), ids.gather(1, by_value)
-    if values.shape[1] < vocabulary:
-        # More may be as probable as the last one than were asked for: any of them may have come.
-        for row in (values[:, -1] == values[:, count - 1]).nonzero()[:, 0].tolist():
-            ranked, order = torch.sort(logprobs[row], descending=True, stable=True)
-            values[row, :count], ids[row, :count] = ranked[:count], order[:count]
-    return values[:, :count], ids[:, :count]
+    if not rows or not count:
+        return logprobs[:, :0], torch.zeros(rows, 0, dtype=torch.int64, device=logprobs.device)
+    # Of equals a device takes any. Those above the last value are the right ones; of those equal to it the lowest ids
+    # are looked for.
+    values, ids = torch.topk(logprobs, count, dim=1)
+    last = values[:, -1:]
+    places = torch.arange(vocabulary, 0, -1, dtype=torch.float32, device=logprobs.device)
+    found, equals = torch.topk(torch.where(logprobs == last, places, 0), count, dim=1)
+    ids = torch.cat((ids, equals), dim=1)
+    kept = torch.cat((values > last, found > 0), dim=1)
+    order = ids.argsort(dim=1)
+    order = order.gather(1, logprobs.gather(1, ids.gather(1, order)).argsort(dim=1, descending=True, stable=True))
+    order = order.gather(1, (~kept.gather(1, order)).int().argsort(dim=1, stable=True))[:, :count]
+    ids = ids.gather(1, order)
+    return logprobs.gather(1, ids), ids
 
 
 def _listed(logprobs: Tensor, count: int) -> list[list[tuple[int, float]]]:
