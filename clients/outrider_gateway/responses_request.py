@@ -10,7 +10,7 @@ from outrider.admission.prompt_limits import MOST_CONTEXT, check_bytes
 from outrider.sampling import MAX_LOGPROBS
 from outrider_client.messages import ChatTurn
 from outrider_gateway.failures import BadField
-from outrider_gateway.fields import Fields, bounded, typed
+from outrider_gateway.fields import Fields, bounded, json_bytes, typed
 from outrider_gateway.generation_request import CHAT_NAMES, GenerationRequest, Prompt
 from outrider_gateway.request_fields import RESPONSES_FIELDS
 from outrider_gateway.responses_input import input_turns, joined_turns
@@ -28,6 +28,8 @@ RESPONSES_NAMES = {
 _LOGPROBS = "message.output_text.logprobs"
 # Of OpenAI's: a conversation has no more.
 _MOST_INCLUDED, _MOST_METADATA = 32, 16
+# Characters of an entry's name and its value, of OpenAI's too.
+_MOST_NAME, _MOST_VALUE = 64, 512
 
 
 @dataclass(frozen=True, slots=True)
@@ -129,11 +131,27 @@ def _tool(tool: Any, path: str) -> dict[str, Any]:
     return {"type": kind, "function": {name: value for name, value in definition.items() if value is not None}}
 
 
+def _metadata(value: Any) -> dict[str, str]:
+    """What comes back with a response, and is kept with it."""
+    metadata: dict[str, str] = bounded(typed(value, dict, "metadata"), _MOST_METADATA, "metadata")
+    for name, text in metadata.items():
+        path = f"metadata.{name[:_MOST_NAME]}"
+        if len(name) > _MOST_NAME or len(typed(text, str, path)) > _MOST_VALUE:
+            raise BadField(
+                path,
+                f"has more than {_MOST_NAME} characters in its name or {_MOST_VALUE} in its value",
+                "invalid_value",
+            )
+    return metadata
+
+
 def _shown(fields: Fields, body: Mapping[str, Any]) -> Mapping[str, Any]:
     """Settings that a response repeats, with the values that are in force."""
-    metadata = bounded(typed(fields.pop("metadata", {}), dict, "metadata"), _MOST_METADATA, "metadata")
+    metadata = _metadata(fields.pop("metadata", {}))
     if fields.text("truncation", "disabled") not in ("disabled", "auto"):
         raise BadField("truncation", "must be auto or disabled", "invalid_value")
+    # They stand deeper in a response and its events than in the body, and JSON is written to a limited depth.
+    json_bytes([[[[body.get("tools")]]]], "tools")
     text, reasoning = body.get("text") or {}, body.get("reasoning") or {}
     given = {name: value for name, value in body.items() if value is not None}
     return {
