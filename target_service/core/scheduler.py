@@ -216,7 +216,7 @@ class Scheduler:
         read, beside, sizes = sum(due), decoding, self._pass_sizes(decoding + len(due))
         if decoding:
             beside += self._drafted
-            longest = max(self._prompt_wait, _TWICE * self.times.seconds(decoding, 0))
+            longest = max(self._prompt_wait, _TWICE * self.times.decoding_seconds(decoding, self._drafted))
             within = max(_LEAST_READ, self.times.prefill_within(decoding, longest, rows, self._drafted))
             rows = min(rows, rows_that_fill(within, beside, sizes))
         if read <= rows and max(due) < self._prefill_chunk:

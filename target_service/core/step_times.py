@@ -94,18 +94,22 @@ class StepTimes:
         """Sequences, at most `most`, that decode within `seconds`."""
         return _most_within(seconds, most, self._decoding)
 
+    def decoding_seconds(self, decoding: int, drafted: int = 0) -> float:
+        """Estimated seconds of a step of decoding sequences with `drafted` rows, without prompts."""
+        seconds = self._decoding(decoding)
+        return seconds if self._expected is None else max(seconds, self._expected(max(1, decoding + drafted)))
+
     def prefill_within(self, decoding: int, seconds: float, most: int, drafted: int = 0) -> int:
         """Rows of prompts, at most `most`, that are read within `seconds` beside decoding sequences with `drafted`
         rows."""
-        taken, expected = self._decoding(decoding), self._expected
+        left, expected = seconds - self.decoding_seconds(decoding, drafted), self._expected
         if expected is None:
-            return _most_within(seconds - taken, most, self._prefill)
+            return _most_within(left, most, self._prefill)
         beside = decoding + drafted
         least = expected(max(1, beside))
-        taken = max(taken, least)
         # Sizes between those observed may take longer than these: a pass runs as the next larger captured one.
         curve = lambda rows: max(self._prefill(rows), expected(beside + rows) - least)  # noqa: E731
-        return _most_within(seconds - taken, most, curve)
+        return _most_within(left, most, curve)
 
     def _prefill_seconds(self, rows: int) -> float:
         """Seconds that rows of prompts add to a step."""

@@ -72,6 +72,21 @@ def test_a_prompt_is_read_in_chunks_and_its_last_chunk_yields_a_token() -> None:
     assert [play(scheduled.schedule(), scheduled) for _ in range(4)] == [[(1, 32)], [(1, 32)], [(1, 6)], [(1, 1)]]
 
 
+@pytest.mark.parametrize("slower", [1.0, 20.0])
+def test_prompts_have_half_of_the_time_however_dear_rows_seem(slower: float) -> None:
+    """Costs that were measured while the machine was busy do not keep prompts to crumbs, nor do steps that take long
+    without prompts."""
+    config = TargetConfig(device="cuda", max_running=8, max_step_rows=512)
+    scheduled = Scheduler(config, cache(), cost=lambda rows: slower * (5e-3 + 5e-5 * rows))
+    scheduled.add(sequence(1))
+    for _ in range(4):
+        play(scheduled.schedule(), scheduled)
+    scheduled.times.observe_step(1, 0, 5e-3)
+    scheduled.add(sequence(2, prompt=700))
+    # Of 24 ms, or of two steps of 101 ms: as many rows as take as long as the step without them.
+    assert play(scheduled.schedule(), scheduled)[0] == (2, 256 if slower == 1.0 else 101)
+
+
 def test_who_is_read_again_behind_a_stride_feeds_the_tokens_that_are_known() -> None:
     """Preempted while several passes of its own are under way, whose tokens nobody knows yet."""
     scheduled, one = scheduler(cache()), sequence(1, prompt=20)
