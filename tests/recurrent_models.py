@@ -15,6 +15,15 @@ DELTA: dict[str, Any] = {
 }  # fmt: skip
 TURNED = {"rope_type": "default", "rope_theta": 10000.0, "partial_rotary_factor": 0.5}
 
+MAMBA: dict[str, Any] = {
+    "num_hidden_layers": 3, "mamba_n_heads": 6, "mamba_d_head": 16, "mamba_d_state": 8, "mamba_n_groups": 2,
+    "mamba_expand": 2,
+}  # fmt: skip
+HYBRID = MAMBA | {
+    "layer_types": ["mamba", "attention", "mamba"], "position_embedding_type": None, "shared_intermediate_size": 64,
+    "residual_multiplier": 0.5,
+}  # fmt: skip
+
 # By a name for the test: `model_type`, and settings beside the usual ones of `conftest.TINY`.
 RECURRENT: dict[str, tuple[str, dict[str, Any]]] = {
     "lfm2": ("lfm2", CONVOLVED),
@@ -23,5 +32,11 @@ RECURRENT: dict[str, tuple[str, dict[str, Any]]] = {
     "qwen3_next": ("qwen3_next", DELTA | EXPERTS | {"mlp_only_layers": [1]}),
     "qwen3_next, dense": ("qwen3_next", DELTA | {"num_experts": 0, "linear_num_key_heads": 4}),
     "qwen3_5": ("qwen3_5_text", DELTA | {"rope_parameters": TURNED}),
+    "granitemoehybrid, mamba": ("granitemoehybrid", HYBRID | {"num_local_experts": 0, "mamba_proj_bias": True}),
+    "granitemoehybrid, mamba and experts": (
+        "granitemoehybrid",
+        HYBRID | {"num_local_experts": 4, "num_experts_per_tok": 2, "mamba_conv_bias": False},
+    ),
+    "bamba": ("bamba", MAMBA | {"attn_layer_indices": [1]}),
     "qwen3_5, experts": ("qwen3_5_moe_text", DELTA | EXPERTS),
 }

@@ -44,6 +44,7 @@ class WeightNames:
     convolution: str = "linear_attn.conv1d"
     decay: str = "linear_attn.A_log"  # whole, as these two have no suffix
     decay_bias: str = "linear_attn.dt_bias"
+    skip: str = "mamba.D"  # whole
     mixer_norm: str = "linear_attn.norm"
     mixer_out: str = "linear_attn.out_proj"
 

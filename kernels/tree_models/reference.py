@@ -212,7 +212,7 @@ def _without_layers(config: Any, words: Tensor, places: Tensor) -> tuple[SimpleN
     def passes(whole: bool) -> Callable[..., Any]:
         def forward(hidden: Tensor, **arguments: Any) -> Any:
             given.append(arguments)
-            return hidden if whole else (hidden,)
+            return hidden if whole else (hidden, None)
 
         return forward
 
@@ -221,8 +221,14 @@ def _without_layers(config: Any, words: Tensor, places: Tensor) -> tuple[SimpleN
         given.clear()
         for layer in body.layers:
             layer.forward = passes(whole)
-        with torch.inference_mode():
-            logits = model(input_ids=words[None], position_ids=places[None], use_cache=False).logits
+        try:
+            with torch.inference_mode():
+                logits = model(input_ids=words[None], position_ids=places[None], use_cache=False).logits
+        except ValueError:
+            # Rows are no pair.
+            if whole:
+                continue
+            raise
         if logits.shape[:2] == (1, len(words)):
             break
     return SimpleNamespace(logits=logits[0].float(), layers=given), model

@@ -133,8 +133,28 @@ class DeltaNetSpec:
         return None
 
 
+@dataclass(frozen=True, slots=True)
+class StateSpaceSpec:
+    """Mamba2 in place of attention: like a delta net, but tokens are added to the state of each head as they are."""
+
+    groups: int  # heads of keys and queries, which are called B and C there
+    heads: int
+    state_width: int  # of a key
+    value_width: int
+    taps: int
+    epsilon: float  # of the norm of the gated output, over all heads together
+    bias: bool = False  # of the products
+    convolution_bias: bool = True
+    step_limits: tuple[float, float] = (0.0, float("inf"))  # of the factor of a token and of its decay
+
+    @property
+    def rotary(self) -> None:
+        """No positions are embedded."""
+        return None
+
+
 # What keeps a state of a fixed size in place of keys and values.
-RecurrentSpec = GatedConvolutionSpec | DeltaNetSpec
+RecurrentSpec = GatedConvolutionSpec | DeltaNetSpec | StateSpaceSpec
 
 
 @dataclass(frozen=True, slots=True)

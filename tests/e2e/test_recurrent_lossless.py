@@ -21,13 +21,14 @@ from engine_harness import (
     request,
     run,
 )
+from kernel_worker import INTERPRETED, work
 from recurrent_models import RECURRENT
 from transformers import PreTrainedModel
 
 from outrider.sampling import SamplingParams
 from target_service.core.sequence import SequenceRequest
 
-pytestmark = pytest.mark.pairs
+pytestmark = pytest.mark.values
 
 VOCABULARY = 211
 GREEDY = SamplingParams(ignore_eos=True)
@@ -98,3 +99,11 @@ def test_preempted_sequences_are_read_again(name: str, scarce: dict[str, int], *
     outcomes = run(runner, [*wanted, *wanted], propose=random_tree(VOCABULARY, 9), late=1, stagger=2, **settings)
     assert [outcome.token_ids for outcome in outcomes] == [*expected, *expected]
     assert sum(outcome.finished.totals.preemptions for outcome in outcomes) > 0
+
+
+def test_padded_steps_of_a_device_compute_the_same() -> None:
+    """As captured steps are laid out, with rows and sequences that are absent; interpreted."""
+    pytest.importorskip("triton")
+    found = work("../recurrent_steps_worker.py", **INTERPRETED)
+    # Written so that NaN fails.
+    assert len(found) == 2 and all(error < 1e-5 for errors in found.values() for error in errors)

@@ -52,7 +52,9 @@ def saved(name: str, folder: Path, tokenizer: Any) -> Path:
     return folder
 
 
-@pytest.mark.parametrize("name", ["lfm2, biases", "lfm2_moe", "qwen3_next", "qwen3_5"])
+@pytest.mark.parametrize(
+    "name", ["lfm2, biases", "lfm2_moe", "qwen3_next", "qwen3_5", "bamba", "granitemoehybrid, mamba"]
+)
 def test_published_folders_are_served(name: str, tmp_path: Path, byte_tokenizer: Any) -> None:
     folder = saved(name, tmp_path, byte_tokenizer)
     runner = load_runner(TargetConfig(model=str(folder), dtype="float32", kv_tokens=64, max_running=3))

@@ -5,7 +5,20 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-from tree_models.families import deepseek, ernie, gemma, glm, granite, lfm, llama, mixtral, olmo, others, phi, qwen
+from tree_models.families import (
+    deepseek,
+    ernie,
+    gemma,
+    glm,
+    granite,
+    lfm,
+    llama,
+    mixtral,
+    olmo,
+    others,
+    phi,
+    qwen,
+)
 from tree_models.families.common import Description, Family
 
 __all__ = ["FAMILIES", "Description", "Family", "describe"]
@@ -14,6 +27,7 @@ __all__ = ["FAMILIES", "Description", "Family", "describe"]
 FAMILIES: Mapping[str, Family] = {
     "apertus": others.apertus,
     "arcee": llama.arcee,
+    "bamba": granite.bamba,
     "cohere": others.cohere,
     "cohere2": others.cohere2,
     "deepseek_v2": deepseek.deepseek_v2,

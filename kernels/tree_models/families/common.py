@@ -19,6 +19,7 @@ from tree_models.spec import (
     MLPSpec,
     NormSpec,
     RecurrentSpec,
+    StateSpaceSpec,
 )
 
 _ACTIVATIONS: dict[str, Activation] = {
@@ -98,6 +99,37 @@ def mlp(config: Any, width: int | None = None, **changes: Any) -> MLPSpec:
     bias = bool(getattr(config, "mlp_bias", False))
     usual = {"activation": activation(config), "bias": bias}
     return MLPSpec(int(config.intermediate_size if width is None else width), **(usual | changes))
+
+
+def state_space(config: Any) -> StateSpaceSpec:
+    """Mamba2 by the names that hybrids with `mamba_` settings have."""
+    if activation(config) != "silu":
+        raise FamilyRefused(f"the activation {config.hidden_act} of a state space is not served")
+    if getattr(config, "mamba_expand", 1) * config.hidden_size != config.mamba_n_heads * config.mamba_d_head:
+        raise FamilyRefused("state spaces whose heads are not as wide as their product are not served")
+    least, most = getattr(config, "time_step_limit", None) or (0.0, float("inf"))
+    return StateSpaceSpec(
+        groups=int(config.mamba_n_groups),
+        heads=int(config.mamba_n_heads),
+        state_width=int(config.mamba_d_state),
+        value_width=int(config.mamba_d_head),
+        taps=int(config.mamba_d_conv),
+        epsilon=float(config.rms_norm_eps),
+        bias=bool(config.mamba_proj_bias),
+        convolution_bias=bool(config.mamba_conv_bias),
+        step_limits=(float(least), float(most)),
+    )
+
+
+# Names of their weights.
+STATE_SPACES: dict[str, Any] = {
+    "mixer_in": ("mamba.in_proj",),
+    "convolution": "mamba.conv1d",
+    "decay": "mamba.A_log",
+    "decay_bias": "mamba.dt_bias",
+    "mixer_norm": "mamba.norm",
+    "mixer_out": "mamba.out_proj",
+}
 
 
 def layer(

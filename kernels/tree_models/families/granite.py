@@ -1,10 +1,11 @@
-"""Granite 3 and 4, dense and with experts; of Granite 4's hybrids those whose layers are all attention."""
+"""Granite 3 and 4, dense and with experts; Granite 4's hybrids with Mamba2, and Bamba."""
 
 from __future__ import annotations
 
 from typing import Any
 
 from tree_models.families.common import (
+    STATE_SPACES,
     Description,
     activation,
     attention,
@@ -14,10 +15,11 @@ from tree_models.families.common import (
     layer,
     mlp,
     rms_norm,
+    state_space,
 )
 from tree_models.families.rotary import rotary
 from tree_models.names import WeightNames
-from tree_models.spec import ExpertsSpec, FamilyRefused, MLPSpec, RouterSpec
+from tree_models.spec import AttentionSpec, ExpertsSpec, MLPSpec, RouterSpec, StateSpaceSpec
 
 _SHARED: dict[str, Any] = {"gate_up": ("shared_mlp.input_linear",), "down": "shared_mlp.output_linear"}
 _EXPERTS: dict[str, Any] = {
@@ -58,14 +60,29 @@ def granitemoe_swa(config: Any) -> Description:
 
 
 def granitemoehybrid(config: Any) -> Description:
-    """Granite 4 without Mamba layers."""
-    if set(config.layer_types) - {"attention", "full_attention"}:
-        raise FamilyRefused("layers that are not attention are not served")
+    """Granite 4: Mamba2 beside attention, or attention alone."""
     changes: dict[str, Any] = {} if config.position_embedding_type == "rope" else {"rotary": None}
     shared = int(config.shared_intermediate_size)
     if config.num_local_experts:
-        return _scaled(config, _experts(config, shared), _EXPERTS, **changes)
-    return _scaled(config, mlp(config, shared, bias=False), _SHARED, **changes)
+        return _scaled(config, _experts(config, shared), _EXPERTS | STATE_SPACES, **changes)
+    return _scaled(config, mlp(config, shared, bias=False), _SHARED | STATE_SPACES, **changes)
+
+
+def bamba(config: Any) -> Description:
+    """Bamba: Mamba2 in most layers; half of each head of attention is rotated."""
+    norm, layers = rms_norm(config), []
+    for index in counted(config):
+        mixing: AttentionSpec | StateSpaceSpec
+        attends = config.layers_block_type[index] == "full_attention"
+        mixing = attention(config, index) if attends else state_space(config)
+        layers.append(layer(mixing, mlp(config), norm))
+    names: dict[str, Any] = {
+        "final_norm": "model.final_layernorm",
+        "before_mlp": "pre_ff_layernorm",
+        "gate_up": ("feed_forward.gate_proj", "feed_forward.up_proj"),
+        "down": "feed_forward.down_proj",
+    }
+    return Description(decoder(config, layers, norm), WeightNames(**names, **STATE_SPACES))
 
 
 def _experts(config: Any, shared: int) -> ExpertsSpec:
@@ -82,7 +99,7 @@ def _experts(config: Any, shared: int) -> ExpertsSpec:
 
 def _scaled(config: Any, feeding: MLPSpec | ExpertsSpec, names: dict[str, Any], **attending: Any) -> Description:
     norm = rms_norm(config)
-    thetas = getattr(config, "layer_rope_theta", None)
+    thetas, kinds = getattr(config, "layer_rope_theta", None), [""] * int(config.num_hidden_layers)
     layers = []
     for index in counted(config):
         own = dict(attending)
@@ -90,8 +107,12 @@ def _scaled(config: Any, feeding: MLPSpec | ExpertsSpec, names: dict[str, Any], 
             # Zero embeds no positions.
             theta = float(thetas[index])
             own["rotary"] = rotary(config, head_width(config), theta=theta) if theta else None
-        heads = attention(config, index, scaling=float(config.attention_multiplier), **own)
-        layers.append(layer(heads, feeding, norm, residual_scale=float(config.residual_multiplier)))
+        mixing: AttentionSpec | StateSpaceSpec
+        if getattr(config, "layers_block_type", kinds)[index] in ("mamba", "linear_attention"):
+            mixing = state_space(config)
+        else:
+            mixing = attention(config, index, scaling=float(config.attention_multiplier), **own)
+        layers.append(layer(mixing, feeding, norm, residual_scale=float(config.residual_multiplier)))
     scales = {
         "embedding_scale": float(config.embedding_multiplier),
         "logits_scale": 1.0 / float(config.logits_scaling),

@@ -19,13 +19,14 @@ from tree_models.layers.mlp import MLP
 from tree_models.layers.norm import Normalization
 from tree_models.layers.paged import PagedPass
 from tree_models.layers.placing import Placement
-from tree_models.layers.recurrent import GatedConvolution, GatedDeltaNet, state_shape
+from tree_models.layers.recurrent import GatedConvolution, GatedDeltaNet, StateSpace, state_shape
 from tree_models.layers.rotary import Angles, RotaryEmbedding
 from tree_models.names import WeightNames
 from tree_models.slots import Copy, WeightSlot, in_place
 from tree_models.spec import (
     AttentionSpec,
     DecoderSpec,
+    DeltaNetSpec,
     ExpertsSpec,
     FamilyRefused,
     GatedConvolutionSpec,
@@ -46,15 +47,17 @@ class DecoderLayer(nn.Module):
         super().__init__()
         self.spec, self._ranks = spec, place.ranks
         of = hidden_size, layer, place
-        self.attention: HeadAttention | LatentHeads | GatedConvolution | GatedDeltaNet
+        self.attention: HeadAttention | LatentHeads | GatedConvolution | GatedDeltaNet | StateSpace
         if isinstance(spec.attention, AttentionSpec):
             self.attention = HeadAttention(spec.attention, *of, kept)
         elif isinstance(spec.attention, LatentSpec):
             self.attention = LatentHeads(spec.attention, *of)
         elif isinstance(spec.attention, GatedConvolutionSpec):
             self.attention = GatedConvolution(spec.attention, *of, kept)
-        else:
+        elif isinstance(spec.attention, DeltaNetSpec):
             self.attention = GatedDeltaNet(spec.attention, *of, kept)
+        else:
+            self.attention = StateSpace(spec.attention, *of, kept)
         if isinstance(spec.mlp, ExpertsSpec):
             self.mlp: MLP | MixtureOfExperts = MixtureOfExperts(spec.mlp, hidden_size, layer, place)
         else:

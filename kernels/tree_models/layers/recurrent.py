@@ -16,7 +16,7 @@ from tree_models.layers.placing import Placement
 from tree_models.layers.rotary import Angles
 from tree_models.names import WeightNames
 from tree_models.slots import Copy, TensorSpec, WeightSlot, in_place
-from tree_models.spec import DeltaNetSpec, GatedConvolutionSpec, RecurrentSpec
+from tree_models.spec import DeltaNetSpec, GatedConvolutionSpec, RecurrentSpec, StateSpaceSpec
 
 
 class GatedConvolution(nn.Module):
@@ -110,26 +110,80 @@ class GatedDeltaNet(nn.Module):
         yield from _by_head(self.products, [of(name) for name in names.mixer_in], spec.key_heads, parts, copy)
         yield from _by_head(self.gates, [of(name) for name in names.mixer_gates], spec.key_heads, [group, group], copy)
         yield from _convolution_slots(of(names.convolution), self.weight, None, copy)
-        yield self._decay_slot(of(names.decay), copy)
+        yield _decay_slot(of(names.decay), self.decay, copy)
         yield in_place(of(names.decay_bias), self.decay_bias, copy)
         yield in_place(f"{of(names.mixer_norm)}.weight", self.norm, copy)
         yield from self.out.slots([of(names.mixer_out)], copy)
 
-    def _decay_slot(self, name: str, copy: Copy) -> WeightSlot:
-        """Published is the logarithm of what is multiplied with."""
 
-        def write(tensors: Sequence[Tensor]) -> None:
-            (logarithm,) = tensors
-            copy(self.decay, -logarithm.exp())
+class StateSpace(nn.Module):
+    """See `StateSpaceSpec`. The output's gates, what is convolved and the tokens' steps are one product."""
 
-        return WeightSlot({name: TensorSpec(tuple(self.decay.shape), torch.float32)}, write)
+    def __init__(self, spec: StateSpaceSpec, hidden_size: int, layer: int, place: Placement, state_layer: int) -> None:
+        """`state_layer` counts layers with states."""
+        super().__init__()
+        self.spec, self.layer, self.state_layer = spec, layer, state_layer
+        keys, values = spec.groups * spec.state_width, spec.heads * spec.value_width
+        channels = values + 2 * keys
+        self.products = Linear(hidden_size, [values, channels, spec.heads], place, bias=spec.bias)
+        self.weight = place.empty(channels, spec.taps)
+        self.bias = place.empty(channels) if spec.convolution_bias else None
+        # In fp32: decays are powers of them.
+        self.decay = place.empty(spec.heads, dtype=torch.float32)
+        self.decay_bias = place.empty(spec.heads, dtype=torch.float32)
+        self.skip = place.empty(spec.heads, dtype=torch.float32)
+        self.norm = place.empty(values)
+        self.out = Linear(values, [hidden_size], place, bias=spec.bias)
+        self.layout = HeadsLayout(StateRule.SUM, spec.groups, values + keys, values, 0)
+
+    def forward(self, rows: Tensor, angles: Angles | None, step: PagedPass) -> Tensor:
+        """[R, H] -> [R, H]."""
+        del angles
+        spec, channels = self.spec, len(self.weight)
+        product: Tensor = self.products(rows)
+        values = spec.heads * spec.value_width
+        gate, inputs = product[:, :values], product[:, values : values + channels]
+        steps = functional.softplus(product[:, values + channels :].float() + self.decay_bias).clamp(*spec.step_limits)
+        mixed, convolved = self._mixed(inputs, torch.cat([self.decay * steps, steps], dim=-1), step)
+        own = convolved[:, :values].float().view_as(mixed)
+        skipped = (mixed.float() + self.skip[:, None] * own).to(rows.dtype).flatten(1)
+        gated = skipped.float() * functional.silu(gate.float())
+        normed = self.norm * functional.rms_norm(gated, (values,), None, spec.epsilon).to(rows.dtype)
+        output: Tensor = self.out(normed)
+        return output
+
+    @torch.compiler.disable  # type: ignore[untyped-decorator]
+    def _mixed(self, inputs: Tensor, gates: Tensor, step: PagedPass) -> tuple[Tensor, Tensor]:
+        """[R, heads, value width], and the convolution's outputs [R, channels]. Not compiled, as above."""
+        of_pass: RecurrentPass = step.recurrent
+        convolution = ShortConvolution(self.weight, self.bias, silu=True)
+        convolved = of_pass.convolve(self.state_layer, inputs, gates, convolution)
+        return of_pass.mix(self.state_layer, convolved, gates, self.layout), convolved.rows
+
+    def slots(self, names: WeightNames, copy: Copy) -> Iterator[WeightSlot]:
+        """Slots of the layer's tensors."""
+
+        def of(name: str) -> str:
+            return names.in_layer(name, self.layer)
+
+        yield from self.products.slots([of(name) for name in names.mixer_in], copy)
+        yield from _convolution_slots(of(names.convolution), self.weight, self.bias, copy)
+        yield _decay_slot(of(names.decay), self.decay, copy)
+        yield in_place(of(names.decay_bias), self.decay_bias, copy)
+        yield in_place(of(names.skip), self.skip, copy)
+        yield in_place(f"{of(names.mixer_norm)}.weight", self.norm, copy)
+        yield from self.out.slots([of(names.mixer_out)], copy)
 
 
 def state_shape(spec: RecurrentSpec, hidden_size: int) -> StateShape:
     """What a layer keeps of a sequence."""
     if isinstance(spec, GatedConvolutionSpec):
         return StateShape(hidden_size, spec.taps)
-    channels = 2 * spec.key_heads * spec.key_width + spec.heads * spec.value_width
+    values = spec.heads * spec.value_width
+    if isinstance(spec, StateSpaceSpec):
+        channels = values + 2 * spec.groups * spec.state_width
+        return StateShape(channels, spec.taps, spec.heads, spec.state_width, spec.value_width)
+    channels = 2 * spec.key_heads * spec.key_width + values
     return StateShape(channels, spec.taps, spec.heads, spec.key_width, spec.value_width)
 
 
@@ -142,6 +196,16 @@ def _by_head(
     each, ends = torch.arange(heads * sum(parts)).view(heads, -1), [0, *itertools.accumulate(parts)]
     order = torch.cat([each[:, start:end].flatten() for start, end in itertools.pairwise(ends)])
     return product.slots(names, copy, order)
+
+
+def _decay_slot(name: str, memory: Tensor, copy: Copy) -> WeightSlot:
+    """Published is the logarithm of what is multiplied with."""
+
+    def write(tensors: Sequence[Tensor]) -> None:
+        (logarithm,) = tensors
+        copy(memory, -logarithm.exp())
+
+    return WeightSlot({name: TensorSpec(tuple(memory.shape), torch.float32)}, write)
 
 
 def _convolution_slots(name: str, weight: Tensor, bias: Tensor | None, copy: Copy) -> Iterator[WeightSlot]:

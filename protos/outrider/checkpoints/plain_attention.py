@@ -17,12 +17,12 @@ _FOREIGN = {
     "H_cycles": "layers that run more than once",
 }
 # Of these what layers with an entry in `tree_models.families` compute.
-_COMPUTED = {"attn_logit_softcapping", "conv_L_cache", "linear_num_value_heads"}
+_COMPUTED = {"attn_logit_softcapping", "conv_L_cache", "linear_num_value_heads", "mamba_d_state"}
 # Kinds of layers, as configurations list them, that are plain attention.
 _PLAIN = {"full_attention", "attention"}
 _WINDOWED = {"sliding_attention"}
 # With an entry in `tree_models.families`.
-_OWN = _WINDOWED | {"conv", "linear_attention"}
+_OWN = _WINDOWED | {"conv", "linear_attention", "mamba"}
 
 
 def attention_refusal(config: PretrainedConfig, *, variants: bool = False) -> str:
@@ -36,7 +36,7 @@ def attention_refusal(config: PretrainedConfig, *, variants: bool = False) -> st
     if kinds & _WINDOWED and not getattr(config, "sliding_window", None):
         return "layers of type sliding_attention without a sliding_window are not served"
     by_blocks = getattr(config, "layers_block_type", None) or getattr(config, "attn_layer_indices", None)
-    if by_blocks and not (kinds and kinds <= _PLAIN):
+    if by_blocks and not (kinds and kinds <= (_PLAIN | _OWN if variants else _PLAIN)):
         return "layers that are not attention are not served"
     for name, what in _FOREIGN.items():
         if variants and name in _COMPUTED:
