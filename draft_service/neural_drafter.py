@@ -141,6 +141,7 @@ class CachingDrafter(NeuralDrafter[TreeDrafting]):
 
     def open(self, sequence: DraftSequence) -> None:
         sequence.state = self.drafting.empty_entry()
+        self._resume(sequence)
 
     def close(self, sequence: DraftSequence) -> None:
         if sequence.state is not None:
@@ -148,11 +149,37 @@ class CachingDrafter(NeuralDrafter[TreeDrafting]):
             sequence.state = sequence.features = None
 
     def stats(self) -> Mapping[str, float]:
-        used = 0 if self._drafting is None else self._drafting.cache.used_pages * self._config.page_size
-        return {f"{self.name}_cache_used_tokens": used, f"{self.name}_cache_full_total": self._full}
+        drafting, name = self._drafting, self.name
+        used = 0 if drafting is None else drafting.cache.used_pages * self._config.page_size
+        figures = {f"{name}_cache_used_tokens": used, f"{name}_cache_full_total": self._full}
+        if drafting is not None and drafting.prefixes is not None:
+            figures[f"{name}_prefix_hit_rows_total"] = drafting.prefixes.hit_rows
+        return figures
 
     def _load(self) -> TreeDrafting:
         return drafting_on(self._load_network(), self._config)
+
+    def _start(self) -> None:
+        super()._start()
+        if self._config.prefix_cache:
+            # Not before: sequences that warm it up begin alike, and each has to read as many rows as it says.
+            self.drafting.keep_prefixes()
+
+    def _owner(self, sequence: DraftSequence) -> str:
+        """Who may share what is read of the sequence."""
+        return sequence.tenant
+
+    def _resume(self, sequence: DraftSequence) -> bool:
+        """Begin a sequence of which nothing is read behind what another one has read: when it is opened, and when it is
+        read first. Returns whether it began so."""
+        if sequence.state.entries:
+            return False
+        self.drafting.resume(sequence.state, self._owner(sequence), sequence.token_ids)
+        return bool(sequence.state.entries)
+
+    def _publish(self, sequences: Sequence[DraftSequence]) -> None:
+        for sequence in sequences:
+            self.drafting.publish(sequence.state, self._owner(sequence), sequence.token_ids)
 
     def _prepare(self, sequences: Sequence[DraftSequence]) -> list[int]:
         places = [place for place, sequence in enumerate(sequences) if self._ready(sequence)]

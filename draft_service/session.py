@@ -6,6 +6,7 @@ No gRPC and no protobuf here: the server translates, and an in-process draft cal
 
 from __future__ import annotations
 
+import itertools
 import time
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
@@ -41,6 +42,9 @@ from outrider.wire.frames import (
     TreeLimits,
     Vectors,
 )
+
+# A number for each stream of this process.
+_STREAMS = itertools.count(1)
 
 
 class SequenceAdmission:
@@ -144,6 +148,7 @@ class ProposeSession:
         self._rest: tuple[list[Tracked], Pending] | None = None
         self._admission = admission
         self._caller = caller
+        self._stream = next(_STREAMS)
         self._open: dict[int, Tracked] = {}
         # Sequences that await growth, and since when (monotonic nanoseconds); oldest first.
         self._due: dict[int, int] = {}
@@ -184,6 +189,7 @@ class ProposeSession:
             sampling=sequence.sampling,
             limits=limits,
             model_version=sequence.model_version,
+            stream=self._stream,
         )
         self._admission.enter(self._caller, sequence)
         try:
@@ -373,4 +379,6 @@ def _append(draft: DraftSequence, vectors: Vectors, position: int) -> None:
     known = len(draft.token_ids) - 1
     if position < 0 or position + vectors.rows > known:
         raise InvalidField("features", f"{vectors.rows} from token {position} on, and {known} tokens can have one")
-    draft.features.append(read_vectors(vectors), position)
+    # A sequence that began behind a known prefix needs none of those; a prompt's are megabytes.
+    if position + vectors.rows > draft.features.end:
+        draft.features.append(read_vectors(vectors), position)

@@ -79,6 +79,7 @@ class ModelNetwork:
     """A transformers model as `neural.network.Network`."""
 
     token_ids: npt.NDArray[np.int32] | None = None
+    successors = 0
 
     def __init__(self, model: Any) -> None:
         """Changes the model: its attention uses our cache from now on."""
@@ -128,6 +129,7 @@ class ModelDrafter(CachingDrafter):
         return {**super().stats(), "model_read_rows_total": self._rows}
 
     def _ready(self, sequence: DraftSequence) -> bool:
+        self._resume(sequence)
         return self._has_room(sequence, _unread(sequence))
 
     def _extend_cache(self, sequences: Sequence[DraftSequence]) -> None:
@@ -142,6 +144,7 @@ class ModelDrafter(CachingDrafter):
             self._rows += len(tokens)
             room = None if room is None else room - len(tokens)
         self.drafting.extend(extensions)
+        self._publish(sequences)
 
     def _prepare(self, sequences: Sequence[DraftSequence]) -> list[int]:
         """A sequence that is not read to its end has no tree; a later call goes on with it."""
@@ -173,7 +176,7 @@ class ModelDrafter(CachingDrafter):
         except (RuntimeError, IndexError, AttributeError, TypeError, ValueError) as error:
             # Such as keys of another shape than in the configuration.
             raise NotSupported(f"{self._source} cannot draft over our cache: {first_line(error)}") from error
-        found = self.drafting.states.read_of([entry.pages]).lm_input[0].float()
+        found = self.drafting.states.read_of([entry.slot]).lm_input[0].float()
         self.drafting.forget(entry)
         # Negated, so that NaN is refused too.
         if not (found - self._own_hidden).norm() <= _TOLERANCE * self._own_hidden.norm():

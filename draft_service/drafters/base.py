@@ -47,6 +47,8 @@ class DraftSequence:
     limits: TreeLimits = field(default_factory=TreeLimits)
     # Version of the target's weights; 0 where the target reports none.
     model_version: int = 0
+    # The target's stream. Weights of two targets may differ, whatever their versions.
+    stream: int = 0
     state: Any = None
     features: FeatureWindow | None = None
 

@@ -81,11 +81,24 @@ class FeatureWindow:
         self._pieces.append((new, vectors[known:] if known else vectors))
         self.end += new
         while (excess := len(self) - self.capacity) > 0:
-            rows, piece = self._pieces.pop(0)
-            dropped = min(rows, excess)
-            self.begin += dropped
-            if dropped < rows:
-                self._pieces.insert(0, (rows - dropped, piece[dropped:]))
+            self._drop(excess)
+
+    def skip_to(self, position: int) -> None:
+        """Drop the vectors before `position`, those that are still to come among them: a drafter needs none of them."""
+        if position >= self.end:
+            self._pieces.clear()
+            self.begin = self.end = position
+            return
+        while self.begin < position:
+            self._drop(position - self.begin)
+
+    def _drop(self, most: int) -> None:
+        """Drop up to `most` of the oldest piece."""
+        rows, piece = self._pieces.pop(0)
+        dropped = min(rows, most)
+        self.begin += dropped
+        if dropped < rows:
+            self._pieces.insert(0, (rows - dropped, piece[dropped:]))
 
     def pop_vectors(self) -> tuple[int, list[Tensor]]:
         """Take all waiting vectors: the position of the first, and pieces of [n, width], oldest first, each in the type

@@ -35,6 +35,8 @@ from tree_kernels.device_event import DeviceEvent
 class HeadNetwork:
     """A head as `neural.network.Network`."""
 
+    successors = 1
+
     def __init__(self, head: EagleHead, *, int8: bool = False) -> None:
         """With `int8`, passes of few rows on a GPU use copies of the weights in int8."""
         config, weight = head.config, head.embed_tokens.weight
@@ -91,13 +93,15 @@ class HeadDrafter(CachingDrafter):
         self.features = features
 
     def open(self, sequence: DraftSequence) -> None:
-        super().open(sequence)
         sequence.features = FeatureWindow(self.features.width, self._config.feature_window)
+        super().open(sequence)
 
     def absorb(self, sequences: Sequence[DraftSequence]) -> None:
         """See `FeatureDrafter.absorb`."""
         # An entry needs the token after its feature's.
         paired = [one for one in sequences if window_of(one).end < len(one.token_ids)]
+        for one in paired:
+            self._resume(one)
         with launching_on(self.device):
             self._extend_cache([one for one in paired if self._has_room(one, len(window_of(one)))])
 
@@ -117,11 +121,22 @@ class HeadDrafter(CachingDrafter):
 
     def _ready(self, sequence: DraftSequence) -> bool:
         """Whether the features up to the token before the root are there, and the cache has room."""
+        self._resume(sequence)
         known, window = len(sequence.token_ids) - 1, window_of(sequence)
         if window.end != known or not (len(window) or sequence.state.entries):
             self._misses += 1
             return False
         return self._has_room(sequence, len(window))
+
+    def _owner(self, sequence: DraftSequence) -> str:
+        # What a head reads is of the target's weights.
+        return f"{sequence.stream}:{sequence.model_version}:{sequence.tenant}"
+
+    def _resume(self, sequence: DraftSequence) -> bool:
+        resumed = super()._resume(sequence)
+        if resumed:
+            window_of(sequence).skip_to(sequence.state.entries)
+        return resumed
 
     @torch.inference_mode()
     def _extend_cache(self, sequences: Sequence[DraftSequence]) -> None:
@@ -142,3 +157,4 @@ class HeadDrafter(CachingDrafter):
         self._rows += len(vectors)
         self.drafting.extend(extensions, features)
         self._staging.sent()
+        self._publish([sequence for sequence, _ in waiting])

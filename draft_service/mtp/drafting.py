@@ -49,8 +49,9 @@ class ModuleNetwork(HeadNetwork):
         """`number` counts from 0; see `MtpCheckpoint` for `chained`."""
         super().__init__(modules[number])
         self._first_layer = sum(module.config.num_layers for module in modules[:number])
-        # Of the whole cache.
+        # Of the whole cache: a later module's rows are of later tokens.
         self.layers = sum(module.config.num_layers for module in modules)
+        self.successors = len(modules)
         # The last module drafts all deeper levels from its own output.
         self._passes_on_output = chained or number == len(modules) - 1
 
@@ -70,6 +71,10 @@ class ModuleEntry(CacheEntry):
 
     rows: list[int] = field(default_factory=list)  # cached rows of each module; those of the first are the `entries`
     reaching: int = 0  # number of modules, from the first on, whose last row is of the last token
+
+    @property
+    def final_rows(self) -> int:
+        return min(self.rows) if self.position == self.entries else 0
 
 
 class _UnreadRows(NamedTuple):
@@ -102,6 +107,11 @@ class ModuleDrafting(TreeDrafting):
         own = _own(entry)
         own.rows, own.reaching = [0] * len(self._networks), 0
 
+    def resume(self, entry: CacheEntry, owner: str, token_ids: Sequence[int]) -> None:
+        super().resume(entry, owner, token_ids)
+        # Each module's rows of a page are in it. The rows of later modules are of later tokens.
+        _own(entry).rows = [entry.entries] * len(self._networks)
+
     def _network_of(self, level: int) -> Network:
         return self._networks[self._module_of(level)]
 
@@ -132,7 +142,7 @@ class ModuleDrafting(TreeDrafting):
             runs.append(_UnreadRows(entry, token_ids, position, reaching))
             entry.position, entry.reaching = position + len(token_ids), 0
         for number, states in enumerate(self._states):
-            continued = [run.entry.pages for run in runs if run.reaching > number]
+            continued = [run.entry.slot for run in runs if run.reaching > number]
             last = states.read_of(continued).carried if continued else None
             output = self._read_runs(number, runs, carried)
             runs, carried = _next_runs(number, runs, output, last)
@@ -144,7 +154,7 @@ class ModuleDrafting(TreeDrafting):
         rows = PassRows()
         for entry, token_ids, position, _ in runs:
             count = len(token_ids)
-            part = TailPart(entry.pages, entry.rows[number], count, count)
+            part = TailPart(entry.pages, entry.rows[number], count, count, slot=entry.slot)
             rows.add(part, token_ids, range(position, position + count))
             entry.rows[number] += count
             entry.entries, entry.reaching = entry.rows[0], number + 1
@@ -165,7 +175,7 @@ class ModuleDrafting(TreeDrafting):
         lm_input = output.lm_input[newest]
         if level == len(self._networks) - 1:
             return RowOutput(output.carried[newest], lm_input)
-        roots = self._states[level].read_of([part.pages for part in parts]).carried
+        roots = self._states[level].read_of([part.slot for part in parts]).carried
         rows = torch.split(output.carried, [part.new for part in parts])
         joined = [piece for root, own in zip(torch.split(roots, 1), rows, strict=True) for piece in (root, own)]
         return RowOutput(torch.cat(joined), lm_input)
@@ -189,7 +199,7 @@ class ModuleDrafting(TreeDrafting):
             for row in range(1, rows):
                 depths[row] = depths[parents[row]] + 1
             prefix = self._committed(entry, level) - 1
-            part = TailPart(entry.pages, prefix, rows, rows - 1, tuple(parents.tolist()))
+            part = TailPart(entry.pages, prefix, rows, rows - 1, tuple(parents.tolist()), entry.slot)
             positions = (entry.position + depths[1:] - 1).tolist()
             tails.add(part, forest.tokens[b, items[1:]].tolist(), positions)
             sources += (offsets[b] + parents[1:]).tolist()

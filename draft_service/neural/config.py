@@ -92,6 +92,7 @@ class NeuralConfig(NetworkConfig):
     )
     kv_tokens: int = setting(65536, "tokens of all sequences in the cache; what does not fit is not drafted for", ge=1)
     page_size: int = setting(64, "tokens of a page of the cache", ge=1)
+    prefix_cache: bool = setting(True, "keep what was read, for sequences of the same tenant that begin with it")
     max_rows: int = setting(2048, "rows of one pass over what arrived together", ge=1)
 
     def __post_init__(self) -> None:

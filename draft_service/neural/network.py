@@ -29,6 +29,8 @@ class Network(Protocol):
     None if that is the target's; the other attributes describe its cache."""
 
     layers: int
+    # Tokens behind a row's position that the row depends on: 1 for a head, whose rows read a state and the next token.
+    successors: int
     kv_heads: int
     head_dim: int
     dtype: torch.dtype
@@ -44,13 +46,13 @@ class Network(Protocol):
 
 
 class RootStates:
-    """The output of the last committed row of every sequence, in tensors with fixed addresses. A sequence's slot is the
-    number of its first page. One more slot, `unused`, is for the free rows of a captured pass."""
+    """The output of the last committed row of every sequence, in tensors with fixed addresses. One more slot, `unused`,
+    is for the free rows of a captured pass."""
 
-    def __init__(self, pages: int, device: torch.device) -> None:
-        self.unused = pages
+    def __init__(self, slots: int, device: torch.device) -> None:
+        self.unused = slots
         self._device = device
-        # [pages + 1, C] and [pages + 1, H], allocated with the first output.
+        # [slots + 1, C] and [slots + 1, H], allocated with the first output.
         self._table: RowOutput | None = None
 
     def write(self, slots: Tensor, output: RowOutput, rows: Tensor) -> None:
@@ -63,16 +65,16 @@ class RootStates:
     def write_last(self, parts: Sequence[TailPart], output: RowOutput) -> None:
         """Store the output of each part's last row, of a pass in which all rows are new."""
         rows = torch.from_numpy(np.cumsum([part.rows for part in parts]) - 1).to(self._device)
-        self.write(self._slots([part.pages for part in parts]), output, rows)
+        self.write(self._on_device([part.slot for part in parts]), output, rows)
 
     def outputs_in(self, slots: Tensor) -> RowOutput:
         """The outputs in `slots` [n] int64 on the device: [n, C] and [n, H]."""
         assert self._table is not None, "no sequence has an entry"
         return RowOutput(*(kept.index_select(0, slots) for kept in self._table))
 
-    def read_of(self, pages: Sequence[Sequence[int]]) -> RowOutput:
-        """The outputs of the sequences that own these pages: [n, C] and [n, H]."""
-        return self.outputs_in(self._slots(pages))
+    def read_of(self, slots: Sequence[int]) -> RowOutput:
+        """The outputs in these slots: [n, C] and [n, H]."""
+        return self.outputs_in(self._on_device(slots))
 
-    def _slots(self, pages: Sequence[Sequence[int]]) -> Tensor:
-        return torch.tensor([own[0] for own in pages], device=self._device)
+    def _on_device(self, slots: Sequence[int]) -> Tensor:
+        return torch.tensor(slots, device=self._device)

@@ -27,6 +27,7 @@ class TailPart:
     rows: int  # rows of the tail, in the slots after the prefix
     new: int  # rows at the end of the tail that are computed now; the keys of the others are in the cache
     parents: tuple[int, ...] | None = None  # [rows] of the tail; None for a causal tail
+    slot: int = 0  # of the sequence in `RootStates`
 
 
 @dataclass(slots=True)

@@ -16,6 +16,7 @@ from torch import Tensor
 from draft_service.compiling import Numbers
 from draft_service.drafters.base import DraftSequence, tree_limits
 from draft_service.drafters.grown import GrownTrees, Pending, computed
+from draft_service.neural.cached_prefixes import CachedPrefixes
 from draft_service.neural.candidates import candidates_wanted, most_probable, temperature_of
 from draft_service.neural.config import NeuralConfig
 from draft_service.neural.level_growth import (
@@ -38,6 +39,7 @@ from draft_service.noise import first_coin
 from outrider.sampling import VerificationMode
 from outrider.tree import DraftDistribution, TokenTree
 from tree_kernels.attention import TreeAttention
+from tree_kernels.prefix_tree import PrefixNode
 
 _MODES = {VerificationMode.GREEDY: GREEDY, VerificationMode.COUPLED: COUPLED, VerificationMode.REJECTION: REJECTION}
 # Separates the draft's coins from other random numbers derived from the request's seed.
@@ -50,8 +52,17 @@ class CacheEntry:
     root's; its output is in `RootStates`."""
 
     pages: list[int] = field(default_factory=list)
+    slot: int = -1  # in `RootStates`; -1 before it has pages of its own
     entries: int = 0
     position: int = 0  # of the root's children, as the network counts positions
+    # The last page that is in the tree of prefixes, and how many of the sequence's first pages are.
+    prefix: PrefixNode | None = None
+    prefix_pages: int = 0
+
+    @property
+    def final_rows(self) -> int:
+        """Rows, from the text's first token on without a gap, that no later pass writes."""
+        return self.entries if self.position == self.entries else 0
 
 
 class Extension(NamedTuple):
@@ -74,7 +85,10 @@ class TreeDrafting:
         self.shape = config.tree
         self._max_rows = config.max_rows
         self.cache = DraftCache(config.kv_tokens // config.page_size, config.page_size, network)
+        # A sequence with a slot has at least one page of its own.
+        self._free_slots = list(range(self.cache.num_pages))
         self.states = RootStates(self.cache.num_pages, network.device)
+        self.prefixes: CachedPrefixes | None = None
         on_cpu = network.device.type == "cpu"
         self._attention = TreeAttention("torch" if on_cpu else "triton", network.device)
 
@@ -82,14 +96,37 @@ class TreeDrafting:
         """The empty cache entry of a new sequence."""
         return CacheEntry()
 
+    def keep_prefixes(self) -> None:
+        """Let sequences share the pages of what they begin with, from now on."""
+        self.prefixes = CachedPrefixes(self.cache, self.network.successors)
+
     def reserve(self, entry: CacheEntry, rows: int) -> bool:
         """Allocate pages for `rows` more committed rows and a tree below them. Returns False if the cache is full."""
-        return self.cache.extend(entry.pages, entry.entries + rows + self.shape.expanded)
+        if not self.cache.extend(entry.pages, entry.entries + rows + self.shape.expanded):
+            return False
+        if entry.slot < 0:
+            entry.slot = self._free_slots.pop()
+        return True
+
+    def resume(self, entry: CacheEntry, owner: str, token_ids: Sequence[int]) -> None:
+        """Begin an empty entry behind the pages that hold the text's first tokens already."""
+        if self.prefixes is not None:
+            # The rows of the last tokens are read again: their output is not kept.
+            self.prefixes.resume(entry, owner, token_ids, len(token_ids) - 1 - self.network.successors)
+
+    def publish(self, entry: CacheEntry, owner: str, token_ids: Sequence[int]) -> None:
+        """Let other sequences of this owner share the entry's pages that are final."""
+        if self.prefixes is not None:
+            self.prefixes.publish(entry, owner, token_ids)
 
     def forget(self, entry: CacheEntry) -> None:
+        if self.prefixes is not None:
+            self.prefixes.leave(entry)
         self.cache.release(entry.pages)
         entry.pages.clear()
-        entry.entries = 0
+        if entry.slot >= 0:
+            self._free_slots.append(entry.slot)
+        entry.slot, entry.entries, entry.position = -1, 0, 0
 
     @torch.inference_mode()
     def extend(self, extensions: Sequence[Extension], carried: Tensor | None = None) -> None:
@@ -130,7 +167,7 @@ class TreeDrafting:
         forest = make_forest(len(sequences), shape.num_steps, shape.width, shape.topk, drawn=drawn)
         count = max(candidates_wanted(one.mode, shape.topk, shape.race_entrants) for one in sequences)
         temperatures = np.array([temperature_of(one) for one in sequences], dtype=np.float32)
-        carried, lm_input = self.states.read_of([one.state.pages for one in sequences])
+        carried, lm_input = self.states.read_of([one.state.slot for one in sequences])
         logits = self._network_of(0).logits(lm_input)
         device, levels = self.network.device, int(rules.ints[:, DEPTH].max())
         for level in range(1, levels + 1):
@@ -158,7 +195,8 @@ class TreeDrafting:
         rows = PassRows()
         for entry, token_ids, position in pieces:
             count = len(token_ids)
-            rows.add(TailPart(entry.pages, entry.entries, count, count), token_ids, range(position, position + count))
+            part = TailPart(entry.pages, entry.entries, count, count, slot=entry.slot)
+            rows.add(part, token_ids, range(position, position + count))
             entry.entries, entry.position = entry.entries + count, position + count
         self._commit(rows, carried)
 
@@ -180,7 +218,7 @@ class TreeDrafting:
             size = int(forest.rows[b])
             # The last committed entry is the root of the tail, and already in the cache.
             prefix, parents = self._committed(entry, level) - 1, tuple(forest.tail_parents[b, :size].tolist())
-            part = TailPart(entry.pages, prefix, size, new, parents)
+            part = TailPart(entry.pages, prefix, size, new, parents, entry.slot)
             rows.add(part, forest.tokens[b, forest.frontier[b, :new]].tolist(), [entry.position + level - 1] * new)
             sources += (forest.sources[b, :new] + offsets[b]).tolist()
         return self._forward_rows(rows, carried[torch.tensor(sources, device=carried.device)], level)

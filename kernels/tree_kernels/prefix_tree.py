@@ -31,11 +31,11 @@ _Key = tuple[str | None, bytes]
 class _PublicPages(dict[bytes, "_PublicPages"]):
     """Pages of text that all tenants may share, by their tokens, each with those that may follow it."""
 
-    def add(self, token_ids: SequenceOf[int], page_size: int) -> None:
+    def add(self, token_ids: SequenceOf[int], page_size: int, key_tokens: int) -> None:
         """Let whole pages of the text be everybody's."""
         pages = self
-        for start in range(0, len(token_ids) - page_size + 1, page_size):
-            pages = pages.setdefault(_bytes(token_ids[start : start + page_size]), _PublicPages())
+        for start in range(0, len(token_ids) - key_tokens + 1, page_size):
+            pages = pages.setdefault(_bytes(token_ids[start : start + key_tokens]), _PublicPages())
 
 
 _NONE_PUBLIC = _PublicPages()
@@ -74,8 +74,11 @@ class PrefixTree:
     sequence holds.
     """
 
-    def __init__(self, pages: Pages) -> None:
+    def __init__(self, pages: Pages, successors: int = 0) -> None:
+        """`successors`: how many tokens behind a page its keys depend on too. A head's depend on the next one."""
         self._pages = pages
+        # Tokens of a node's key.
+        self.key_tokens = pages.page_size + successors
         self._root = PrefixNode(None, (None, b""), -1, _PublicPages())
         # All nodes, the least recently used first. A node that nobody holds comes after those behind it.
         self._by_use: OrderedDict[PrefixNode, None] = OrderedDict()
@@ -93,21 +96,22 @@ class PrefixTree:
     def publish(self, token_ids: SequenceOf[int]) -> None:
         """Let tenants share pages of this text, whoever computes them first. Only while the tree is empty."""
         assert not self._by_use, "pages of the text may be in the tree as a tenant's own"
-        self._root.public.add(token_ids, self._pages.page_size)
+        self._root.public.add(token_ids, self._pages.page_size, self.key_tokens)
 
     def match(self, tenant: str, token_ids: SequenceOf[int], most: int) -> Iterator[PrefixNode]:
-        """The nodes that hold the text's beginning, first page first: whole pages of at most `most` tokens."""
+        """The nodes that hold the text's beginning, first page first: whole pages of at most `most` tokens, where their
+        successors are known too."""
         node, size = self._root, self._pages.page_size
-        for start in range(0, most - size + 1, size):
-            following = node.children.get(_key(node, tenant, token_ids[start : start + size]))
+        for start in range(0, min(most - size, len(token_ids) - self.key_tokens) + 1, size):
+            following = node.children.get(_key(node, tenant, token_ids[start : start + self.key_tokens]))
             if following is None:
                 return
             node = following
             yield node
 
     def insert(self, tenant: str, parent: PrefixNode | None, token_ids: SequenceOf[int], page: int) -> PrefixNode:
-        """The node of these tokens, a page of them, behind `parent`, or at the text's beginning. A new one caches
-        `page`; an old one has a page of its own."""
+        """The node of these `key_tokens` tokens, a page of them and its successors, behind `parent`, or at the text's
+        beginning. A new one caches `page`; an old one has a page of its own."""
         above = parent or self._root
         key = _key(above, tenant, token_ids)
         node = above.children.get(key)

@@ -92,6 +92,7 @@ def test_the_tree_is_that_of_the_models_own_forward(family: str, folders: dict[s
         "model_cache_used_tokens": 0,
         "model_read_rows_total": 30,
         "model_cache_full_total": 0,
+        "model_prefix_hit_rows_total": 0,
     }
 
 

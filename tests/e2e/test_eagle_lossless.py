@@ -5,10 +5,11 @@ The target sends the hidden states: what it sends and what the head was taught o
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
-from engine_harness import Connect, make_runner, run
+from engine_harness import Connect, engine_config, make_runner, run
 from head_runs import (
     accepted_in,
     check_chunks_and_preemption,
@@ -112,3 +113,26 @@ def test_trie_and_head_draft_for_the_same_sequences(
     runner.draft_head = read_draft_head(str(folder), LAYERS, HIDDEN)
     stats = check_merged_with_trie(teacher, runner, least=50)
     assert stats["eagle_feature_rows_total"] > 0 and stats["eagle_cache_used_tokens"] == 0
+
+
+@pytest.mark.parametrize("caches", [(True, True), (True, False), (False, True)], ids=["both", "target's", "draft's"])
+def test_acceptance_behind_a_hit_is_that_beside_none(
+    head: EagleHead, teacher: PreTrainedModel, tiny_model: PreTrainedModel, caches: tuple[bool, bool]
+) -> None:
+    """Where both have read a prompt before, or one of them, and the other reads it again."""
+    of_target, of_draft = caches
+    wanted = [request_of(prompt, SAMPLINGS["greedy"]) for prompt in prompts()]
+    drafters: list[EagleDrafter] = []
+    settings = {"projection": "draft", "feature_dtype": "float32", "page_size": 4, "prefix_cache": of_draft}
+    connect = made(head, drafters, **settings)
+    config = replace(engine_config(), prefix_cache=of_target)
+    # One after another.
+    outcomes = run(make_runner(tiny_model, 4), [*wanted, *wanted], connect=connect, config=config, stagger=60)
+    assert [outcome.token_ids for outcome in outcomes] == said_plainly(teacher, wanted) * 2
+    before, after = outcomes[:4], outcomes[4:]
+    cached = [outcome.finished.totals.cached_tokens for outcome in after]
+    assert cached == ([0, 4, 16, 36] if of_target else [0] * 4)
+    # Rows of a head are of the next token too, and its last row is read again.
+    assert drafters[0].stats().get("eagle_prefix_hit_rows_total", 0) == (12 + 36 if of_draft else 0)
+    # Sums in another order may turn a near-tie.
+    assert accepted_in(after) == pytest.approx(accepted_in(before), abs=2)

@@ -83,7 +83,7 @@ class StaticPass:
         tails = np.array([part.rows for part in parts], np.int32)
         if self.size.committed:
             integers.fill("ends", tails.cumsum() - 1, 0)
-            integers.fill("states", [part.pages[0] for part in parts], self._states.unused)
+            integers.fill("states", [part.slot for part in parts], self._states.unused)
         else:
             # Free rows write their queries behind the last row, which is not used.
             integers.fill("places", fresh_rows(parts), self.size.tail)
@@ -187,7 +187,8 @@ class CapturedDrafting(TreeDrafting):
         (part,), most = rows.parts, PROMPT_ROWS[-1]
         for begin in range(0, part.rows, most):
             count = min(part.rows - begin, most)
-            piece, taken = TailPart(part.pages, part.prefix + begin, count, count), slice(begin, begin + count)
+            piece = TailPart(part.pages, part.prefix + begin, count, count, slot=part.slot)
+            taken = slice(begin, begin + count)
             size = next(size for size in (_COMMITTED, *PROMPT_ROWS) if size >= count)
             own = PassRows([piece], rows.token_ids[taken], rows.positions[taken])
             self._replay(PassSize(1, size, size), own, None if carried is None else carried[taken])

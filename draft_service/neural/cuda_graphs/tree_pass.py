@@ -105,7 +105,7 @@ class TreePass:
             self._write_requests(sequences)
             self._written = [*sequences]
         host["noise_positions"][:count] = [len(sequence.token_ids) for sequence in sequences]
-        integers.fill("states", [own[0] for own in pages], self._states.unused)
+        integers.fill("states", [entry.slot for entry in entries], self._states.unused)
         prefixes = np.array([entry.entries - 1 for entry in entries], np.int32)
         integers.write_plan(pages, prefixes, np.full(count, self._tail))
         by_level = (self._shape.num_steps - 1, self.sequences, self._shape.width)
