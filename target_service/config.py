@@ -98,6 +98,13 @@ class TargetConfig(ServiceSettings):
         "tokens the KV cache holds; 0 takes memory-share of a GPU, elsewhere 30 % of free memory, at most 65536",
         ge=0,
     )
+    window_share: float = setting(
+        0.5,
+        "of the tokens in the KV cache, the share that layers with a sliding window have room for: each sequence needs "
+        "its window there, and what a step reads; 1 keeps all",
+        gt=0,
+        le=1,
+    )
     prefix_cache: bool = setting(
         True,
         "share pages between sequences of a tenant that begin with the same text, and keep them when those end until "

@@ -97,6 +97,10 @@ class Pages:
         self._cached[page] = 0
         self.release([page])
 
+    def is_cached(self, page: int) -> bool:
+        """Whether a cache of prefixes owns the page, perhaps beside others."""
+        return bool(self._cached[page])
+
     def is_spare(self, page: int) -> bool:
         """Whether only the cache owns the page."""
         return bool(self._cached[page]) and self._owners[page] == 1

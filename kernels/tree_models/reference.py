@@ -151,8 +151,8 @@ def _outputs(own: Any, inner: Any, config: Any, decoder: Decoder, index: int) ->
     keys, values = (hidden.new_zeros(1, _ROWS, heads, width) for width in widths)
     place = getattr(layer.attention, "cache_layer", 0)
     cache = SimpleNamespace(keys={place: keys}, values={place: values})
-    recurrent = _recurrent_pass(decoder)
-    step = SimpleNamespace(attention=attention, plan=plan, slots=positions, cache=cache, recurrent=recurrent)
+    passed = {"plan": plan, "slots": positions, "recurrent": _recurrent_pass(decoder), "windowed": None}
+    step = SimpleNamespace(attention=attention, cache=cache, **passed)
     found = layer(hidden, decoder.angles_of(index, positions), step)
     return found - hidden, expected - hidden
 

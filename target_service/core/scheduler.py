@@ -396,19 +396,21 @@ class Scheduler:
         `order` is from `_once_ordered`: the order takes long enough that many waiting tenants have to share it.
         """
         wanted, tenant, limits = self._pages_wanted(newcomer), newcomer.request.tenant, newcomer.request.limits
-        held = self._held(tenant) if limits.kv_tokens or wanted + reserved > self._cache.free_pages else 0
+        pages, frames = self.pages.lacking(wanted, reserved, self._prefill_chunk)
+        fits = pages <= 0 and frames <= 0
+        held = self._held(tenant) if limits.kv_tokens or not fits else 0
         if self._exceeds_share(newcomer, held):
             return None
-        missing = wanted + reserved - self._cache.free_pages
-        if missing <= 0:
+        if fits:
             return []
         victims: list[Sequence] = []
         for victim, left in order():
             if not self._idle(victim) and (victim.request.tenant == tenant or left * limits.weight < held + wanted):
                 continue
             victims.append(victim)
-            missing -= len(victim.pages)
-            if missing <= 0:
+            pages -= len(victim.pages)
+            frames -= len(victim.pages) - victim.window_start
+            if pages <= 0 and frames <= 0:
                 return victims
         return None
 

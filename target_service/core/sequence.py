@@ -305,6 +305,8 @@ class Sequence:
     kv_length: int = 0
     # Of type "i", to copy it into a step's integers at once.
     pages: array[int] = field(default_factory=lambda: array("i"))
+    # The first of them that layers with a window still keep.
+    window_start: int = 0
     # How many of the first pages are in the tree of prefixes, and the node of the last of them.
     prefix_pages: int = 0
     prefix: PrefixNode | None = None

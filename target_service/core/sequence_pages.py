@@ -37,6 +37,9 @@ class SequencePages:
     Pages whose text is known are shared: a sequence begins behind the pages that hold its first tokens already, and its
     own become available to others as they are filled.
 
+    Layers with a window keep a page in a frame from when it is reserved until no row sees it any more. A sequence
+    begins behind a prefix only where its last window is in frames, where pages stay until others need these.
+
     Known tokens come before drafted rows: pages that running sequences need to read what is known are kept free for
     them, and so are those of a newcomer that drafted rows alone keep out.
     """
@@ -54,7 +57,9 @@ class SequencePages:
     def scarce(self) -> bool:
         """Whether pages that drafted rows did not need are worth giving back: a newcomer waits for them, or fewer are
         free than are in use. Else the next pass is spared taking them again."""
-        return bool(self._kept_out) or self._cache.free_pages < self._cache.used_pages
+        frames = self._cache.frames
+        few_frames = frames is not None and frames.free_frames < frames.used_frames
+        return bool(self._kept_out) or few_frames or self._cache.free_pages < self._cache.used_pages
 
     @property
     def state_bytes(self) -> int:
@@ -67,15 +72,31 @@ class SequencePages:
 
     def reserve(self, sequence: Sequence, tokens: int) -> None:
         """Reserve pages for `tokens` of the sequence, or raise `OutOfPages` and change nothing."""
-        missing = self._missing(sequence, tokens)
-        if missing > 0:
-            last = sequence.pages[-1] if sequence.pages else None
-            recurrent = self._cache.recurrent
-            if recurrent is not None and last is None and not recurrent.free_slots:
-                raise OutOfPages("every slot of recurrent states has a sequence")
-            sequence.pages.extend(self._cache.allocate(missing, after=last))
-            if recurrent is not None and last is None:
-                sequence.state_slot = recurrent.allocate_slot()
+        missing, frames = self._missing(sequence, tokens), self._cache.frames
+        if missing <= 0:
+            return
+        if frames is not None and missing > frames.free_frames:
+            raise OutOfPages(f"expected {missing} free frames, have {frames.free_frames}")
+        last = sequence.pages[-1] if sequence.pages else None
+        recurrent = self._cache.recurrent
+        if recurrent is not None and last is None and not recurrent.free_slots:
+            raise OutOfPages("every slot of recurrent states has a sequence")
+        pages = self._cache.allocate(missing, after=last)
+        if frames is not None:
+            frames.hold(pages)
+        sequence.pages.extend(pages)
+        if recurrent is not None and last is None:
+            sequence.state_slot = recurrent.allocate_slot()
+
+    def lacking(self, wanted: int, reserved: int, rows: int) -> tuple[int, int]:
+        """Pages, and frames of layers with a window, that are missing for a newcomer of `wanted` pages beside
+        `reserved` ones, which reads up to `rows` at a time."""
+        frames = self._cache.frames
+        pages = wanted + reserved - self._cache.free_pages
+        if frames is None:
+            return pages, 0
+        within = min(wanted, frames.pages_within(rows), frames.frames)
+        return pages, within + min(reserved, frames.frames - within) - frames.free_frames
 
     def reserve_for_drafts(self, tokens: Iterable[tuple[Sequence, int]], running: Iterable[Sequence]) -> bool:
         """Reserve pages for drafted rows: for so many tokens of each of these sequences. False, and nothing is changed,
@@ -86,6 +107,8 @@ class SequencePages:
         missing = sum([self._missing(sequence, count) for sequence, count in wanted])
         unread = sum([self._unread(one) for one in running if one.state is SequenceState.PREFILL])
         if missing > self._cache.free_pages - self._kept_out - unread:
+            return False
+        if self._cache.frames is not None and missing > self._cache.frames.free_frames:
             return False
         for sequence, count in wanted:
             self.reserve(sequence, count)
@@ -119,15 +142,28 @@ class SequencePages:
 
     def spare_rows(self, sequence: Sequence) -> int:
         """Rows past the known tokens that fit the sequence's pages and the free ones."""
-        return (len(sequence.pages) + self._cache.free_pages) * self._cache.page_size - sequence.length
+        free, frames = self._cache.free_pages, self._cache.frames
+        if frames is not None:
+            free = min(free, frames.free_frames)
+        return (len(sequence.pages) + free) * self._cache.page_size - sequence.length
 
     def trim(self, sequence: Sequence, keys: int = 0) -> None:
         """Release pages that hold neither a committed token nor one of the first `keys` keys, which a pass under way
         may write."""
         keep = self._cache.pages_for(max(len(sequence.token_ids), keys))
         if len(sequence.pages) > keep:
-            self._cache.release(sequence.pages[keep:])
-            del sequence.pages[keep:]
+            self._release(sequence, keep)
+
+    def leave_windows(self, sequence: Sequence, computed: int) -> None:
+        """Let layers with a window forget what no row behind the sequence's `computed` keys sees: by committed tokens,
+        whatever the size of trees."""
+        frames = self._cache.frames
+        if frames is None:
+            return
+        first = frames.first_page(computed)
+        if first > sequence.window_start:
+            frames.drop(sequence.pages[sequence.window_start : first], self._cache.is_cached)
+            sequence.window_start = first
 
     def share_between_tenants(self, token_ids: SequenceOf[int]) -> None:
         """Let all tenants share pages of this text. Only before the first sequence."""
@@ -139,7 +175,7 @@ class SequencePages:
         if self.prefixes is None:
             return 0
         tokens = sequence.token_ids
-        return sum(1 for _ in self.prefixes.match(sequence.request.tenant, tokens, len(tokens) - 1))
+        return len(self._within_windows(list(self.prefixes.match(sequence.request.tenant, tokens, len(tokens) - 1))))
 
     def resume(self, sequence: Sequence) -> None:
         """Share the pages that hold the sequence's first tokens. Its last token is always read: a pass makes the next
@@ -150,8 +186,8 @@ class SequencePages:
         tokens, tenant = sequence.token_ids, sequence.request.tenant
         # Log-probabilities of a prompt are made of its tokens' own rows.
         most = max(0, sequence.scored_tokens - 1) if sequence.unscored else len(tokens) - 1
-        nodes = list(self.prefixes.match(tenant, tokens, most))
-        nodes = self._with_states(sequence, nodes)
+        nodes = self._within_windows(list(self.prefixes.match(tenant, tokens, most)))
+        nodes = self._within_windows(self._with_states(sequence, nodes))
         if not sequence.totals.preemptions:
             # Later it finds pages of its own.
             sequence.totals.queried_tokens = len(tokens)
@@ -159,10 +195,25 @@ class SequencePages:
         if nodes:
             pages = [node.page for node in nodes]
             self._cache.share(pages)
+            if (frames := self._cache.frames) is not None:
+                sequence.window_start = frames.first_page(len(pages) * self._cache.page_size)
+                frames.hold(pages[sequence.window_start :])
             self.prefixes.use(nodes[-1])
             sequence.pages.extend(pages)
             sequence.prefix, sequence.prefix_pages = nodes[-1], len(pages)
             sequence.kv_length = len(pages) * self._cache.page_size
+
+    def _within_windows(self, nodes: list[PrefixNode]) -> list[PrefixNode]:
+        """As many of the first nodes as a sequence may begin behind: layers with a window need the last of them."""
+        frames = self._cache.frames
+        if frames is None:
+            return nodes
+        usable = unbroken = 0
+        for count, node in enumerate(nodes, start=1):
+            unbroken = unbroken + 1 if frames.has(node.page) else 0
+            if count - unbroken <= frames.first_page(count * self._cache.page_size):
+                usable = count
+        return nodes[:usable]
 
     def _with_states(self, sequence: Sequence, nodes: list[PrefixNode]) -> list[PrefixNode]:
         """As many of the first nodes as the sequence may skip, its drafter's states included."""
@@ -192,6 +243,8 @@ class SequencePages:
                 # Another sequence read the same text at the same time. One page stays, so that whoever holds a node
                 # holds all above it.
                 self._cache.share([node.page])
+                if self._cache.frames is not None and place >= sequence.window_start:
+                    self._cache.frames.hand_over(own, node.page)
                 self._cache.release([own])
                 sequence.pages[place] = node.page
             if self.states is not None and node.states is None:
@@ -206,9 +259,8 @@ class SequencePages:
         if self._cache.recurrent is not None and sequence.pages:
             self._cache.recurrent.release_slot(sequence.state_slot)
             sequence.state_slot = 0
-        self._cache.release(sequence.pages)
-        del sequence.pages[:]
-        sequence.kv_length, sequence.prefix, sequence.prefix_pages = 0, None, 0
+        self._release(sequence, 0)
+        sequence.kv_length, sequence.prefix, sequence.prefix_pages, sequence.window_start = 0, None, 0, 0
 
     def forget_prefixes(self) -> None:
         """Share no page that was filled until now. Only while no sequence holds pages."""
@@ -218,11 +270,20 @@ class SequencePages:
     def check_integrity(self, sequences: Iterable[Sequence]) -> None:
         """Raise AssertionError unless every page is free or owned by these sequences and the tree, as often as it is
         counted."""
-        cached = self.prefixes.pages() if self.prefixes is not None else ()
-        sequences = list(sequences)
-        self._cache.check_integrity([sequence.pages for sequence in sequences], cached)
+        cached, held = self.prefixes.pages() if self.prefixes is not None else [], list(sequences)
+        self._cache.check_integrity([sequence.pages for sequence in held], cached)
+        if self._cache.frames is not None:
+            self._cache.frames.check_integrity([one.pages[one.window_start :] for one in held], cached)
         if self._cache.recurrent is not None:
-            self._cache.recurrent.check_slots([one.state_slot for one in sequences if one.pages])
+            self._cache.recurrent.check_slots([one.state_slot for one in held if one.pages])
+
+    def _release(self, sequence: Sequence, keep: int) -> None:
+        """Give back all but the sequence's first `keep` pages."""
+        pages = sequence.pages[keep:]
+        if self._cache.frames is not None:
+            self._cache.frames.drop(sequence.pages[max(keep, sequence.window_start) :], self._cache.is_cached)
+        self._cache.release(pages)
+        del sequence.pages[keep:]
 
     def _missing(self, sequence: Sequence, tokens: int) -> int:
         return self._cache.pages_for(tokens) - len(sequence.pages)

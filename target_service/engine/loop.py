@@ -458,13 +458,14 @@ class EngineLoop:
         return verdicts
 
     def _publish(self, step: Step, outcomes: SequenceOf[Verified | None]) -> None:
-        """Let other sequences share the pages that `step` filled."""
+        """Let other sequences share the pages that `step` filled, and windows leave theirs."""
         for item, outcome in zip(step.batch.items, outcomes, strict=True):
             sequence = item.sequence
             if item.kept and sequence.sequence_id in self.live:
                 # A chunk that did not reach the root has no outcome; behind a commit all keys but the root's are final.
                 computed = item.start + item.known if outcome is None else len(sequence.token_ids) - 1
                 self.scheduler.pages.publish(sequence, computed)
+                self.scheduler.pages.leave_windows(sequence, computed)
 
     def _trim(self, step: Step) -> None:
         """Give back the pages of rows that `step` did not accept, but for those of the step under way."""

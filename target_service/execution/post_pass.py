@@ -99,7 +99,8 @@ class PostPass:
             self._logprobs.gather(done.logits, done.token_ids, done.parameters, verdicts)
         if work.drafted:
             accepted = done.parameters, verdicts, self._backend
-            move_accepted(cache.key_pool, cache.value_pool, done.slots, *accepted)
+            for (keys, values), slots in zip(cache.pools, cache.slots_of(done.slots), strict=True):
+                move_accepted(keys, values, slots, *accepted)
             if cache.recurrent is not None and done.node_slots is not None:
                 move_accepted(cache.recurrent.inputs, cache.recurrent.gates, done.node_slots, *accepted)
             keep_accepted(cache.tokens, done.token_ids, done.slots, done.parameters, verdicts, self._backend)

@@ -31,6 +31,24 @@ class PassContext:
     slots: Tensor
     cache: KVCache
     recurrent: RecurrentPass | None = None  # where layers keep states
+    # The same for layers with a window, where those keep keys and values in frames.
+    windowed: PassContext | None = None
+
+    @classmethod
+    def over(
+        cls,
+        attention: Attention,
+        plan: AttentionPlan,
+        slots: Tensor,
+        cache: KVCache,
+        recurrent: RecurrentPass | None = None,
+    ) -> PassContext:
+        """Of every kind of layer that the cache has."""
+        frames, within = cache.frames, None
+        if frames is not None:
+            assert isinstance(attention, TreeAttention), "layers of latents have no window"
+            within = cls(attention, attention.plan_in_frames(plan, frames), frames.slots(slots), cache)
+        return cls(attention, plan, slots, cache, recurrent, within)
 
 
 @dataclass(frozen=True, slots=True)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Protocol
 
 import torch
@@ -44,6 +44,10 @@ class TargetNetwork(Protocol):
     @property
     def recurrent_layers(self) -> tuple[int, StateShape] | None:
         """How many layers keep states instead, and of which shape; None where there are none."""
+
+    @property
+    def windows(self) -> Sequence[int | None]:
+        """By layer with keys and values, how many tokens a row sees; None for all."""
 
     @property
     def longest_context(self) -> int:

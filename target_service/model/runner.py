@@ -15,7 +15,7 @@ from torch import Tensor
 from transformers import PretrainedConfig, PreTrainedModel
 
 from target_service.config import MAX_SEQUENCES
-from target_service.core.kv_cache import KVCache
+from target_service.core.kv_cache import KVCache, WindowedLayers
 from target_service.core.sequence import MAX_PASSES
 from target_service.model.forward import Attention, ForwardInput, ForwardPass, PassContext
 from target_service.model.head_projection import DraftHead
@@ -258,7 +258,9 @@ class ModelRunner:
 
     def move_rows(self, sources: Sequence[int], targets: Sequence[int]) -> None:
         """Copy keys and values of every layer from slots to others, all of them read before any is written."""
-        move_kv([*self.cache.keys, *self.cache.values], sources, targets)
+        lists = (self.cache.slots_of(torch.tensor(slots)) for slots in (sources, targets))
+        for (keys, values), source, target in zip(self.cache.pools, *lists, strict=True):
+            move_kv([*keys, *values], source, target)
 
     def compute_logits(
         self, batch: ForwardInput, token_ids: Tensor, rows: Tensor | int, recurrent: RecurrentPass | None
@@ -266,7 +268,10 @@ class ModelRunner:
         """Logits of the given rows, 0 for all, of a pass whose tokens are `token_ids` [R] int64. `recurrent` plans the
         layers with states, if there are some."""
         slots, positions = (torch.tensor(each, device=self.device) for each in (batch.slots, batch.positions))
-        step = PassContext(self.attention, self.attention.plan(batch.attention), slots, self.cache, recurrent)
+        if self.cache.frames is not None:
+            self.cache.frames.send()
+        plan = self.attention.plan(batch.attention)
+        step = PassContext.over(self.attention, plan, slots, self.cache, recurrent)
         # A tree may reach past the end of position tables; no such row can be committed.
         return self._compute(token_ids, positions.clamp_(max=self._last_position), step, rows)
 
@@ -304,14 +309,22 @@ def runner_over(
     tokenizer_fingerprint: str = "",
     state_slots: int = _STATE_SLOTS,
     largest_tree: int = _LARGEST_TREE,
+    window_share: float | None = 1.0,
+    window_rows: int = 0,
 ) -> ModelRunner:
     """A runner for a network, on its device and in its dtype. Where layers keep states, `state_slots` sequences have
-    one at a time, and `largest_tree` is the most rows of a sequence that may be dropped."""
+    one at a time, and `largest_tree` is the most rows of a sequence that may be dropped. Layers with a window have room
+    for `window_share` of what the others keep, and at least for one window and `window_rows`; None keeps all, without
+    frames."""
     recurrent, of_network = None, (network.dtype, network.device)
     if network.recurrent_layers is not None:
         count, shape = network.recurrent_layers
         recurrent = RecurrentStates(count, state_slots, largest_tree, shape, *of_network)
-    cache = KVCache(num_pages, page_size, network.cached_layers, *network.cache_shape, *of_network, recurrent)
+    windows, windowed = {layer: window for layer, window in enumerate(network.windows) if window is not None}, None
+    if windows and window_share is not None:
+        windowed = WindowedLayers(tuple(windows), max(windows.values()), window_share, window_rows)
+    layers = network.cached_layers, *network.cache_shape
+    cache = KVCache(num_pages, page_size, *layers, *of_network, recurrent, windowed)
     over_cache: Attention
     if network.latent:
         over_cache = LatentAttention(cast(LatentBackend, attention), network.device)

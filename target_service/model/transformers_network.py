@@ -5,7 +5,7 @@ Its own code runs, with our attention over the paged cache in place of its own.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any, cast
 
 import torch
@@ -18,6 +18,7 @@ from target_service.model.current_pass import computing, current_pass
 from target_service.model.forward import PassContext
 from target_service.model.rotary import hold_frequencies
 from target_service.model.support import ModelRefused, longest_context
+from tree_kernels.attention import TreeAttention
 from tree_kernels.paging import write_kv
 from tree_models.layers.decoder import CacheShape, Tap
 from tree_models.layers.linear import PackedWeight
@@ -50,7 +51,9 @@ def attend(
     step, layer = outrider_step, int(module.layer_idx)  # type: ignore[arg-type]
     keys, values = step.cache.keys[layer], step.cache.values[layer]
     write_kv(key[0].transpose(0, 1), value[0].transpose(0, 1), keys, values, step.slots)
-    out = step.attention.run(step.plan, query[0].transpose(0, 1), keys, values, scaling)
+    # Its cache has no latents.
+    attention = cast(TreeAttention, step.attention)
+    out = attention.run(step.plan, query[0].transpose(0, 1), keys, values, scaling)
     return out.unsqueeze(0), None
 
 
@@ -97,6 +100,11 @@ class TransformersNetwork:
     def recurrent_layers(self) -> None:
         """Families without an entry that have some are refused."""
         return None
+
+    @property
+    def windows(self) -> Sequence[int | None]:
+        """By layer, how many tokens a row sees: all."""
+        return [None] * self.layer_count
 
     @property
     def longest_context(self) -> int:

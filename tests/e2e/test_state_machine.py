@@ -69,37 +69,42 @@ REQUESTS = (
 
 
 @functools.cache
-def model() -> PreTrainedModel:
-    """With the vocabulary of a tokenizer, which forms of output need."""
-    return make_tiny(vocab_size=VOCABULARY, eos_token_id=END)
+def model(windowed: bool) -> PreTrainedModel:
+    """With the vocabulary of a tokenizer, which forms of output need; `windowed` in its second layer."""
+    if not windowed:
+        return make_tiny(vocab_size=VOCABULARY, eos_token_id=END)
+    window = {"head_dim": 16, "use_sliding_window": True, "sliding_window": 5, "max_window_layers": 1}
+    return make_tiny("qwen3", vocab_size=VOCABULARY, eos_token_id=END, **window)
 
 
 @functools.cache
-def truth(index: int) -> tuple[int, ...]:
+def truth(index: int, windowed: bool) -> tuple[int, ...]:
     wanted = REQUESTS[index]
     if wanted.sampling.structured_output is None:
-        return plain(model(), wanted)
+        return plain(model(windowed), wanted)
     # One row a step, verified by the host.
-    (outcome,) = run(runner_of(16, 512), [replace(wanted, speculate=False)])
+    (outcome,) = run(runner_of(16, 512, windowed), [replace(wanted, speculate=False)])
     return outcome.token_ids
 
 
-def runner_of(page_size: int, kv_tokens: int) -> ModelRunner:
-    return runner_for(model(), trained_tokenizer(), num_pages=kv_tokens // page_size, page_size=page_size)
+def runner_of(page_size: int, kv_tokens: int, windowed: bool, chunk: int = 64) -> ModelRunner:
+    pages = {"num_pages": kv_tokens // page_size, "page_size": page_size}
+    # Hardly more than one sequence needs.
+    return runner_for(model(windowed), trained_tokenizer(), **pages, window_share=0.2, window_rows=2 * chunk)
 
 
 @functools.cache
-def states(index: int) -> Tensor:
+def states(index: int, windowed: bool) -> Tensor:
     """[tokens, width] of the whole sequence, by transformers' own forward pass."""
-    return states_of(model(), [*REQUESTS[index].token_ids, *truth(index)], FEATURES.layers)
+    return states_of(model(windowed), [*REQUESTS[index].token_ids, *truth(index, windowed)], FEATURES.layers)
 
 
 class FuzzedDraft:
     """A draft link that keeps what it was told and says nothing by itself: the machine decides what arrives."""
 
-    def __init__(self, wanted: Mapping[int, int]) -> None:
+    def __init__(self, wanted: Mapping[int, int], windowed: bool) -> None:
         """`wanted` stays the machine's own table: which request a sequence is."""
-        self._wanted = wanted
+        self._wanted, self._windowed = wanted, windowed
         # The first token of each sequence whose vector did not come yet.
         self.next_vectors: dict[int, int] = {}
         self.tokens: dict[int, list[int]] = {}
@@ -133,7 +138,7 @@ class FuzzedDraft:
         end = position + vectors.rows
         assert self.next_vectors[sequence_id] <= position < end <= len(self.tokens[sequence_id]) - 1
         self.next_vectors[sequence_id] = end
-        expected = states(self._wanted[sequence_id])[position:end]
+        expected = states(self._wanted[sequence_id], self._windowed)[position:end]
         torch.testing.assert_close(read_vectors(vectors), expected, rtol=1e-3, atol=1e-3)
 
     def forget_given_up(self) -> None:
@@ -159,10 +164,13 @@ class ServiceMachine(RuleBasedStateMachine):
         passes=st.sampled_from([1, 2, 4]),
         kept=st.sampled_from([0, 3, 100]),
         shares=st.booleans(),
+        windowed=st.booleans(),
     )
-    def begin(self, page_size: int, chunk: int, seed: int, device: str, passes: int, kept: int, shares: bool) -> None:
+    def begin(
+        self, page_size: int, chunk: int, seed: int, device: str, passes: int, kept: int, shares: bool, windowed: bool
+    ) -> None:
         """Steps are verified by the host, or by the device itself, which may draft too."""
-        self.runner = runner_of(page_size, 128)
+        self.runner, self.windowed = runner_of(page_size, 128, windowed, chunk), windowed
         config = engine_config(prefill_chunk=chunk, max_step_rows=96, max_running=3, disable_above=2)
         # Nothing arrives while the machine's own thread waits, so it does not.
         config = replace(config, draft_wait_ms=0.0, feature_window=kept, prefix_cache=shares)
@@ -173,7 +181,7 @@ class ServiceMachine(RuleBasedStateMachine):
             steps = DeviceSteps(self.runner, max_sequences=3, max_rows=96)
         self.loop = EngineLoop(self.runner, config, steps=steps, multi_step=MultiStep(passes))
         self.wanted: dict[int, int] = {}
-        self.draft = FuzzedDraft(self.wanted)
+        self.draft = FuzzedDraft(self.wanted, windowed)
         self.loop.drafting.attach(self.draft)
         self.random = random.Random(seed)
         self.said: dict[int, list[int]] = {}
@@ -203,7 +211,7 @@ class ServiceMachine(RuleBasedStateMachine):
                 else:
                     assert isinstance(event, SequenceFinished)
                     self.ended.add(event.sequence_id)
-                    assert tuple(self.said[event.sequence_id]) == truth(self.wanted[event.sequence_id])
+                    assert tuple(self.said[event.sequence_id]) == self.truth(event.sequence_id)
             self.draft.forget_given_up()
 
     @rule(reads=st.booleans())
@@ -224,7 +232,7 @@ class ServiceMachine(RuleBasedStateMachine):
         sequence_id = data.draw(st.sampled_from(sorted(self.draft.tokens)))
         tokens, step = self.draft.tokens[sequence_id], self.draft.steps[sequence_id]
         index = self.wanted[sequence_id]
-        ahead = truth(index)[len(tokens) - len(REQUESTS[index].token_ids) :] if right else ()
+        ahead = self.truth(sequence_id)[len(tokens) - len(REQUESTS[index].token_ids) :] if right else ()
         tree = grow(tokens[-1], self.random, 12, lambda path: self._token(path, ahead))
         first = self.draft.next_ids[sequence_id]
         self.draft.next_ids[sequence_id] += tree.drafted
@@ -240,6 +248,9 @@ class ServiceMachine(RuleBasedStateMachine):
         if late:
             self.step(1)
         self.loop.drafting.receive(Grown([sent]))
+
+    def truth(self, sequence_id: int) -> tuple[int, ...]:
+        return truth(self.wanted[sequence_id], self.windowed)
 
     def _token(self, path: Sequence[int], ahead: Sequence[int]) -> int:
         if len(path) < len(ahead) and tuple(path) == tuple(ahead[: len(path)]):
@@ -269,7 +280,7 @@ class ServiceMachine(RuleBasedStateMachine):
     @invariant()
     def what_is_said_is_plain_decoding(self) -> None:
         for sequence_id, said in getattr(self, "said", {}).items():
-            assert tuple(said) == truth(self.wanted[sequence_id])[: len(said)]
+            assert tuple(said) == self.truth(sequence_id)[: len(said)]
 
     @invariant()
     def pages_add_up(self) -> None:

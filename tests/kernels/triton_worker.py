@@ -18,9 +18,10 @@ import torch
 from conftest import Case, Spec, make_case
 
 from target_service.model.cuda_graphs.sizes import Bucket, capacity
-from tree_kernels.attention import AttentionBatch, TreeAttention, plan_integers
+from tree_kernels.attention import AttentionBatch, AttentionPlan, TreeAttention, plan_integers
 from tree_kernels.attention.triton_backend import INVARIANT, TritonAttention, TritonSettings
 from tree_kernels.attention.triton_tiling import Merging, Tiling
+from tree_kernels.window_frames import WindowFrames
 
 INTERPRETED = not torch.cuda.is_available()
 DEVICE = torch.device("cpu" if INTERPRETED else "cuda")
@@ -165,10 +166,28 @@ def error_of(name: str, arguments: dict[str, Any], settings: TritonSettings) -> 
     runs = 2 if not INTERPRETED or name.startswith(("page", "split", "merged")) else 1
     case = make_case(**{"device": DEVICE, **arguments})
     backend = TritonAttention(DEVICE, settings)
-    plan = backend.plan(case.batch)
+    plan: AttentionPlan = backend.plan(case.batch)
+    expected = reference(case)
+    if case.variant.window is not None:
+        plan, case = in_frames(backend, plan, case, case.variant.window)
     tensors = case.query, case.key_cache, case.value_cache
     outputs = [backend.run(plan, *tensors, case.scale, case.variant) for _ in range(runs)]
-    return relative_error(outputs[0], reference(case)) if torch.equal(outputs[0], outputs[-1]) else float("nan")
+    return relative_error(outputs[0], expected) if torch.equal(outputs[0], outputs[-1]) else float("nan")
+
+
+def in_frames(backend: TritonAttention, plan: AttentionPlan, case: Case, window: int) -> tuple[AttentionPlan, Case]:
+    """The case as layers with a window have it: in frames of another order, those before every window given up."""
+    batch, count = case.batch, len(case.key_cache)
+    frames = WindowFrames(count, count, batch.page_size, window, DEVICE)
+    for pages, prefix in reversed(list(zip(batch.pages, batch.prefix_lengths, strict=True))):
+        frames.hold(pages)
+        frames.drop(pages[: frames.first_page(prefix)], lambda _: False)
+    frames.send()
+    held = [page for page in range(count) if frames.has(page)]
+    moved = [cache.new_zeros(count + 1, *cache.shape[1:]) for cache in (case.key_cache, case.value_cache)]
+    for cache, pool in zip((case.key_cache, case.value_cache), moved, strict=True):
+        pool[list(frames.frames_of(held))] = cache[held]
+    return backend.plan_in_frames(plan, frames), replace(case, key_cache=moved[0], value_cache=moved[1])
 
 
 def only(case: Case, b: int) -> Case:

@@ -99,14 +99,14 @@ class TestMemory:
             widths = shape.heads, shape.key_width, shape.value_width
             caches.append(KVCache(64, 16, 27, *widths, torch.bfloat16, torch.device("cpu")))
             assert caches[-1].token_bytes == kv_bytes(config, 2, latent=latent)
-        pools = [cache.key_pool.nbytes + cache.value_pool.nbytes for cache in caches]
+        pools = [cache.nbytes for cache in caches]
         assert 8 * pools[0] <= pools[1]
 
     def test_what_is_left_of_a_device_holds_as_many_more_tokens(self) -> None:
         model, free = make_latent("v3"), 1 << 20
         latents, heads = (make_runner(model, 16, 64, latent=latent).cache for latent in (True, False))
         more = _cache_of(latents, free, 1.0)
-        assert more.value_pool.numel() == 0 and more.key_pool.nbytes <= free < more.key_pool.nbytes + 16 * 288
+        assert more.pools[0][1].numel() == 0 and more.nbytes <= free < more.nbytes + 16 * 288
         assert more.num_pages // _cache_of(heads, free, 1.0).num_pages >= 6
 
 

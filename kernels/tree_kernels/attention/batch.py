@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
+
+from tree_kernels.window_frames import WindowFrames
 
 
 @dataclass(frozen=True)
@@ -57,6 +59,10 @@ class AttentionBatch:
             tree = self.parents[b]
             if tree is not None and len(tree) != rows:
                 raise ValueError(f"sequence {b} has {rows} rows and {len(tree)} parents")
+
+    def in_frames(self, frames: WindowFrames) -> AttentionBatch:
+        """The batch over the frames that its pages are in by now."""
+        return replace(self, pages=tuple(frames.frames_of(pages) for pages in self.pages))
 
 
 @dataclass

@@ -9,6 +9,7 @@ from torch import Tensor
 
 from tree_kernels.attention.batch import AttentionBatch, AttentionPlan
 from tree_kernels.attention.variant import PLAIN, AttentionVariant
+from tree_kernels.window_frames import WindowFrames
 
 if TYPE_CHECKING:
     from tree_kernels.attention.triton_planning import TritonPlanner
@@ -23,6 +24,8 @@ class Planner(Protocol):
 
 
 class _AttentionBackend(Planner, Protocol):
+    def plan_in_frames(self, plan: AttentionPlan, frames: WindowFrames) -> AttentionPlan: ...
+
     def run(
         self,
         plan: AttentionPlan,
@@ -76,6 +79,11 @@ class TreeAttention(PlannedAttention[_AttentionBackend]):
         if invariant and backend != "triton":
             raise ValueError(f"only the triton backend is independent of the batch, this is {backend}")
         super().__init__(backend, device, _create(backend, device, invariant))
+
+    def plan_in_frames(self, plan: AttentionPlan, frames: WindowFrames) -> AttentionPlan:
+        """The plan of the same step for layers with a window, where those keep pages in frames. In a captured step it
+        has to be captured too, since the frames change. Raises `ValueError` for a backend without windows."""
+        return self._implementation.plan_in_frames(plan, frames)
 
     def run(
         self,

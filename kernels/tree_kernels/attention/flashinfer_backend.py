@@ -13,6 +13,7 @@ from torch import Tensor
 from tree_kernels.attention.batch import AttentionBatch, AttentionPlan
 from tree_kernels.attention.reference import sequence_mask
 from tree_kernels.attention.variant import AttentionVariant
+from tree_kernels.window_frames import WindowFrames
 
 _WORKSPACE_BYTES = 256 << 20
 
@@ -37,6 +38,9 @@ class FlashInferAttention:
         self._wrapper = flashinfer.BatchPrefillWithPagedKVCacheWrapper(workspace, "NHD", backend="fa2")
         # The plan and heads that the wrapper is planned for; holding the plan keeps its identity unique.
         self._planned: tuple[AttentionPlan, tuple[object, ...]] | None = None
+
+    def plan_in_frames(self, plan: AttentionPlan, frames: WindowFrames) -> AttentionPlan:  # noqa: ARG002
+        raise ValueError("flashinfer takes plain attention alone")
 
     def plan(self, batch: AttentionBatch) -> AttentionPlan:
         present = [b for b in range(batch.sequences) if batch.row_counts[b]]

@@ -8,6 +8,7 @@ from torch import Tensor
 from tree_kernels.attention.batch import AttentionBatch, AttentionPlan
 from tree_kernels.attention.tree_mask import ancestor_mask
 from tree_kernels.attention.variant import PLAIN, AttentionVariant
+from tree_kernels.window_frames import WindowFrames
 
 
 class ReferenceAttention:
@@ -15,6 +16,9 @@ class ReferenceAttention:
 
     def plan(self, batch: AttentionBatch) -> AttentionPlan:
         return AttentionPlan(batch)
+
+    def plan_in_frames(self, plan: AttentionPlan, frames: WindowFrames) -> AttentionPlan:
+        return AttentionPlan(plan.batch.in_frames(frames))
 
     def run(
         self,

@@ -11,6 +11,7 @@ from torch import Tensor
 from tree_kernels.attention.batch import AttentionBatch, AttentionPlan
 from tree_kernels.attention.reference import sequence_mask
 from tree_kernels.attention.variant import PLAIN, AttentionVariant
+from tree_kernels.window_frames import WindowFrames
 
 # Scores that are held at a time where PyTorch's operation does not take the variant: 64 MB in fp32.
 _MOST_SCORES = 1 << 24
@@ -49,6 +50,10 @@ class TorchPlanner:
 
     def plan(self, batch: AttentionBatch) -> AttentionPlan:
         return TorchPlan(batch, self._planned(batch, PLAIN))
+
+    def plan_in_frames(self, plan: AttentionPlan, frames: WindowFrames) -> AttentionPlan:
+        # What sees all keys is never asked for.
+        return TorchPlan(plan.batch.in_frames(frames), [])
 
     def _planned(self, batch: AttentionBatch, variant: AttentionVariant) -> list[SequencePlan]:
         return [self._plan_one(batch, b, variant) for b in range(batch.sequences) if batch.row_counts[b]]

@@ -7,7 +7,7 @@ out, is copied into `integers` of the plan that the graph was captured with.
 from __future__ import annotations
 
 from array import array
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from itertools import accumulate
 
 import torch
@@ -19,6 +19,7 @@ from tree_kernels.attention.tree_mask import WORD_BITS, mask_words, tree_rows
 from tree_kernels.attention.triton_merge import merge_kernel
 from tree_kernels.attention.triton_schedule import schedule_kernel
 from tree_kernels.attention.triton_tiling import FIXED_MERGING, MERGE_COLUMNS, Merging, Tiling, choose_merging
+from tree_kernels.window_frames import WindowFrames
 
 # Kernels take the softmax in base 2.
 LOG2_E = 1.4426950408889634
@@ -117,6 +118,12 @@ class TritonPlanner:
             batch, integers, query_starts, prefix_lengths, causal, page_starts, parents, page_table, words,
             self._integers(rows), reserved,
         )  # fmt: skip
+
+    def plan_in_frames(self, plan: AttentionPlan, frames: WindowFrames) -> TritonPlan:
+        """See `TreeAttention.plan_in_frames`. Everything but the table of pages is shared with `plan`, on the device
+        too, where later steps are put into it; so this has to be captured with them."""
+        assert isinstance(plan, TritonPlan)
+        return replace(plan, page_table=frames.table.index_select(0, plan.page_table))
 
     def pack(self, plan: TritonPlan, batch: AttentionBatch) -> array[int]:
         """Another step for a plan: [n] int32, for the first n of the plan's `integers`.

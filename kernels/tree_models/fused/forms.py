@@ -29,7 +29,7 @@ from tree_models.layers.experts import MixtureOfExperts
 from tree_models.layers.linear import PlainWeight
 from tree_models.layers.mlp import MLP
 from tree_models.layers.norm import HeadNorm, Normalization
-from tree_models.layers.paged import PagedPass
+from tree_models.layers.paged import PagedPass, pass_of
 from tree_models.layers.rotary import Angles, scaled_queries
 from tree_models.layers.router import TopKRouter
 
@@ -189,6 +189,7 @@ class FusedForm:
     def _attended(self, linears: RowLinears, scaled: ScaledRows, angles: Angles | None, step: PagedPass) -> Tensor:
         """[R, Hq * D]."""
         parts = self.parts
+        step = pass_of(parts.variant, step)
         keys, values = step.cache.keys[parts.cache_layer], step.cache.values[parts.cache_layer]
         angles = angles or self._unturned(len(scaled.rows))
         heads = HeadRows(angles.cosines, angles.sines, step.slots, keys, values)

@@ -168,4 +168,4 @@ def _probe_step(hidden: Tensor, spec: AttentionSpec, cache_layer: int) -> Simple
     keys, values = (hidden.new_zeros(1, rows, spec.kv_heads, spec.head_width) for _ in range(2))
     slots = torch.arange(rows, device=hidden.device).flip(0)
     cache = SimpleNamespace(keys={cache_layer: keys}, values={cache_layer: values})
-    return SimpleNamespace(attention=_ProbeAttention(slots), plan=None, slots=slots, cache=cache)
+    return SimpleNamespace(attention=_ProbeAttention(slots), plan=None, slots=slots, cache=cache, windowed=None)

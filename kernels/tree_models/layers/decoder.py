@@ -194,6 +194,11 @@ class Decoder(nn.Module):
         return len(self.layers)
 
     @property
+    def windows(self) -> Sequence[int | None]:
+        """By layer with keys and values, how many tokens a row sees; None for all."""
+        return [spec.window if isinstance(spec, AttentionSpec) else None for spec in self._attending]
+
+    @property
     def longest_context(self) -> int:
         """Tokens of the longest text."""
         return self.spec.max_positions

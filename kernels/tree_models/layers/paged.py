@@ -34,6 +34,7 @@ class PagedPass(Protocol):
     slots: Tensor  # [R], where each row's key and value go
     cache: Any  # a `PagedCache`
     recurrent: Any  # a `tree_kernels.recurrence.RecurrentPass` where layers keep states, else None
+    windowed: Any  # the `PagedPass` of layers with a window, where those keep keys and values elsewhere; else None
 
 
 class AttendingLayer(Protocol):
@@ -47,10 +48,19 @@ class AttendingLayer(Protocol):
         """Has `scaling`."""
 
 
+def pass_of(variant: AttentionVariant, step: PagedPass) -> PagedPass:
+    """The pass as a layer of this kind has it."""
+    if variant.window is None or step.windowed is None:
+        return step
+    within: PagedPass = step.windowed
+    return within
+
+
 # Not compiled: layers differ in their number, which is read here alone, and not in the parts around it.
 @torch.compiler.disable  # type: ignore[untyped-decorator]
 def attend(owner: AttendingLayer, query: Tensor, key: Tensor, value: Tensor, step: PagedPass) -> Tensor:
     """[R, Hq, Dv]: write keys and values [R, Hkv, D] of the rows into the cache, and attend with query [R, Hq, D]."""
+    step = pass_of(owner.variant, step)
     keys, values = step.cache.keys[owner.cache_layer], step.cache.values[owner.cache_layer]
     write_kv(key, value, keys, values, step.slots)
     out: Tensor = step.attention.run(step.plan, query, keys, values, owner.spec.scaling, owner.variant)

@@ -68,10 +68,7 @@ def _free(device: torch.device) -> int:
 
 def _cache_of(small: KVCache, free: float, share: float) -> KVCache:
     """A cache like `small` in a share of `free` bytes."""
-    layers, _, page_size, kv_heads, key_width = small.key_pool.shape
-    pages = max(small.num_pages, int(free * share / (small.token_bytes * page_size)))
-    pool, value_width = small.key_pool, small.value_pool.shape[-1]
-    return KVCache(pages, page_size, layers, kv_heads, key_width, value_width, pool.dtype, pool.device, small.recurrent)
+    return small.like(max(small.num_pages, int(free * share / (small.token_bytes * small.page_size))))
 
 
 def _capture_all(captured: CapturedRunner, seconds: float) -> None:

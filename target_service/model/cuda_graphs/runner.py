@@ -209,6 +209,8 @@ class CapturedRunner(ModelRunner):
         captured = self._captured.get(bucket)
         if captured is None:
             captured = self._captured[bucket] = self._capture(bucket)
+        if self.cache.frames is not None:
+            self.cache.frames.send()
         captured.buffer.load(batch, self._last_position, parameters)
         try:
             if before is not None:
@@ -251,7 +253,7 @@ class CapturedRunner(ModelRunner):
         if self._recurrence is not None and states is not None:
             plan = self._recurrence.capturable.plan_on_device(buffer.plan.batch, buffer.recurrent_tensors, states)
             recurrent = RecurrentPass(self._recurrence, plan, states)
-        step = PassContext(self.attention, buffer.plan, buffer.slots, self.cache, recurrent)
+        step = PassContext.over(self.attention, buffer.plan, buffer.slots, self.cache, recurrent)
         token_ids = fill_pending(buffer.token_ids, self.pending, buffer.slots, self.cache.tokens)
         logits = self._compute(token_ids, buffer.positions, step)
         return logits, token_ids, None if recurrent is None else recurrent.plan.node_slots

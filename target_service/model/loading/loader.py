@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 from collections.abc import Iterator
 from contextlib import contextmanager
-from typing import Protocol, cast
+from typing import Any, Protocol, cast
 
 import psutil
 import torch
@@ -85,26 +85,19 @@ def load_runner(config: TargetConfig, ranks: ServingRanks | None = None) -> Mode
     tokenizer = load_tokenizer(folder)
     longest = network.longest_context
     max_context = min(config.max_context or min(longest, _CONTEXT_LIMIT), longest)
-    kv_tokens = _kv_tokens(config, network, ranks)
     if network.recurrent_layers and backend == "triton" and config.max_draft_nodes >= MOST_NODES:
         raise ModelRefused(f"--max-draft-nodes must be below {MOST_NODES} where layers keep states on a GPU")
-    if config.captures and not config.kv_tokens:
-        # Until captured steps have taken their memory.
-        kv_tokens = 2 * config.step_rows
     log.info("serving %s in %s", config.model, config.dtype)
     runner = runner_over(
         network,
         tokenizer,
-        num_pages=max(1, kv_tokens // config.page_size),
-        page_size=config.page_size,
         end_token_ids=end_tokens_of(settings, read_generation_config(folder)),
         attention=backend,
         invariant=config.batch_invariant,
         name=config.served_names[0],
         max_context=max_context,
         tokenizer_fingerprint=tokenizer_fingerprint(tokenizer),
-        state_slots=config.max_running,
-        largest_tree=config.max_draft_nodes + 1,
+        **_cache_sizes(config, network, ranks),
     )
     if config.draft_head:
         runner.run_head(read_draft_head(config.draft_head, settings.num_hidden_layers, settings.hidden_size))
@@ -258,24 +251,48 @@ def _set_threads(config: TargetConfig, ranks: RankGroup | None) -> None:
         torch.set_num_threads(max(1, torch.get_num_threads() // ranks.size))
 
 
+def _cache_sizes(config: TargetConfig, network: TargetNetwork, ranks: ServingRanks | None) -> dict[str, Any]:
+    """The sizes of a runner's cache, see `runner_over`."""
+    kv_tokens = _kv_tokens(config, network, ranks)
+    if config.captures and not config.kv_tokens:
+        # Until captured steps have taken their memory.
+        kv_tokens = 2 * config.step_rows
+    return {
+        "num_pages": max(1, kv_tokens // config.page_size),
+        "page_size": config.page_size,
+        "state_slots": config.max_running,
+        "largest_tree": config.max_draft_nodes + 1,
+        # Other ranks know nothing of frames.
+        "window_share": config.window_share if ranks is None else None,
+        # Those of a pass under way, and of the next one.
+        "window_rows": 2 * config.step_rows,
+    }
+
+
 def _kv_tokens(config: TargetConfig, network: TargetNetwork, ranks: ServingRanks | None) -> int:
     states = config.max_running * states_bytes(network, config.max_draft_nodes + 1)
-    tokens = config.kv_tokens or _tokens_that_fit(network, states)
+    share = config.window_share if ranks is None else 1.0
+    tokens = config.kv_tokens or _tokens_that_fit(network, states, share)
     # The leading rank's pages are those of all.
     return tokens if ranks is None else ranks.least(tokens)
 
 
-def _tokens_that_fit(network: TargetNetwork, states: int) -> int:
-    """Tokens whose keys and values fit a share of the memory that is free now, beside `states` bytes. Raises
-    `ModelRefused` where those do not fit."""
+def _tokens_that_fit(network: TargetNetwork, states: int, window_share: float) -> int:
+    """Tokens whose keys and values fit a share of the memory that is free now, beside `states` bytes, with room for
+    `window_share` of them in layers with a window. Raises `ModelRefused` where the states do not fit."""
     if network.device.type == "cuda":
         free, _ = torch.cuda.mem_get_info(network.device)
     else:
         free = psutil.virtual_memory().available
     heads, key_width, value_width = network.cache_shape
-    each = network.cached_layers * heads * (key_width + value_width) * network.dtype.itemsize
+    each = _cached_layers(network, window_share) * heads * (key_width + value_width) * network.dtype.itemsize
     if states > free:
         raise ModelRefused(
             f"recurrent states take {states:,} bytes of {free:,} that are free: set a lower --max-running"
         )
     return int(min(_KV_TOKENS_LIMIT, (free - states) * _KV_MEMORY_SHARE / each))
+
+
+def _cached_layers(network: TargetNetwork, window_share: float) -> float:
+    """Layers with keys and values, of those with a window the share of a text that they have room for."""
+    return sum(1.0 if window is None else window_share for window in network.windows)
