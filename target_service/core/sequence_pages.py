@@ -26,8 +26,9 @@ class PrefixStates(Protocol):
         """The states of tokens `start` .. `stop`, to be kept; None where they are not known."""
         ...
 
-    def resume(self, sequence: Sequence, pages: SequenceOf[PageStates]) -> bool:
-        """Give the sequence the states of its first pages; False where they are of another form than is sent now."""
+    def resume(self, sequence: Sequence, start: int, pages: SequenceOf[PageStates]) -> bool:
+        """Give the sequence the states of pages from token `start` on; False where they have another form than is sent
+        now."""
         ...
 
 
@@ -219,15 +220,15 @@ class SequencePages:
         """As many of the first nodes as the sequence may skip, its drafter's states included."""
         if self.states is None or not nodes:
             return nodes
-        without = self.states.most_without(sequence) // self._cache.page_size
+        without = max(0, self.states.most_without(sequence)) // self._cache.page_size
         found: list[PageStates] = []
-        for node in nodes:
+        for node in nodes[without:]:
             if node.states is None:
                 break
             found.append(node.states)
-        if len(found) > without and self.states.resume(sequence, found):
-            return nodes[: len(found)]
-        return nodes[: max(0, without)]
+        if found and self.states.resume(sequence, without * self._cache.page_size, found):
+            return nodes[: without + len(found)]
+        return nodes[:without]
 
     def publish(self, sequence: Sequence, computed: int) -> None:
         """Let others share the pages whose `computed` keys are final, where the token behind a page is known."""

@@ -125,14 +125,14 @@ def test_acceptance_behind_a_hit_is_that_beside_none(
     drafters: list[EagleDrafter] = []
     settings = {"projection": "draft", "feature_dtype": "float32", "page_size": 4, "prefix_cache": of_draft}
     connect = made(head, drafters, **settings)
-    config = replace(engine_config(), prefix_cache=of_target)
+    config = replace(engine_config(), prefix_cache=of_target, feature_window=64)
     # One after another.
     outcomes = run(make_runner(tiny_model, 4), [*wanted, *wanted], connect=connect, config=config, stagger=60)
     assert [outcome.token_ids for outcome in outcomes] == said_plainly(teacher, wanted) * 2
     before, after = outcomes[:4], outcomes[4:]
     cached = [outcome.finished.totals.cached_tokens for outcome in after]
     assert cached == ([0, 4, 16, 36] if of_target else [0] * 4)
-    # Rows of a head are of the next token too, and its last row is read again.
-    assert drafters[0].stats().get("eagle_prefix_hit_rows_total", 0) == (12 + 36 if of_draft else 0)
+    # A head's rows are of the next token too, and its last one is read again: of 5 tokens none, until there are six.
+    assert drafters[0].stats().get("eagle_prefix_hit_rows_total", 0) == (4 + 12 + 36 if of_draft else 0)
     # Sums in another order may turn a near-tie.
     assert accepted_in(after) == pytest.approx(accepted_in(before), abs=2)

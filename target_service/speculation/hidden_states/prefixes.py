@@ -50,21 +50,24 @@ class SharedPrefixStates:
         return known - 1 - window if window else 0
 
     def of_page(self, sequence: Sequence, start: int, stop: int) -> EncodedStates | None:
-        """The states of tokens `start` .. `stop`; None where they are not kept, or the drafter reads the last ones
-        only."""
-        kept = self._features.kept_of(sequence.sequence_id)
-        if kept is None or self._features.window != 0:
+        """The states of tokens `start` .. `stop`; None where they are not kept, or the drafter reads fewer of the last
+        ones: it loses less than a page by that."""
+        kept, window = self._features.kept_of(sequence.sequence_id), self._features.window
+        if kept is None or window is None or 0 < window < stop - start:
             return None
         data = kept.copied(start, stop)
         return None if data is None else EncodedStates(self._features.form, kept.row_bytes, data)
 
-    def resume(self, sequence: Sequence, pages: SequenceOf[PageStates]) -> bool:
-        """Begin the sequence with these states of its first pages. False if one is of another form than is sent now."""
+    def resume(self, sequence: Sequence, start: int, pages: SequenceOf[PageStates]) -> bool:
+        """Begin the sequence with these states of pages from token `start` on. False if one is of another form than is
+        sent now."""
         states = [page for page in pages if isinstance(page, EncodedStates) and page.form == self._features.form]
         if len(states) < len(pages) or self._features.kept_of(sequence.sequence_id) is not None:
             return False
         kept = KeptVectors()
         for page in states:
-            kept.append(kept.end, memoryview(page.data), page.row_bytes, [range(len(page.data) // page.row_bytes)])
+            kept.append(
+                max(start, kept.end), memoryview(page.data), page.row_bytes, [range(len(page.data) // page.row_bytes)]
+            )
         self._features.restore(sequence.sequence_id, kept)
         return True
