@@ -1,8 +1,23 @@
-"""Tiny models with random weights whose layers have windows, shorter than prompts, capped scores or sinks."""
+"""Tiny models with random weights whose layers have windows, shorter than prompts, capped scores or sinks; and prompts
+to try them with."""
 
 from __future__ import annotations
 
+import random
 from typing import Any
+
+import torch
+from conftest import make_tiny
+from engine_harness import request
+from transformers import PreTrainedModel
+
+from outrider.sampling import SamplingParams
+from target_service.core.sequence import SequenceRequest
+
+VOCABULARY = 211
+GREEDY = SamplingParams(ignore_eos=True)
+SEEDED = SamplingParams(temperature=0.8, top_p=0.9, seed=99, ignore_eos=True)
+MAX_TOKENS = 14
 
 EXPERTS: dict[str, Any] = {
     "num_experts": 4, "num_local_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 24,
@@ -79,3 +94,21 @@ WINDOWED: dict[str, tuple[str, dict[str, Any]]] = {
         EXPERTS | {"head_dim": 16, "sliding_window": 5, "layer_types": ["sliding_attention", "full_attention"]},
     ),
 }  # fmt: skip
+
+
+def windowed_requests(sampling: SamplingParams) -> list[SequenceRequest]:
+    """Prompts shorter and longer than windows; the last repeats itself."""
+    rng = random.Random(3)
+    prompts = [[rng.randrange(3, VOCABULARY) for _ in range(length)] for length in (5, 17)]
+    return [request(prompt, MAX_TOKENS, sampling=sampling) for prompt in (*prompts, prompts[0] * 6)]
+
+
+def windowed_model(name: str) -> PreTrainedModel:
+    """One of `WINDOWED`."""
+    model_type, settings = WINDOWED[name]
+    model = make_tiny(model_type, **settings)
+    with torch.no_grad():
+        for key, parameter in model.named_parameters():
+            if key.endswith("sinks"):
+                parameter.copy_(torch.linspace(-1.0, 2.0, len(parameter)))
+    return model

@@ -2,12 +2,9 @@
 
 from __future__ import annotations
 
-import random
 from typing import Any
 
 import pytest
-import torch
-from conftest import make_tiny
 from engine_harness import (
     DEVICE_SEQUENCES,
     Outcome,
@@ -17,39 +14,15 @@ from engine_harness import (
     plain,
     random_tree,
     real_drafter,
-    request,
     run,
 )
-from transformers import PreTrainedModel
-from windowed_models import WINDOWED
+from windowed_models import GREEDY, SEEDED, VOCABULARY, WINDOWED, windowed_model, windowed_requests
 
 from outrider.sampling import SamplingParams
-from target_service.core.sequence import SequenceRequest
 
 pytestmark = pytest.mark.values
 
-VOCABULARY = 211
-GREEDY = SamplingParams(ignore_eos=True)
-SEEDED = SamplingParams(temperature=0.8, top_p=0.9, seed=99, ignore_eos=True)
 SAMPLINGS = {"greedy": GREEDY, "seeded": SEEDED}
-MAX_TOKENS = 14
-
-
-def requests(sampling: SamplingParams) -> list[SequenceRequest]:
-    """Prompts shorter and longer than windows; the last repeats itself."""
-    rng = random.Random(3)
-    prompts = [[rng.randrange(3, VOCABULARY) for _ in range(length)] for length in (5, 17)]
-    return [request(prompt, MAX_TOKENS, sampling=sampling) for prompt in (*prompts, prompts[0] * 6)]
-
-
-def made(name: str) -> PreTrainedModel:
-    model_type, settings = WINDOWED[name]
-    model = make_tiny(model_type, **settings)
-    with torch.no_grad():
-        for key, parameter in model.named_parameters():
-            if key.endswith("sinks"):
-                parameter.copy_(torch.linspace(-1.0, 2.0, len(parameter)))
-    return model
 
 
 def accepted(outcomes: list[Outcome]) -> int:
@@ -60,7 +33,7 @@ def accepted(outcomes: list[Outcome]) -> int:
 @pytest.mark.parametrize("name", WINDOWED)
 def test_trees_change_nothing(name: str, sampling: SamplingParams) -> None:
     """Trees that are often right, verified by what a device runs, with prompts in parts; then without drafts."""
-    model, wanted = made(name), requests(sampling)
+    model, wanted = windowed_model(name), windowed_requests(sampling)
     expected = [plain(model, one) for one in wanted]
     whole = [(*one.token_ids, *output) for one, output in zip(wanted, expected, strict=True)]
     drafts = knowing_tree(whole, VOCABULARY, 24, right=0.8)
@@ -73,7 +46,7 @@ def test_trees_change_nothing(name: str, sampling: SamplingParams) -> None:
 
 @pytest.mark.parametrize("name", ["gemma2", "gemma3", "granite_swa", "exaone4"])
 def test_lookup_tries_and_preemption_change_nothing(name: str) -> None:
-    model, wanted = made(name), requests(GREEDY)
+    model, wanted = windowed_model(name), windowed_requests(GREEDY)
     expected = [plain(model, one) for one in wanted]
     runner = make_runner(model)
     runner.enable_device_row_selection(DEVICE_SEQUENCES, 7)
