@@ -13,6 +13,7 @@ from scripted_drafter import VOCABULARY, Listener, opening, step
 
 from outrider.drafting.events import Connected, Disconnected, DraftEvents, Grown, SequenceFailure
 from outrider.drafting.link import connect_draft
+from outrider.drafting.prefix_homes import PrefixHomes
 from outrider.drafting.several import SeveralDrafts
 from outrider.wire.frames import DraftInfo, OpenSequence, SequenceAdvance, SequenceFeatures, SequenceGrowth, Vectors
 
@@ -103,6 +104,53 @@ def test_drafts_without_memory_share_what_one_tenant_asks(drafts: Drafts, drafte
     for number in range(90):
         several.open(opening(number))
     assert min(Counter(map(drafts.home_of, range(90))).values()) > 15
+
+
+def _text(seed: int, length: int) -> tuple[int, ...]:
+    return tuple((seed * 131 + 7 * i + i * i) % VOCABULARY for i in range(length))
+
+
+def test_a_conversation_stays_with_the_draft_that_has_read_it(drafts: Drafts) -> None:
+    """Turn after turn, for each tenant by itself, and until that draft is lost."""
+    several = drafts.several(info=EAGLE)
+    ids = iter(range(1, 1000))
+
+    def home(seed: int, length: int, tenant: str = "acme") -> str:
+        number = next(ids)
+        several.open(opening(number, _text(seed, length), tenant=tenant))
+        several.close([number])
+        return drafts.home_of(number)
+
+    first = [home(seed, 200) for seed in range(12)]
+    assert set(first) == set("abc")
+    for turn in (260, 320, 800):
+        assert [home(seed, turn) for seed in range(12)] == first
+    assert [home(seed, 300, "other") for seed in range(12)] != first
+    # What is shorter than a block is nobody's.
+    assert {home(3, 60) for _ in range(30)} == set("abc")
+    gone = first[0]
+    drafts.links[gone].events.receive(Disconnected("lost"))
+    drafts.links[gone].events.receive(Connected(EAGLE))
+    assert several._prefix_homes.choose("acme", _text(0, 200), [], "abc") == ""
+
+
+def test_a_prompt_of_all_does_not_fill_one_draft(drafts: Drafts) -> None:
+    several = drafts.several(info=EAGLE)
+    for number in range(30):
+        several.open(opening(number, (*_text(1, 640), number)))
+    assert max(Counter(map(drafts.home_of, range(30))).values()) <= 1.25 * 10 + 2
+
+
+def test_blocks_are_forgotten_oldest_first() -> None:
+    homes = PrefixHomes(most_blocks=3)
+    for seed, address in ((1, "a"), (2, "b"), (3, "c")):
+        homes.note("acme", _text(seed, 64), address)
+    assert homes.choose("acme", _text(1, 100), [], ["a", "b"]) == "a"
+    homes.note("acme", _text(1, 128), "a")
+    assert [homes.choose("acme", _text(seed, 64), [], "abc") for seed in (1, 2, 3)] == ["a", "", "c"]
+    assert homes.choose("other", _text(1, 64), [], "abc") == ""
+    homes.forget("a")
+    assert homes.choose("acme", _text(1, 128), [], "abc") == ""
 
 
 def test_each_draft_hears_of_its_own_sequences(drafts: Drafts) -> None:

@@ -1,7 +1,8 @@
 """Several drafts for one target: each sequence is followed by one of them, and by another if that is disconnected.
 
 A tenant's sequences go to the draft whose trie holds the tenant's texts while it is connected; otherwise the other
-drafts share them (rendezvous hashing: Thaler and Ravishankar, 1998). Drafts that learn nothing share all sequences.
+drafts share them (rendezvous hashing: Thaler and Ravishankar, 1998). Drafts that learn nothing share all sequences;
+those that keep keys and values of what they have read get what begins with it.
 """
 
 from __future__ import annotations
@@ -13,6 +14,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 
 from outrider.drafting.events import Connected, Disconnected, DraftEvent, DraftEvents, Grown, Lost, SequenceFailure
+from outrider.drafting.prefix_homes import PrefixHomes
 from outrider.wire.frames import (
     DraftInfo,
     OpenSequence,
@@ -25,6 +27,8 @@ from outrider.wire.frames import (
 log = logging.getLogger(__name__)
 # Drafters that learn nothing from the sequences they follow, so any of several will do.
 _WITHOUT_MEMORY = frozenset({"eagle", "medusa", "model", "mtp", "prompt_lookup", "random"})
+# Of those, drafters that keep keys and values of what they have read.
+_KEEPING_PREFIXES = frozenset({"eagle", "model", "mtp"})
 
 
 @dataclass(eq=False)
@@ -67,6 +71,7 @@ class SeveralDrafts:
         self._members = [_Member(address, self) for address in addresses]
         # Who follows each open sequence.
         self._homes: dict[int, _Member] = {}
+        self._prefix_homes = PrefixHomes()
         # Members send events as soon as they have a link.
         with self._lock:
             for member in self._members:
@@ -149,6 +154,7 @@ class SeveralDrafts:
             lost = [each for each, home in self._homes.items() if home is member]
             for sequence_id in lost:
                 del self._homes[sequence_id]
+            self._prefix_homes.forget(member.address)
             log.warning("no draft at %s: %s", member.address, reason)
             if not others:
                 self._info = None
@@ -184,7 +190,13 @@ class SeveralDrafts:
         key = f"{sequence.tenant}\n{sequence.corpus}"
         if self._info.drafter in _WITHOUT_MEMORY:
             key = str(sequence.sequence_id)
-        return max(connected, key=lambda member: weight(member.address, key))
+        home = max(connected, key=lambda member: weight(member.address, key))
+        if self._info.drafter in _KEEPING_PREFIXES:
+            by_address, text = {member.address: member for member in connected}, (sequence.tenant, sequence.token_ids)
+            under_way = [member.address for member in self._homes.values()]
+            home = by_address.get(self._prefix_homes.choose(*text, under_way, by_address), home)
+            self._prefix_homes.note(*text, home.address)
+        return home
 
     def _by_home(self, sequence_ids: Sequence[int]) -> list[tuple[_Member, set[int]]]:
         """The drafts that follow these sequences, each with the ids that it follows."""
