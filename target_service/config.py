@@ -110,6 +110,12 @@ class TargetConfig(ServiceSettings):
         "share pages between sequences of a tenant that begin with the same text, and keep them when those end until "
         "their memory is needed",
     )
+    kv_events: int = setting(
+        0,
+        "steps whose KV events are kept for routers that follow which pages are here (SubscribeKvEvents); 0 has none. "
+        "Events hold tokens of all tenants: with tokens of callers only operators read them",
+        ge=0,
+    )
     shared_prompts: str = setting(
         "",
         "file of JSON lines with what prompts of all tenants begin with, so that they share its pages: "

@@ -19,6 +19,7 @@ from outrider.telemetry.rpc import RpcMetricsInterceptor
 from outrider.telemetry.tracing import set_up_tracing
 from outrider.v1 import target_pb2_grpc
 from target_service.api.admission import ServedModel
+from target_service.api.kv_events import KvEventLog, PagesFollower
 from target_service.api.server import SERVICE_NAME, TargetServicer
 from target_service.config import TargetConfig
 from target_service.core.events import EngineObserver, Sequences, ServingEngine
@@ -102,9 +103,10 @@ async def serve_engine(config: TargetConfig, host: EngineHost, stopping: asyncio
         async def load() -> EngineWorker:
             served = await host.load()
             observer = PrometheusObserver(served.name, served.dtype, __version__) if metrics else None
-            engine = await host.engine(observer)
+            events = KvEventLog(config.kv_events, config.page_size) if config.kv_events else None
+            engine = await host.engine(observer if events is None else PagesFollower(events, observer))
             sequences = Sequences(engine, quotas)
-            servicer = TargetServicer(config, served, sequences, tracing)
+            servicer = TargetServicer(config, served, sequences, tracing, events)
             if observer is not None and metrics is not None:
                 observer.watch(engine, drafted=config.speculates)
                 metrics.add([observer.metrics, calls.metrics], observer.vllm_names)

@@ -22,6 +22,7 @@ from outrider.telemetry.tracing import Tracing
 from outrider.v1 import target_pb2_grpc
 from target_service.api import admission
 from target_service.api.admission import ServedModel
+from target_service.api.kv_events import KvEventLog
 from target_service.api.server import SERVICE_NAME, TargetServicer
 from target_service.config import TargetConfig
 from target_service.core.events import Sequences
@@ -109,6 +110,7 @@ async def target_over(
     config: TargetConfig = CONFIG,
     tracing: Tracing | None = None,
     table: TenantTable | None = None,
+    kv_events: KvEventLog | None = None,
     **options: Any,
 ) -> AsyncIterator[Target]:
     engine = engine or ScriptedEngine()
@@ -120,7 +122,7 @@ async def target_over(
     with pytest.MonkeyPatch.context() as patched:
         if served.tokenizer is served_tokenizer():
             patched.setattr(admission, "TextProcess", lambda _: _shared_encoder())
-        servicer = ScriptedServicer(config, served, sequences, tracing or Tracing())
+        servicer = ScriptedServicer(config, served, sequences, tracing or Tracing(), kv_events)
     service = Service(SERVICE_NAME, lambda to: target_pb2_grpc.add_TargetServiceServicer_to_server(servicer, to))
     server = GrpcServer(serving, [service])
     await server.start()

@@ -182,7 +182,8 @@ def report_us() -> dict[str, float]:
     verdicts: list[SequenceEvent] = [
         StepVerdict(1000 + i, 57, (), (31000 + i,), 0, (), None, 0, 10**6) for i in range(64)
     ]
-    report = Report(verdicts, [STATS], [], [], EngineSnapshot(64, 0, 64, 9, 99, False, False), time.monotonic_ns())
+    snapshot = EngineSnapshot(64, 0, 64, 9, 99, False, False)
+    report = Report(verdicts, [STATS], [], [], [], snapshot, time.monotonic_ns())
     body = pack(report)[LENGTH_BYTES:]
 
     def least(work: Callable[[], object]) -> float:

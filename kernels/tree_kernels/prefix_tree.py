@@ -6,6 +6,8 @@ from array import array
 from collections import OrderedDict
 from collections.abc import Iterator
 from collections.abc import Sequence as SequenceOf
+from dataclasses import dataclass
+from hashlib import blake2b
 from typing import Protocol
 
 from tree_kernels.pages import Pages
@@ -28,6 +30,19 @@ class PageStates(Protocol):
 _Key = tuple[str | None, bytes]
 
 
+@dataclass(frozen=True, slots=True)
+class PageChange:
+    """A page was inserted, or taken out; with a `hash` of 0 every page was."""
+
+    hash: int  # of the page's text with all before it, and its owner; 64 bits
+    inserted: bool = False
+    # Of an inserted page: the hash of the one before it, 0 at the text's beginning; its owner, empty where it is
+    # public; and its tokens as int32.
+    parent: int = 0
+    tenant: str = ""
+    tokens: bytes = b""
+
+
 class _PublicPages(dict[bytes, "_PublicPages"]):
     """Pages of text that all tenants may share, by their tokens, each with those that may follow it."""
 
@@ -44,7 +59,7 @@ _NONE_PUBLIC = _PublicPages()
 class PrefixNode:
     """One page in the tree: the keys of `page_size` tokens behind those of all nodes above it."""
 
-    __slots__ = ("children", "key", "page", "parent", "public", "states")
+    __slots__ = ("children", "hash", "key", "page", "parent", "public", "states")
 
     def __init__(self, parent: PrefixNode | None, key: _Key, page: int, public: _PublicPages) -> None:
         self.parent = parent
@@ -53,6 +68,7 @@ class PrefixNode:
         self.public = public  # public pages that may follow
         self.children: dict[_Key, PrefixNode] = {}
         self.states: PageStates | None = None
+        self.hash = 0  # where changes are recorded
 
     def path(self) -> list[PrefixNode]:
         """The nodes from the root's child down to this one."""
@@ -74,9 +90,11 @@ class PrefixTree:
     sequence holds.
     """
 
-    def __init__(self, pages: Pages, successors: int = 0) -> None:
-        """`successors`: how many tokens behind a page its keys depend on too. A head's depend on the next one."""
+    def __init__(self, pages: Pages, successors: int = 0, *, records: bool = False) -> None:
+        """`successors`: how many tokens behind a page its keys depend on too. A head's depend on the next one.
+        `records`: keep what changes for `pop_changes`."""
         self._pages = pages
+        self._changes: list[PageChange] | None = [] if records else None
         # Tokens of a node's key.
         self.key_tokens = pages.page_size + successors
         self._root = PrefixNode(None, (None, b""), -1, _PublicPages())
@@ -122,7 +140,17 @@ class PrefixTree:
             # Whoever inserts a node holds its path, and counts all of it as used at its end: not for each page, since a
             # path of n pages would take n * n moves.
             self._by_use[node] = None
+            if self._changes is not None:
+                node.hash = _chained(above.hash, key)
+                self._changes.append(PageChange(node.hash, True, above.hash, key[0] or "", key[1]))
         return node
+
+    def pop_changes(self) -> list[PageChange]:
+        """What was inserted and taken out since the last call, in order."""
+        if not self._changes:
+            return []
+        changes, self._changes = self._changes, []
+        return changes
 
     def keep_states(self, node: PrefixNode, states: PageStates) -> None:
         """Keep hidden states beside the node's page. If there are too many, pages that nobody uses go with theirs."""
@@ -141,6 +169,8 @@ class PrefixTree:
         """Forget every page: their keys are of other weights."""
         for node in self._by_use:
             self._pages.uncache(node.page)
+        if self._changes is not None and self._by_use:
+            self._changes = [PageChange(0)]
         self._by_use.clear()
         self._root.children.clear()
         self.state_bytes = 0
@@ -170,12 +200,23 @@ class PrefixTree:
         assert node.parent is not None
         self.state_bytes -= node.states.nbytes if node.states is not None else 0
         del node.parent.children[node.key]
+        if self._changes is not None:
+            self._changes.append(PageChange(node.hash))
 
 
 def _key(above: PrefixNode, tenant: str, token_ids: SequenceOf[int]) -> _Key:
     """The key of a page behind `above`. Behind a tenant's own page nothing is public."""
     tokens = _bytes(token_ids)
     return (None if tokens in above.public else tenant), tokens
+
+
+def _chained(before: int, key: _Key) -> int:
+    """Never 0, which stands for no page."""
+    tenant, tokens = key
+    digest = blake2b(before.to_bytes(8, "big"), digest_size=8)
+    # Names of tenants have no such byte, and everybody's pages no name.
+    digest.update((tenant or "").encode() + b"\0" + tokens)
+    return int.from_bytes(digest.digest(), "big") or 1
 
 
 def _bytes(token_ids: SequenceOf[int]) -> bytes:

@@ -11,7 +11,7 @@ from typing import Any
 import grpc
 
 import outrider
-from outrider.errors import OutriderError
+from outrider.errors import NotSupported, OutriderError, PermissionDenied
 from outrider.runtime import end_tasks
 from outrider.serving import current_caller, current_tenant
 from outrider.serving.carried_calls import CarriedContext, carry_calls
@@ -24,6 +24,7 @@ from target_service.api import replies
 from target_service.api.admission import Admission, ServedModel
 from target_service.api.answer_reader import AnswerReader, AnswerReplies
 from target_service.api.event_queue import EventQueue
+from target_service.api.kv_events import KvEventLog
 from target_service.api.verify_session import VerifyStream
 from target_service.api.weights import WeightUpdates
 from target_service.config import TargetConfig
@@ -38,6 +39,7 @@ UNREAD_STEPS = 1024
 
 GenerateContext = grpc.aio.ServicerContext[target_pb2.GenerateRequest, target_pb2.GenerateResponse]
 GenerateManyContext = grpc.aio.ServicerContext[target_pb2.GenerateManyRequest, target_pb2.GenerateManyResponse]
+EventsContext = grpc.aio.ServicerContext[target_pb2.SubscribeKvEventsRequest, target_pb2.SubscribeKvEventsResponse]
 VerifyContext = grpc.aio.ServicerContext[target_pb2.VerifyRequest, target_pb2.VerifyResponse]
 
 
@@ -53,6 +55,7 @@ class TargetServicer(target_pb2_grpc.TargetServiceServicer):
     served: ServedModel
     sequences: Sequences
     tracing: Tracing
+    kv_events: KvEventLog | None = None
 
     def __post_init__(self) -> None:
         self._admission = Admission(self.served, self.sequences.quotas)
@@ -144,6 +147,17 @@ class TargetServicer(target_pb2_grpc.TargetServiceServicer):
         self, request_iterator: AsyncIterator[target_pb2.UpdateWeightsRequest], _context: Any
     ) -> target_pb2.UpdateWeightsResponse:
         return replies.updated(await self._weights.update(current_caller.get(), request_iterator))
+
+    async def SubscribeKvEvents(  # type: ignore[override]
+        self, request: target_pb2.SubscribeKvEventsRequest, context: EventsContext
+    ) -> None:
+        if self.kv_events is None:
+            raise NotSupported("this server keeps no KV events: see kv_events")
+        if self.config.auth_tokens and not current_caller.get().operator:
+            raise PermissionDenied("the token is no operator's, and KV events hold tokens of all tenants")
+        with self.sequences.quotas.counted(current_tenant(), "streams"):
+            async for batch in self.kv_events.follow(request.from_sequence):
+                await context.write(batch)
 
 
 async def _stream(answer: AnswerReplies, queue: EventQueue, context: GenerateContext) -> None:

@@ -6,7 +6,7 @@ import asyncio
 import logging
 from collections.abc import Callable
 from dataclasses import dataclass, field
-from typing import Protocol
+from typing import Protocol, runtime_checkable
 
 from outrider.tree import TokenTree
 from outrider.wire.frames import DraftInfo
@@ -20,6 +20,7 @@ from target_service.core.sequence import (
     StepVerdict,
 )
 from target_service.core.weights import FIRST_VERSION, UpdateDone, WeightUpdate
+from tree_kernels.prefix_tree import PageChange
 
 logger = logging.getLogger(__name__)
 
@@ -78,6 +79,13 @@ class EngineObserver(Protocol):
     def on_step(self, stats: StepStats) -> None: ...
     def on_finished(self, sequence_id: int, request: SequenceRequest, totals: SequenceTotals, outcome: str) -> None: ...
     def on_speculation(self, active: bool) -> None: ...
+
+
+@runtime_checkable
+class PagesObserver(Protocol):
+    """An `EngineObserver` that also receives which shared pages came and went, where that is recorded."""
+
+    def on_pages(self, changes: list[PageChange]) -> None: ...
 
 
 @dataclass(eq=False)

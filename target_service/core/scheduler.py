@@ -68,7 +68,7 @@ class Scheduler:
         # Drafted rows of the last step that only decoded.
         self._drafted = 0
         self._cache = cache
-        self.pages = SequencePages(cache, shares=config.prefix_cache)
+        self.pages = SequencePages(cache, shares=config.prefix_cache, records=config.kv_events > 0)
         self._prefix_waits = PrefixWaits(self.pages, cache.page_size)
         # Observed by the engine. Without any, time is not shared.
         self.times = StepTimes(cost)

@@ -11,7 +11,7 @@ from target_service.core.kv_cache import KVCache
 from target_service.core.schedule import Schedule
 from target_service.core.sequence import Sequence, SequenceState
 from tree_kernels.pages import OutOfPages
-from tree_kernels.prefix_tree import PageStates, PrefixNode, PrefixTree
+from tree_kernels.prefix_tree import PageChange, PageStates, PrefixNode, PrefixTree
 
 
 class PrefixStates(Protocol):
@@ -45,11 +45,13 @@ class SequencePages:
     them, and so are those of a newcomer that drafted rows alone keep out.
     """
 
-    def __init__(self, cache: KVCache, *, shares: bool = False, states: PrefixStates | None = None) -> None:
-        """`shares` keeps a tree of prefixes, but not for layers with states: behind a shared page their state is not
-        known. `states` may be set later, while no sequence holds pages."""
+    def __init__(
+        self, cache: KVCache, *, shares: bool = False, states: PrefixStates | None = None, records: bool = False
+    ) -> None:
+        """`shares` keeps a tree of prefixes, whose changes it `records`, but not for layers with states: behind a
+        shared page their state is not known. `states` may be set later, while no sequence holds pages."""
         self._cache = cache
-        self.prefixes = PrefixTree(cache) if shares and cache.recurrent is None else None
+        self.prefixes = PrefixTree(cache, records=records) if shares and cache.recurrent is None else None
         self.states = states
         # Pages that the next in line needs; 0 if it would not fit without drafted rows either.
         self._kept_out = 0
@@ -262,6 +264,10 @@ class SequencePages:
             sequence.state_slot = 0
         self._release(sequence, 0)
         sequence.kv_length, sequence.prefix, sequence.prefix_pages, sequence.window_start = 0, None, 0, 0
+
+    def pop_changes(self) -> list[PageChange]:
+        """What changed in the tree of prefixes since the last call, where that is recorded."""
+        return self.prefixes.pop_changes() if self.prefixes is not None else []
 
     def forget_prefixes(self) -> None:
         """Share no page that was filled until now. Only while no sequence holds pages."""

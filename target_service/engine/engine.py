@@ -14,7 +14,7 @@ from outrider.errors import Draining, EngineDead, OutriderError
 from outrider.tree import TokenTree
 from outrider.wire.frames import DraftInfo
 from target_service.config import TargetConfig
-from target_service.core.events import EngineObserver, EngineSnapshot
+from target_service.core.events import EngineObserver, EngineSnapshot, PagesObserver
 from target_service.core.front import EngineFront
 from target_service.core.sequence import SequenceEvent, SequenceRequest
 from target_service.core.weights import UpdateDone, WeightUpdate
@@ -51,6 +51,7 @@ class Engine(EngineFront):
         self._loop = EngineLoop(runner, config, step_cost=step_cost, observer=observer)
         for token_ids in shared_prompts:
             self._loop.scheduler.pages.share_between_tenants(token_ids)
+        self._pages_observer: PagesObserver | None = observer if isinstance(observer, PagesObserver) else None
         # Receives the events of a draft link, which is attached before `start`.
         self.drafting = self._loop.drafting
         self._commands: deque[Callable[[], None]] = deque()
@@ -207,6 +208,8 @@ class Engine(EngineFront):
         if ended := self._exchange.turn():
             self._emit(ended)
         events = self._loop.step()
+        if self._pages_observer is not None and (changes := self._loop.scheduler.pages.pop_changes()):
+            self._pages_observer.on_pages(changes)
         if events is None:
             with self._wake:
                 self._wake.wait_for(lambda: self._commands or self._stopping, timeout=_IDLE_BEAT)

@@ -22,7 +22,7 @@ from outrider.tree import TokenTree
 from outrider.wire.frames import DraftInfo
 from target_service.api.admission import ServedModel
 from target_service.config import TargetConfig
-from target_service.core.events import EngineObserver, EngineSnapshot, Sequences
+from target_service.core.events import EngineObserver, EngineSnapshot, PagesObserver, Sequences
 from target_service.core.front import EngineFront
 from target_service.core.sequence import SequenceEvent, SequenceFinished, SequenceRequest, SequenceTotals
 from target_service.core.weights import UpdateDone, WeightUpdate
@@ -188,6 +188,8 @@ class EngineLink(EngineFront, asyncio.Protocol):
                 observer.on_step(stats)
             for active in report.switches:
                 observer.on_speculation(active)
+            if report.pages and isinstance(observer, PagesObserver):
+                observer.on_pages(report.pages)
         for sequence_id, totals, outcome in report.ended:
             self._close(sequence_id, totals, outcome)
         for event in report.events:

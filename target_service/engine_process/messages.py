@@ -23,6 +23,7 @@ from target_service.config import TargetConfig
 from target_service.core.events import EngineSnapshot
 from target_service.core.sequence import SequenceEvent, SequenceRequest, SequenceTotals, StepStats
 from target_service.core.weights import WeightUpdate
+from tree_kernels.prefix_tree import PageChange
 
 
 class _EngineMessage(msgspec.Struct, frozen=True, array_like=True, tag=True):
@@ -100,6 +101,8 @@ class Report(_EngineMessage, frozen=True):
     ended: list[tuple[int, SequenceTotals, str]]
     # Each time that drafting was switched by load: whether it is on.
     switches: list[bool]
+    # Shared pages that came and went.
+    pages: list[PageChange]
     snapshot: EngineSnapshot
     beat_ns: int
 

@@ -28,6 +28,7 @@ from target_service.config import TargetConfig
 from target_service.core.sequence import SequenceEvent, SequenceFailed, SequenceRequest, SequenceTotals, StepStats
 from target_service.engine_process import messages
 from target_service.preflight import EngineRefused, check_sources, prepared_draft
+from tree_kernels.prefix_tree import PageChange
 
 if TYPE_CHECKING:
     from target_service.assembly import Assembled
@@ -56,6 +57,7 @@ class Reporter:
         self._steps: list[StepStats] = []
         self._ended: list[tuple[int, SequenceTotals, str]] = []
         self._switches: list[bool] = []
+        self._pages: list[PageChange] = []
 
     def on_step(self, stats: StepStats) -> None:
         with self._lock:
@@ -70,15 +72,19 @@ class Reporter:
         with self._lock:
             self._switches.append(active)
 
+    def on_pages(self, changes: list[PageChange]) -> None:
+        with self._lock:
+            self._pages += changes
+
     def report(self, engine: Engine, events: list[SequenceEvent]) -> None:
         """Send what was collected, with a step's events. Never waits for the other process."""
         # All under the lock, or a snapshot could be sent behind a newer one, with an older version of the weights.
         with self._lock:
             # First: a sequence that ends meanwhile is then reported before its pages are.
             snapshot, beat_ns = engine.snapshot(), engine.last_beat_ns
-            steps, ended, switches = self._steps, self._ended, self._switches
-            self._steps, self._ended, self._switches = [], [], []
-            self._outbox.send(messages.pack(messages.Report(events, steps, ended, switches, snapshot, beat_ns)))
+            collected = self._steps, self._ended, self._switches, self._pages
+            self._steps, self._ended, self._switches, self._pages = [], [], [], []
+            self._outbox.send(messages.pack(messages.Report(events, *collected, snapshot, beat_ns)))
 
 
 class EngineServer:

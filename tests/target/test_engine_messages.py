@@ -48,6 +48,7 @@ from target_service.engine_process.messages import (
     pack,
     unpack,
 )
+from tree_kernels.prefix_tree import PageChange
 
 SNAPSHOT = EngineSnapshot(3, 2, 5, 100, 200, speculating=True, draft_connected=False, draft_lost="gone")
 TOTALS = SequenceTotals(
@@ -63,7 +64,7 @@ STATS = StepStats(**{name: place for place, name in enumerate(StepStats.__slots_
 
 
 def report(*events: SequenceEvent) -> Report:
-    return Report(list(events), [], [], [], SNAPSHOT, 123)
+    return Report(list(events), [], [], [], [], SNAPSHOT, 123)
 
 
 SERVED = replace(
@@ -145,7 +146,10 @@ MESSAGES: dict[str, Message] = {
         StepVerdict(1, 0, (), (2,), 0, (TokenLogprobs(-0.5),), Finish(FinishReason.STOP, stop_string="\u2028")),
         SequenceFinished(1, Finish(FinishReason.STOP, stop_string="\u2028"), TOTALS),
     ),
-    "figures": Report([], [STATS, STATS], [(4, TOTALS, "cancelled")], [True, False], SNAPSHOT, 2**62),
+    "figures": Report([], [STATS, STATS], [(4, TOTALS, "cancelled")], [True, False], [], SNAPSHOT, 2**62),
+    "pages": Report(
+        [], [], [], [], [PageChange(2**64 - 1, True, 7, "acme", b"\1\0\0\0"), PageChange(7), PageChange(0)], SNAPSHOT, 1
+    ),
 }
 
 

@@ -4108,6 +4108,388 @@ func (x *UpdateWeightsResponse) GetContinuedSequences() uint32 {
 	return 0
 }
 
+// SubscribeKvEventsRequest asks for the changes of shared pages.
+type SubscribeKvEventsRequest struct {
+	state protoimpl.MessageState `protogen:"open.v1"`
+	// from_sequence is the first batch wanted; those that are kept are sent at once. Default 0, the next one that comes. 1
+	// is the server's first.
+	FromSequence  uint64 `protobuf:"varint,1,opt,name=from_sequence,json=fromSequence,proto3" json:"from_sequence,omitempty"`
+	unknownFields protoimpl.UnknownFields
+	sizeCache     protoimpl.SizeCache
+}
+
+func (x *SubscribeKvEventsRequest) Reset() {
+	*x = SubscribeKvEventsRequest{}
+	mi := &file_outrider_v1_target_proto_msgTypes[45]
+	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
+	ms.StoreMessageInfo(mi)
+}
+
+func (x *SubscribeKvEventsRequest) String() string {
+	return protoimpl.X.MessageStringOf(x)
+}
+
+func (*SubscribeKvEventsRequest) ProtoMessage() {}
+
+func (x *SubscribeKvEventsRequest) ProtoReflect() protoreflect.Message {
+	mi := &file_outrider_v1_target_proto_msgTypes[45]
+	if x != nil {
+		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
+		if ms.LoadMessageInfo() == nil {
+			ms.StoreMessageInfo(mi)
+		}
+		return ms
+	}
+	return mi.MessageOf(x)
+}
+
+// Deprecated: Use SubscribeKvEventsRequest.ProtoReflect.Descriptor instead.
+func (*SubscribeKvEventsRequest) Descriptor() ([]byte, []int) {
+	return file_outrider_v1_target_proto_rawDescGZIP(), []int{45}
+}
+
+func (x *SubscribeKvEventsRequest) GetFromSequence() uint64 {
+	if x != nil {
+		return x.FromSequence
+	}
+	return 0
+}
+
+// SubscribeKvEventsResponse is a batch of events, of one engine step.
+type SubscribeKvEventsResponse struct {
+	state protoimpl.MessageState `protogen:"open.v1"`
+	// sequence counts batches from 1 on, without a gap. It begins anew when the server does.
+	Sequence uint64 `protobuf:"varint,1,opt,name=sequence,proto3" json:"sequence,omitempty"`
+	// timestamp_ns is when it happened, in nanoseconds since 1970.
+	TimestampNs uint64 `protobuf:"varint,2,opt,name=timestamp_ns,json=timestampNs,proto3" json:"timestamp_ns,omitempty"`
+	// events in the order in which they happened. The first message of a stream may have none: it has the sequence of the
+	// last batch before those that follow, so that a reader knows whether the server was started anew.
+	Events        []*KvEvent `protobuf:"bytes,3,rep,name=events,proto3" json:"events,omitempty"`
+	unknownFields protoimpl.UnknownFields
+	sizeCache     protoimpl.SizeCache
+}
+
+func (x *SubscribeKvEventsResponse) Reset() {
+	*x = SubscribeKvEventsResponse{}
+	mi := &file_outrider_v1_target_proto_msgTypes[46]
+	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
+	ms.StoreMessageInfo(mi)
+}
+
+func (x *SubscribeKvEventsResponse) String() string {
+	return protoimpl.X.MessageStringOf(x)
+}
+
+func (*SubscribeKvEventsResponse) ProtoMessage() {}
+
+func (x *SubscribeKvEventsResponse) ProtoReflect() protoreflect.Message {
+	mi := &file_outrider_v1_target_proto_msgTypes[46]
+	if x != nil {
+		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
+		if ms.LoadMessageInfo() == nil {
+			ms.StoreMessageInfo(mi)
+		}
+		return ms
+	}
+	return mi.MessageOf(x)
+}
+
+// Deprecated: Use SubscribeKvEventsResponse.ProtoReflect.Descriptor instead.
+func (*SubscribeKvEventsResponse) Descriptor() ([]byte, []int) {
+	return file_outrider_v1_target_proto_rawDescGZIP(), []int{46}
+}
+
+func (x *SubscribeKvEventsResponse) GetSequence() uint64 {
+	if x != nil {
+		return x.Sequence
+	}
+	return 0
+}
+
+func (x *SubscribeKvEventsResponse) GetTimestampNs() uint64 {
+	if x != nil {
+		return x.TimestampNs
+	}
+	return 0
+}
+
+func (x *SubscribeKvEventsResponse) GetEvents() []*KvEvent {
+	if x != nil {
+		return x.Events
+	}
+	return nil
+}
+
+// KvEvent is one change of the shared pages.
+type KvEvent struct {
+	state protoimpl.MessageState `protogen:"open.v1"`
+	// event is what happened.
+	//
+	// Types that are valid to be assigned to Event:
+	//
+	//	*KvEvent_Stored
+	//	*KvEvent_Removed
+	//	*KvEvent_Cleared
+	Event         isKvEvent_Event `protobuf_oneof:"event"`
+	unknownFields protoimpl.UnknownFields
+	sizeCache     protoimpl.SizeCache
+}
+
+func (x *KvEvent) Reset() {
+	*x = KvEvent{}
+	mi := &file_outrider_v1_target_proto_msgTypes[47]
+	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
+	ms.StoreMessageInfo(mi)
+}
+
+func (x *KvEvent) String() string {
+	return protoimpl.X.MessageStringOf(x)
+}
+
+func (*KvEvent) ProtoMessage() {}
+
+func (x *KvEvent) ProtoReflect() protoreflect.Message {
+	mi := &file_outrider_v1_target_proto_msgTypes[47]
+	if x != nil {
+		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
+		if ms.LoadMessageInfo() == nil {
+			ms.StoreMessageInfo(mi)
+		}
+		return ms
+	}
+	return mi.MessageOf(x)
+}
+
+// Deprecated: Use KvEvent.ProtoReflect.Descriptor instead.
+func (*KvEvent) Descriptor() ([]byte, []int) {
+	return file_outrider_v1_target_proto_rawDescGZIP(), []int{47}
+}
+
+func (x *KvEvent) GetEvent() isKvEvent_Event {
+	if x != nil {
+		return x.Event
+	}
+	return nil
+}
+
+func (x *KvEvent) GetStored() *BlocksStored {
+	if x != nil {
+		if x, ok := x.Event.(*KvEvent_Stored); ok {
+			return x.Stored
+		}
+	}
+	return nil
+}
+
+func (x *KvEvent) GetRemoved() *BlocksRemoved {
+	if x != nil {
+		if x, ok := x.Event.(*KvEvent_Removed); ok {
+			return x.Removed
+		}
+	}
+	return nil
+}
+
+func (x *KvEvent) GetCleared() *AllBlocksCleared {
+	if x != nil {
+		if x, ok := x.Event.(*KvEvent_Cleared); ok {
+			return x.Cleared
+		}
+	}
+	return nil
+}
+
+type isKvEvent_Event interface {
+	isKvEvent_Event()
+}
+
+type KvEvent_Stored struct {
+	// stored has pages that others may share from now on.
+	Stored *BlocksStored `protobuf:"bytes,1,opt,name=stored,proto3,oneof"`
+}
+
+type KvEvent_Removed struct {
+	// removed has pages whose memory is used otherwise now.
+	Removed *BlocksRemoved `protobuf:"bytes,2,opt,name=removed,proto3,oneof"`
+}
+
+type KvEvent_Cleared struct {
+	// cleared means that every page was removed, as when the weights are exchanged.
+	Cleared *AllBlocksCleared `protobuf:"bytes,3,opt,name=cleared,proto3,oneof"`
+}
+
+func (*KvEvent_Stored) isKvEvent_Event() {}
+
+func (*KvEvent_Removed) isKvEvent_Event() {}
+
+func (*KvEvent_Cleared) isKvEvent_Event() {}
+
+// BlocksStored has blocks of a text, each behind the one before it. A block is a page of the cache.
+type BlocksStored struct {
+	state protoimpl.MessageState `protogen:"open.v1"`
+	// block_hashes of each block with all before it and its owner. They are this server's own: the same text has another
+	// hash at another tenant's, and with other pages.
+	BlockHashes []uint64 `protobuf:"fixed64,1,rep,packed,name=block_hashes,json=blockHashes,proto3" json:"block_hashes,omitempty"`
+	// parent_block_hash of the block before the first; not set at the beginning of a text.
+	ParentBlockHash *uint64 `protobuf:"fixed64,2,opt,name=parent_block_hash,json=parentBlockHash,proto3,oneof" json:"parent_block_hash,omitempty"`
+	// token_ids of all blocks, block_size each.
+	TokenIds []uint32 `protobuf:"varint,3,rep,packed,name=token_ids,json=tokenIds,proto3" json:"token_ids,omitempty"`
+	// block_size is how many tokens a block has.
+	BlockSize uint32 `protobuf:"varint,4,opt,name=block_size,json=blockSize,proto3" json:"block_size,omitempty"`
+	// tenant that alone shares them; empty for text that all tenants share.
+	Tenant        string `protobuf:"bytes,5,opt,name=tenant,proto3" json:"tenant,omitempty"`
+	unknownFields protoimpl.UnknownFields
+	sizeCache     protoimpl.SizeCache
+}
+
+func (x *BlocksStored) Reset() {
+	*x = BlocksStored{}
+	mi := &file_outrider_v1_target_proto_msgTypes[48]
+	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
+	ms.StoreMessageInfo(mi)
+}
+
+func (x *BlocksStored) String() string {
+	return protoimpl.X.MessageStringOf(x)
+}
+
+func (*BlocksStored) ProtoMessage() {}
+
+func (x *BlocksStored) ProtoReflect() protoreflect.Message {
+	mi := &file_outrider_v1_target_proto_msgTypes[48]
+	if x != nil {
+		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
+		if ms.LoadMessageInfo() == nil {
+			ms.StoreMessageInfo(mi)
+		}
+		return ms
+	}
+	return mi.MessageOf(x)
+}
+
+// Deprecated: Use BlocksStored.ProtoReflect.Descriptor instead.
+func (*BlocksStored) Descriptor() ([]byte, []int) {
+	return file_outrider_v1_target_proto_rawDescGZIP(), []int{48}
+}
+
+func (x *BlocksStored) GetBlockHashes() []uint64 {
+	if x != nil {
+		return x.BlockHashes
+	}
+	return nil
+}
+
+func (x *BlocksStored) GetParentBlockHash() uint64 {
+	if x != nil && x.ParentBlockHash != nil {
+		return *x.ParentBlockHash
+	}
+	return 0
+}
+
+func (x *BlocksStored) GetTokenIds() []uint32 {
+	if x != nil {
+		return x.TokenIds
+	}
+	return nil
+}
+
+func (x *BlocksStored) GetBlockSize() uint32 {
+	if x != nil {
+		return x.BlockSize
+	}
+	return 0
+}
+
+func (x *BlocksStored) GetTenant() string {
+	if x != nil {
+		return x.Tenant
+	}
+	return ""
+}
+
+// BlocksRemoved has blocks that are gone.
+type BlocksRemoved struct {
+	state protoimpl.MessageState `protogen:"open.v1"`
+	// block_hashes as they were stored. A block is removed before the one that it is behind.
+	BlockHashes   []uint64 `protobuf:"fixed64,1,rep,packed,name=block_hashes,json=blockHashes,proto3" json:"block_hashes,omitempty"`
+	unknownFields protoimpl.UnknownFields
+	sizeCache     protoimpl.SizeCache
+}
+
+func (x *BlocksRemoved) Reset() {
+	*x = BlocksRemoved{}
+	mi := &file_outrider_v1_target_proto_msgTypes[49]
+	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
+	ms.StoreMessageInfo(mi)
+}
+
+func (x *BlocksRemoved) String() string {
+	return protoimpl.X.MessageStringOf(x)
+}
+
+func (*BlocksRemoved) ProtoMessage() {}
+
+func (x *BlocksRemoved) ProtoReflect() protoreflect.Message {
+	mi := &file_outrider_v1_target_proto_msgTypes[49]
+	if x != nil {
+		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
+		if ms.LoadMessageInfo() == nil {
+			ms.StoreMessageInfo(mi)
+		}
+		return ms
+	}
+	return mi.MessageOf(x)
+}
+
+// Deprecated: Use BlocksRemoved.ProtoReflect.Descriptor instead.
+func (*BlocksRemoved) Descriptor() ([]byte, []int) {
+	return file_outrider_v1_target_proto_rawDescGZIP(), []int{49}
+}
+
+func (x *BlocksRemoved) GetBlockHashes() []uint64 {
+	if x != nil {
+		return x.BlockHashes
+	}
+	return nil
+}
+
+// AllBlocksCleared has no fields.
+type AllBlocksCleared struct {
+	state         protoimpl.MessageState `protogen:"open.v1"`
+	unknownFields protoimpl.UnknownFields
+	sizeCache     protoimpl.SizeCache
+}
+
+func (x *AllBlocksCleared) Reset() {
+	*x = AllBlocksCleared{}
+	mi := &file_outrider_v1_target_proto_msgTypes[50]
+	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
+	ms.StoreMessageInfo(mi)
+}
+
+func (x *AllBlocksCleared) String() string {
+	return protoimpl.X.MessageStringOf(x)
+}
+
+func (*AllBlocksCleared) ProtoMessage() {}
+
+func (x *AllBlocksCleared) ProtoReflect() protoreflect.Message {
+	mi := &file_outrider_v1_target_proto_msgTypes[50]
+	if x != nil {
+		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
+		if ms.LoadMessageInfo() == nil {
+			ms.StoreMessageInfo(mi)
+		}
+		return ms
+	}
+	return mi.MessageOf(x)
+}
+
+// Deprecated: Use AllBlocksCleared.ProtoReflect.Descriptor instead.
+func (*AllBlocksCleared) Descriptor() ([]byte, []int) {
+	return file_outrider_v1_target_proto_rawDescGZIP(), []int{50}
+}
+
 var File_outrider_v1_target_proto protoreflect.FileDescriptor
 
 var file_outrider_v1_target_proto_rawDesc = string([]byte{
@@ -4679,7 +5061,49 @@ var file_outrider_v1_target_proto_rawDesc = string([]byte{
 	0x72, 0x74, 0x65, 0x64, 0x53, 0x65, 0x71, 0x75, 0x65, 0x6e, 0x63, 0x65, 0x73, 0x12, 0x2f, 0x0a,
 	0x13, 0x63, 0x6f, 0x6e, 0x74, 0x69, 0x6e, 0x75, 0x65, 0x64, 0x5f, 0x73, 0x65, 0x71, 0x75, 0x65,
 	0x6e, 0x63, 0x65, 0x73, 0x18, 0x07, 0x20, 0x01, 0x28, 0x0d, 0x52, 0x12, 0x63, 0x6f, 0x6e, 0x74,
-	0x69, 0x6e, 0x75, 0x65, 0x64, 0x53, 0x65, 0x71, 0x75, 0x65, 0x6e, 0x63, 0x65, 0x73, 0x2a, 0x82,
+	0x69, 0x6e, 0x75, 0x65, 0x64, 0x53, 0x65, 0x71, 0x75, 0x65, 0x6e, 0x63, 0x65, 0x73, 0x22, 0x3f,
+	0x0a, 0x18, 0x53, 0x75, 0x62, 0x73, 0x63, 0x72, 0x69, 0x62, 0x65, 0x4b, 0x76, 0x45, 0x76, 0x65,
+	0x6e, 0x74, 0x73, 0x52, 0x65, 0x71, 0x75, 0x65, 0x73, 0x74, 0x12, 0x23, 0x0a, 0x0d, 0x66, 0x72,
+	0x6f, 0x6d, 0x5f, 0x73, 0x65, 0x71, 0x75, 0x65, 0x6e, 0x63, 0x65, 0x18, 0x01, 0x20, 0x01, 0x28,
+	0x04, 0x52, 0x0c, 0x66, 0x72, 0x6f, 0x6d, 0x53, 0x65, 0x71, 0x75, 0x65, 0x6e, 0x63, 0x65, 0x22,
+	0x88, 0x01, 0x0a, 0x19, 0x53, 0x75, 0x62, 0x73, 0x63, 0x72, 0x69, 0x62, 0x65, 0x4b, 0x76, 0x45,
+	0x76, 0x65, 0x6e, 0x74, 0x73, 0x52, 0x65, 0x73, 0x70, 0x6f, 0x6e, 0x73, 0x65, 0x12, 0x1a, 0x0a,
+	0x08, 0x73, 0x65, 0x71, 0x75, 0x65, 0x6e, 0x63, 0x65, 0x18, 0x01, 0x20, 0x01, 0x28, 0x04, 0x52,
+	0x08, 0x73, 0x65, 0x71, 0x75, 0x65, 0x6e, 0x63, 0x65, 0x12, 0x21, 0x0a, 0x0c, 0x74, 0x69, 0x6d,
+	0x65, 0x73, 0x74, 0x61, 0x6d, 0x70, 0x5f, 0x6e, 0x73, 0x18, 0x02, 0x20, 0x01, 0x28, 0x04, 0x52,
+	0x0b, 0x74, 0x69, 0x6d, 0x65, 0x73, 0x74, 0x61, 0x6d, 0x70, 0x4e, 0x73, 0x12, 0x2c, 0x0a, 0x06,
+	0x65, 0x76, 0x65, 0x6e, 0x74, 0x73, 0x18, 0x03, 0x20, 0x03, 0x28, 0x0b, 0x32, 0x14, 0x2e, 0x6f,
+	0x75, 0x74, 0x72, 0x69, 0x64, 0x65, 0x72, 0x2e, 0x76, 0x31, 0x2e, 0x4b, 0x76, 0x45, 0x76, 0x65,
+	0x6e, 0x74, 0x52, 0x06, 0x65, 0x76, 0x65, 0x6e, 0x74, 0x73, 0x22, 0xba, 0x01, 0x0a, 0x07, 0x4b,
+	0x76, 0x45, 0x76, 0x65, 0x6e, 0x74, 0x12, 0x33, 0x0a, 0x06, 0x73, 0x74, 0x6f, 0x72, 0x65, 0x64,
+	0x18, 0x01, 0x20, 0x01, 0x28, 0x0b, 0x32, 0x19, 0x2e, 0x6f, 0x75, 0x74, 0x72, 0x69, 0x64, 0x65,
+	0x72, 0x2e, 0x76, 0x31, 0x2e, 0x42, 0x6c, 0x6f, 0x63, 0x6b, 0x73, 0x53, 0x74, 0x6f, 0x72, 0x65,
+	0x64, 0x48, 0x00, 0x52, 0x06, 0x73, 0x74, 0x6f, 0x72, 0x65, 0x64, 0x12, 0x36, 0x0a, 0x07, 0x72,
+	0x65, 0x6d, 0x6f, 0x76, 0x65, 0x64, 0x18, 0x02, 0x20, 0x01, 0x28, 0x0b, 0x32, 0x1a, 0x2e, 0x6f,
+	0x75, 0x74, 0x72, 0x69, 0x64, 0x65, 0x72, 0x2e, 0x76, 0x31, 0x2e, 0x42, 0x6c, 0x6f, 0x63, 0x6b,
+	0x73, 0x52, 0x65, 0x6d, 0x6f, 0x76, 0x65, 0x64, 0x48, 0x00, 0x52, 0x07, 0x72, 0x65, 0x6d, 0x6f,
+	0x76, 0x65, 0x64, 0x12, 0x39, 0x0a, 0x07, 0x63, 0x6c, 0x65, 0x61, 0x72, 0x65, 0x64, 0x18, 0x03,
+	0x20, 0x01, 0x28, 0x0b, 0x32, 0x1d, 0x2e, 0x6f, 0x75, 0x74, 0x72, 0x69, 0x64, 0x65, 0x72, 0x2e,
+	0x76, 0x31, 0x2e, 0x41, 0x6c, 0x6c, 0x42, 0x6c, 0x6f, 0x63, 0x6b, 0x73, 0x43, 0x6c, 0x65, 0x61,
+	0x72, 0x65, 0x64, 0x48, 0x00, 0x52, 0x07, 0x63, 0x6c, 0x65, 0x61, 0x72, 0x65, 0x64, 0x42, 0x07,
+	0x0a, 0x05, 0x65, 0x76, 0x65, 0x6e, 0x74, 0x22, 0xcc, 0x01, 0x0a, 0x0c, 0x42, 0x6c, 0x6f, 0x63,
+	0x6b, 0x73, 0x53, 0x74, 0x6f, 0x72, 0x65, 0x64, 0x12, 0x21, 0x0a, 0x0c, 0x62, 0x6c, 0x6f, 0x63,
+	0x6b, 0x5f, 0x68, 0x61, 0x73, 0x68, 0x65, 0x73, 0x18, 0x01, 0x20, 0x03, 0x28, 0x06, 0x52, 0x0b,
+	0x62, 0x6c, 0x6f, 0x63, 0x6b, 0x48, 0x61, 0x73, 0x68, 0x65, 0x73, 0x12, 0x2f, 0x0a, 0x11, 0x70,
+	0x61, 0x72, 0x65, 0x6e, 0x74, 0x5f, 0x62, 0x6c, 0x6f, 0x63, 0x6b, 0x5f, 0x68, 0x61, 0x73, 0x68,
+	0x18, 0x02, 0x20, 0x01, 0x28, 0x06, 0x48, 0x00, 0x52, 0x0f, 0x70, 0x61, 0x72, 0x65, 0x6e, 0x74,
+	0x42, 0x6c, 0x6f, 0x63, 0x6b, 0x48, 0x61, 0x73, 0x68, 0x88, 0x01, 0x01, 0x12, 0x1b, 0x0a, 0x09,
+	0x74, 0x6f, 0x6b, 0x65, 0x6e, 0x5f, 0x69, 0x64, 0x73, 0x18, 0x03, 0x20, 0x03, 0x28, 0x0d, 0x52,
+	0x08, 0x74, 0x6f, 0x6b, 0x65, 0x6e, 0x49, 0x64, 0x73, 0x12, 0x1d, 0x0a, 0x0a, 0x62, 0x6c, 0x6f,
+	0x63, 0x6b, 0x5f, 0x73, 0x69, 0x7a, 0x65, 0x18, 0x04, 0x20, 0x01, 0x28, 0x0d, 0x52, 0x09, 0x62,
+	0x6c, 0x6f, 0x63, 0x6b, 0x53, 0x69, 0x7a, 0x65, 0x12, 0x16, 0x0a, 0x06, 0x74, 0x65, 0x6e, 0x61,
+	0x6e, 0x74, 0x18, 0x05, 0x20, 0x01, 0x28, 0x09, 0x52, 0x06, 0x74, 0x65, 0x6e, 0x61, 0x6e, 0x74,
+	0x42, 0x14, 0x0a, 0x12, 0x5f, 0x70, 0x61, 0x72, 0x65, 0x6e, 0x74, 0x5f, 0x62, 0x6c, 0x6f, 0x63,
+	0x6b, 0x5f, 0x68, 0x61, 0x73, 0x68, 0x22, 0x32, 0x0a, 0x0d, 0x42, 0x6c, 0x6f, 0x63, 0x6b, 0x73,
+	0x52, 0x65, 0x6d, 0x6f, 0x76, 0x65, 0x64, 0x12, 0x21, 0x0a, 0x0c, 0x62, 0x6c, 0x6f, 0x63, 0x6b,
+	0x5f, 0x68, 0x61, 0x73, 0x68, 0x65, 0x73, 0x18, 0x01, 0x20, 0x03, 0x28, 0x06, 0x52, 0x0b, 0x62,
+	0x6c, 0x6f, 0x63, 0x6b, 0x48, 0x61, 0x73, 0x68, 0x65, 0x73, 0x22, 0x12, 0x0a, 0x10, 0x41, 0x6c,
+	0x6c, 0x42, 0x6c, 0x6f, 0x63, 0x6b, 0x73, 0x43, 0x6c, 0x65, 0x61, 0x72, 0x65, 0x64, 0x2a, 0x82,
 	0x01, 0x0a, 0x0c, 0x46, 0x69, 0x6e, 0x69, 0x73, 0x68, 0x52, 0x65, 0x61, 0x73, 0x6f, 0x6e, 0x12,
 	0x1d, 0x0a, 0x19, 0x46, 0x49, 0x4e, 0x49, 0x53, 0x48, 0x5f, 0x52, 0x45, 0x41, 0x53, 0x4f, 0x4e,
 	0x5f, 0x55, 0x4e, 0x53, 0x50, 0x45, 0x43, 0x49, 0x46, 0x49, 0x45, 0x44, 0x10, 0x00, 0x12, 0x21,
@@ -4704,7 +5128,7 @@ var file_outrider_v1_target_proto_rawDesc = string([]byte{
 	0x47, 0x5f, 0x52, 0x45, 0x51, 0x55, 0x45, 0x53, 0x54, 0x53, 0x5f, 0x41, 0x42, 0x4f, 0x52, 0x54,
 	0x10, 0x02, 0x12, 0x1d, 0x0a, 0x19, 0x52, 0x55, 0x4e, 0x4e, 0x49, 0x4e, 0x47, 0x5f, 0x52, 0x45,
 	0x51, 0x55, 0x45, 0x53, 0x54, 0x53, 0x5f, 0x43, 0x4f, 0x4e, 0x54, 0x49, 0x4e, 0x55, 0x45, 0x10,
-	0x03, 0x32, 0xc4, 0x04, 0x0a, 0x0d, 0x54, 0x61, 0x72, 0x67, 0x65, 0x74, 0x53, 0x65, 0x72, 0x76,
+	0x03, 0x32, 0xaa, 0x05, 0x0a, 0x0d, 0x54, 0x61, 0x72, 0x67, 0x65, 0x74, 0x53, 0x65, 0x72, 0x76,
 	0x69, 0x63, 0x65, 0x12, 0x49, 0x0a, 0x08, 0x47, 0x65, 0x6e, 0x65, 0x72, 0x61, 0x74, 0x65, 0x12,
 	0x1c, 0x2e, 0x6f, 0x75, 0x74, 0x72, 0x69, 0x64, 0x65, 0x72, 0x2e, 0x76, 0x31, 0x2e, 0x47, 0x65,
 	0x6e, 0x65, 0x72, 0x61, 0x74, 0x65, 0x52, 0x65, 0x71, 0x75, 0x65, 0x73, 0x74, 0x1a, 0x1d, 0x2e,
@@ -4740,10 +5164,17 @@ var file_outrider_v1_target_proto_rawDesc = string([]byte{
 	0x64, 0x61, 0x74, 0x65, 0x57, 0x65, 0x69, 0x67, 0x68, 0x74, 0x73, 0x52, 0x65, 0x71, 0x75, 0x65,
 	0x73, 0x74, 0x1a, 0x22, 0x2e, 0x6f, 0x75, 0x74, 0x72, 0x69, 0x64, 0x65, 0x72, 0x2e, 0x76, 0x31,
 	0x2e, 0x55, 0x70, 0x64, 0x61, 0x74, 0x65, 0x57, 0x65, 0x69, 0x67, 0x68, 0x74, 0x73, 0x52, 0x65,
-	0x73, 0x70, 0x6f, 0x6e, 0x73, 0x65, 0x28, 0x01, 0x42, 0x2b, 0x5a, 0x29, 0x6f, 0x75, 0x74, 0x72,
-	0x69, 0x64, 0x65, 0x72, 0x2f, 0x63, 0x6c, 0x69, 0x65, 0x6e, 0x74, 0x73, 0x2f, 0x67, 0x6f, 0x2f,
-	0x6f, 0x75, 0x74, 0x72, 0x69, 0x64, 0x65, 0x72, 0x76, 0x31, 0x3b, 0x6f, 0x75, 0x74, 0x72, 0x69,
-	0x64, 0x65, 0x72, 0x76, 0x31, 0x62, 0x06, 0x70, 0x72, 0x6f, 0x74, 0x6f, 0x33,
+	0x73, 0x70, 0x6f, 0x6e, 0x73, 0x65, 0x28, 0x01, 0x12, 0x64, 0x0a, 0x11, 0x53, 0x75, 0x62, 0x73,
+	0x63, 0x72, 0x69, 0x62, 0x65, 0x4b, 0x76, 0x45, 0x76, 0x65, 0x6e, 0x74, 0x73, 0x12, 0x25, 0x2e,
+	0x6f, 0x75, 0x74, 0x72, 0x69, 0x64, 0x65, 0x72, 0x2e, 0x76, 0x31, 0x2e, 0x53, 0x75, 0x62, 0x73,
+	0x63, 0x72, 0x69, 0x62, 0x65, 0x4b, 0x76, 0x45, 0x76, 0x65, 0x6e, 0x74, 0x73, 0x52, 0x65, 0x71,
+	0x75, 0x65, 0x73, 0x74, 0x1a, 0x26, 0x2e, 0x6f, 0x75, 0x74, 0x72, 0x69, 0x64, 0x65, 0x72, 0x2e,
+	0x76, 0x31, 0x2e, 0x53, 0x75, 0x62, 0x73, 0x63, 0x72, 0x69, 0x62, 0x65, 0x4b, 0x76, 0x45, 0x76,
+	0x65, 0x6e, 0x74, 0x73, 0x52, 0x65, 0x73, 0x70, 0x6f, 0x6e, 0x73, 0x65, 0x30, 0x01, 0x42, 0x2b,
+	0x5a, 0x29, 0x6f, 0x75, 0x74, 0x72, 0x69, 0x64, 0x65, 0x72, 0x2f, 0x63, 0x6c, 0x69, 0x65, 0x6e,
+	0x74, 0x73, 0x2f, 0x67, 0x6f, 0x2f, 0x6f, 0x75, 0x74, 0x72, 0x69, 0x64, 0x65, 0x72, 0x76, 0x31,
+	0x3b, 0x6f, 0x75, 0x74, 0x72, 0x69, 0x64, 0x65, 0x72, 0x76, 0x31, 0x62, 0x06, 0x70, 0x72, 0x6f,
+	0x74, 0x6f, 0x33,
 })
 
 var (
@@ -4759,70 +5190,76 @@ func file_outrider_v1_target_proto_rawDescGZIP() []byte {
 }
 
 var file_outrider_v1_target_proto_enumTypes = make([]protoimpl.EnumInfo, 3)
-var file_outrider_v1_target_proto_msgTypes = make([]protoimpl.MessageInfo, 47)
+var file_outrider_v1_target_proto_msgTypes = make([]protoimpl.MessageInfo, 53)
 var file_outrider_v1_target_proto_goTypes = []any{
-	(FinishReason)(0),             // 0: outrider.v1.FinishReason
-	(ToolChoice)(0),               // 1: outrider.v1.ToolChoice
-	(RunningRequests)(0),          // 2: outrider.v1.RunningRequests
-	(*GenerateRequest)(nil),       // 3: outrider.v1.GenerateRequest
-	(*GenerateManyRequest)(nil),   // 4: outrider.v1.GenerateManyRequest
-	(*CarriedCall)(nil),           // 5: outrider.v1.CarriedCall
-	(*CallMetadata)(nil),          // 6: outrider.v1.CallMetadata
-	(*GenerateManyResponse)(nil),  // 7: outrider.v1.GenerateManyResponse
-	(*CarriedEnd)(nil),            // 8: outrider.v1.CarriedEnd
-	(*Prediction)(nil),            // 9: outrider.v1.Prediction
-	(*ChatInput)(nil),             // 10: outrider.v1.ChatInput
-	(*ChatMessage)(nil),           // 11: outrider.v1.ChatMessage
-	(*ToolCall)(nil),              // 12: outrider.v1.ToolCall
-	(*Tools)(nil),                 // 13: outrider.v1.Tools
-	(*TokenInput)(nil),            // 14: outrider.v1.TokenInput
-	(*SpeculationOptions)(nil),    // 15: outrider.v1.SpeculationOptions
-	(*GenerateResponse)(nil),      // 16: outrider.v1.GenerateResponse
-	(*GenerateStarted)(nil),       // 17: outrider.v1.GenerateStarted
-	(*GenerateChunk)(nil),         // 18: outrider.v1.GenerateChunk
-	(*PromptLogprobs)(nil),        // 19: outrider.v1.PromptLogprobs
-	(*AnswerPart)(nil),            // 20: outrider.v1.AnswerPart
-	(*ToolCallPiece)(nil),         // 21: outrider.v1.ToolCallPiece
-	(*TokenText)(nil),             // 22: outrider.v1.TokenText
-	(*VerifiedTree)(nil),          // 23: outrider.v1.VerifiedTree
-	(*TokenLogprobs)(nil),         // 24: outrider.v1.TokenLogprobs
-	(*TopLogprob)(nil),            // 25: outrider.v1.TopLogprob
-	(*GenerateFinished)(nil),      // 26: outrider.v1.GenerateFinished
-	(*Usage)(nil),                 // 27: outrider.v1.Usage
-	(*SpeculationTotals)(nil),     // 28: outrider.v1.SpeculationTotals
-	(*RequestTimes)(nil),          // 29: outrider.v1.RequestTimes
-	(*VerifyRequest)(nil),         // 30: outrider.v1.VerifyRequest
-	(*OpenVerification)(nil),      // 31: outrider.v1.OpenVerification
-	(*VerifyTree)(nil),            // 32: outrider.v1.VerifyTree
-	(*CloseVerification)(nil),     // 33: outrider.v1.CloseVerification
-	(*VerifyResponse)(nil),        // 34: outrider.v1.VerifyResponse
-	(*VerificationOpened)(nil),    // 35: outrider.v1.VerificationOpened
-	(*Verdict)(nil),               // 36: outrider.v1.Verdict
-	(*VerificationStatus)(nil),    // 37: outrider.v1.VerificationStatus
-	(*TokenizeRequest)(nil),       // 38: outrider.v1.TokenizeRequest
-	(*TokenizeResponse)(nil),      // 39: outrider.v1.TokenizeResponse
-	(*DetokenizeRequest)(nil),     // 40: outrider.v1.DetokenizeRequest
-	(*DetokenizeResponse)(nil),    // 41: outrider.v1.DetokenizeResponse
-	(*GetTargetInfoRequest)(nil),  // 42: outrider.v1.GetTargetInfoRequest
-	(*GetTargetInfoResponse)(nil), // 43: outrider.v1.GetTargetInfoResponse
-	(*UpdateWeightsRequest)(nil),  // 44: outrider.v1.UpdateWeightsRequest
-	(*BeginUpdate)(nil),           // 45: outrider.v1.BeginUpdate
-	(*WeightFiles)(nil),           // 46: outrider.v1.WeightFiles
-	(*UpdateWeightsResponse)(nil), // 47: outrider.v1.UpdateWeightsResponse
-	nil,                           // 48: outrider.v1.GenerateChunk.TokenTextsEntry
-	nil,                           // 49: outrider.v1.TokenizeResponse.TokenTextsEntry
-	(*SamplingParameters)(nil),    // 50: outrider.v1.SamplingParameters
-	(*structpb.Struct)(nil),       // 51: google.protobuf.Struct
-	(VerificationMode)(0),         // 52: outrider.v1.VerificationMode
-	(*TypicalAcceptance)(nil),     // 53: outrider.v1.TypicalAcceptance
-	(*Timings)(nil),               // 54: outrider.v1.Timings
-	(*TokenTree)(nil),             // 55: outrider.v1.TokenTree
-	(*status.Status)(nil),         // 56: google.rpc.Status
+	(FinishReason)(0),                 // 0: outrider.v1.FinishReason
+	(ToolChoice)(0),                   // 1: outrider.v1.ToolChoice
+	(RunningRequests)(0),              // 2: outrider.v1.RunningRequests
+	(*GenerateRequest)(nil),           // 3: outrider.v1.GenerateRequest
+	(*GenerateManyRequest)(nil),       // 4: outrider.v1.GenerateManyRequest
+	(*CarriedCall)(nil),               // 5: outrider.v1.CarriedCall
+	(*CallMetadata)(nil),              // 6: outrider.v1.CallMetadata
+	(*GenerateManyResponse)(nil),      // 7: outrider.v1.GenerateManyResponse
+	(*CarriedEnd)(nil),                // 8: outrider.v1.CarriedEnd
+	(*Prediction)(nil),                // 9: outrider.v1.Prediction
+	(*ChatInput)(nil),                 // 10: outrider.v1.ChatInput
+	(*ChatMessage)(nil),               // 11: outrider.v1.ChatMessage
+	(*ToolCall)(nil),                  // 12: outrider.v1.ToolCall
+	(*Tools)(nil),                     // 13: outrider.v1.Tools
+	(*TokenInput)(nil),                // 14: outrider.v1.TokenInput
+	(*SpeculationOptions)(nil),        // 15: outrider.v1.SpeculationOptions
+	(*GenerateResponse)(nil),          // 16: outrider.v1.GenerateResponse
+	(*GenerateStarted)(nil),           // 17: outrider.v1.GenerateStarted
+	(*GenerateChunk)(nil),             // 18: outrider.v1.GenerateChunk
+	(*PromptLogprobs)(nil),            // 19: outrider.v1.PromptLogprobs
+	(*AnswerPart)(nil),                // 20: outrider.v1.AnswerPart
+	(*ToolCallPiece)(nil),             // 21: outrider.v1.ToolCallPiece
+	(*TokenText)(nil),                 // 22: outrider.v1.TokenText
+	(*VerifiedTree)(nil),              // 23: outrider.v1.VerifiedTree
+	(*TokenLogprobs)(nil),             // 24: outrider.v1.TokenLogprobs
+	(*TopLogprob)(nil),                // 25: outrider.v1.TopLogprob
+	(*GenerateFinished)(nil),          // 26: outrider.v1.GenerateFinished
+	(*Usage)(nil),                     // 27: outrider.v1.Usage
+	(*SpeculationTotals)(nil),         // 28: outrider.v1.SpeculationTotals
+	(*RequestTimes)(nil),              // 29: outrider.v1.RequestTimes
+	(*VerifyRequest)(nil),             // 30: outrider.v1.VerifyRequest
+	(*OpenVerification)(nil),          // 31: outrider.v1.OpenVerification
+	(*VerifyTree)(nil),                // 32: outrider.v1.VerifyTree
+	(*CloseVerification)(nil),         // 33: outrider.v1.CloseVerification
+	(*VerifyResponse)(nil),            // 34: outrider.v1.VerifyResponse
+	(*VerificationOpened)(nil),        // 35: outrider.v1.VerificationOpened
+	(*Verdict)(nil),                   // 36: outrider.v1.Verdict
+	(*VerificationStatus)(nil),        // 37: outrider.v1.VerificationStatus
+	(*TokenizeRequest)(nil),           // 38: outrider.v1.TokenizeRequest
+	(*TokenizeResponse)(nil),          // 39: outrider.v1.TokenizeResponse
+	(*DetokenizeRequest)(nil),         // 40: outrider.v1.DetokenizeRequest
+	(*DetokenizeResponse)(nil),        // 41: outrider.v1.DetokenizeResponse
+	(*GetTargetInfoRequest)(nil),      // 42: outrider.v1.GetTargetInfoRequest
+	(*GetTargetInfoResponse)(nil),     // 43: outrider.v1.GetTargetInfoResponse
+	(*UpdateWeightsRequest)(nil),      // 44: outrider.v1.UpdateWeightsRequest
+	(*BeginUpdate)(nil),               // 45: outrider.v1.BeginUpdate
+	(*WeightFiles)(nil),               // 46: outrider.v1.WeightFiles
+	(*UpdateWeightsResponse)(nil),     // 47: outrider.v1.UpdateWeightsResponse
+	(*SubscribeKvEventsRequest)(nil),  // 48: outrider.v1.SubscribeKvEventsRequest
+	(*SubscribeKvEventsResponse)(nil), // 49: outrider.v1.SubscribeKvEventsResponse
+	(*KvEvent)(nil),                   // 50: outrider.v1.KvEvent
+	(*BlocksStored)(nil),              // 51: outrider.v1.BlocksStored
+	(*BlocksRemoved)(nil),             // 52: outrider.v1.BlocksRemoved
+	(*AllBlocksCleared)(nil),          // 53: outrider.v1.AllBlocksCleared
+	nil,                               // 54: outrider.v1.GenerateChunk.TokenTextsEntry
+	nil,                               // 55: outrider.v1.TokenizeResponse.TokenTextsEntry
+	(*SamplingParameters)(nil),        // 56: outrider.v1.SamplingParameters
+	(*structpb.Struct)(nil),           // 57: google.protobuf.Struct
+	(VerificationMode)(0),             // 58: outrider.v1.VerificationMode
+	(*TypicalAcceptance)(nil),         // 59: outrider.v1.TypicalAcceptance
+	(*Timings)(nil),                   // 60: outrider.v1.Timings
+	(*TokenTree)(nil),                 // 61: outrider.v1.TokenTree
+	(*status.Status)(nil),             // 62: google.rpc.Status
 }
 var file_outrider_v1_target_proto_depIdxs = []int32{
 	10, // 0: outrider.v1.GenerateRequest.chat:type_name -> outrider.v1.ChatInput
 	14, // 1: outrider.v1.GenerateRequest.tokens:type_name -> outrider.v1.TokenInput
-	50, // 2: outrider.v1.GenerateRequest.sampling:type_name -> outrider.v1.SamplingParameters
+	56, // 2: outrider.v1.GenerateRequest.sampling:type_name -> outrider.v1.SamplingParameters
 	15, // 3: outrider.v1.GenerateRequest.speculation:type_name -> outrider.v1.SpeculationOptions
 	9,  // 4: outrider.v1.GenerateRequest.prediction:type_name -> outrider.v1.Prediction
 	5,  // 5: outrider.v1.GenerateManyRequest.begin:type_name -> outrider.v1.CarriedCall
@@ -4831,24 +5268,24 @@ var file_outrider_v1_target_proto_depIdxs = []int32{
 	6,  // 8: outrider.v1.CarriedEnd.trailing_metadata:type_name -> outrider.v1.CallMetadata
 	14, // 9: outrider.v1.Prediction.tokens:type_name -> outrider.v1.TokenInput
 	11, // 10: outrider.v1.ChatInput.messages:type_name -> outrider.v1.ChatMessage
-	51, // 11: outrider.v1.ChatInput.template_arguments:type_name -> google.protobuf.Struct
+	57, // 11: outrider.v1.ChatInput.template_arguments:type_name -> google.protobuf.Struct
 	13, // 12: outrider.v1.ChatInput.tools:type_name -> outrider.v1.Tools
 	12, // 13: outrider.v1.ChatMessage.tool_calls:type_name -> outrider.v1.ToolCall
 	1,  // 14: outrider.v1.Tools.choice:type_name -> outrider.v1.ToolChoice
-	52, // 15: outrider.v1.SpeculationOptions.mode:type_name -> outrider.v1.VerificationMode
-	53, // 16: outrider.v1.SpeculationOptions.typical:type_name -> outrider.v1.TypicalAcceptance
+	58, // 15: outrider.v1.SpeculationOptions.mode:type_name -> outrider.v1.VerificationMode
+	59, // 16: outrider.v1.SpeculationOptions.typical:type_name -> outrider.v1.TypicalAcceptance
 	17, // 17: outrider.v1.GenerateResponse.started:type_name -> outrider.v1.GenerateStarted
 	18, // 18: outrider.v1.GenerateResponse.chunk:type_name -> outrider.v1.GenerateChunk
 	26, // 19: outrider.v1.GenerateResponse.finished:type_name -> outrider.v1.GenerateFinished
-	54, // 20: outrider.v1.GenerateResponse.timings:type_name -> outrider.v1.Timings
-	52, // 21: outrider.v1.GenerateStarted.mode:type_name -> outrider.v1.VerificationMode
+	60, // 20: outrider.v1.GenerateResponse.timings:type_name -> outrider.v1.Timings
+	58, // 21: outrider.v1.GenerateStarted.mode:type_name -> outrider.v1.VerificationMode
 	24, // 22: outrider.v1.GenerateChunk.logprobs:type_name -> outrider.v1.TokenLogprobs
 	23, // 23: outrider.v1.GenerateChunk.tree:type_name -> outrider.v1.VerifiedTree
-	48, // 24: outrider.v1.GenerateChunk.token_texts:type_name -> outrider.v1.GenerateChunk.TokenTextsEntry
+	54, // 24: outrider.v1.GenerateChunk.token_texts:type_name -> outrider.v1.GenerateChunk.TokenTextsEntry
 	20, // 25: outrider.v1.GenerateChunk.parts:type_name -> outrider.v1.AnswerPart
 	19, // 26: outrider.v1.GenerateChunk.prompt_logprobs:type_name -> outrider.v1.PromptLogprobs
 	21, // 27: outrider.v1.AnswerPart.tool_call:type_name -> outrider.v1.ToolCallPiece
-	55, // 28: outrider.v1.VerifiedTree.tree:type_name -> outrider.v1.TokenTree
+	61, // 28: outrider.v1.VerifiedTree.tree:type_name -> outrider.v1.TokenTree
 	25, // 29: outrider.v1.TokenLogprobs.top:type_name -> outrider.v1.TopLogprob
 	0,  // 30: outrider.v1.GenerateFinished.finish_reason:type_name -> outrider.v1.FinishReason
 	27, // 31: outrider.v1.GenerateFinished.usage:type_name -> outrider.v1.Usage
@@ -4857,45 +5294,51 @@ var file_outrider_v1_target_proto_depIdxs = []int32{
 	31, // 34: outrider.v1.VerifyRequest.open:type_name -> outrider.v1.OpenVerification
 	32, // 35: outrider.v1.VerifyRequest.tree:type_name -> outrider.v1.VerifyTree
 	33, // 36: outrider.v1.VerifyRequest.close:type_name -> outrider.v1.CloseVerification
-	50, // 37: outrider.v1.OpenVerification.sampling:type_name -> outrider.v1.SamplingParameters
-	52, // 38: outrider.v1.OpenVerification.mode:type_name -> outrider.v1.VerificationMode
-	53, // 39: outrider.v1.OpenVerification.typical:type_name -> outrider.v1.TypicalAcceptance
-	55, // 40: outrider.v1.VerifyTree.tree:type_name -> outrider.v1.TokenTree
+	56, // 37: outrider.v1.OpenVerification.sampling:type_name -> outrider.v1.SamplingParameters
+	58, // 38: outrider.v1.OpenVerification.mode:type_name -> outrider.v1.VerificationMode
+	59, // 39: outrider.v1.OpenVerification.typical:type_name -> outrider.v1.TypicalAcceptance
+	61, // 40: outrider.v1.VerifyTree.tree:type_name -> outrider.v1.TokenTree
 	35, // 41: outrider.v1.VerifyResponse.opened:type_name -> outrider.v1.VerificationOpened
 	36, // 42: outrider.v1.VerifyResponse.verdict:type_name -> outrider.v1.Verdict
 	37, // 43: outrider.v1.VerifyResponse.status:type_name -> outrider.v1.VerificationStatus
-	54, // 44: outrider.v1.VerifyResponse.timings:type_name -> outrider.v1.Timings
-	52, // 45: outrider.v1.VerificationOpened.mode:type_name -> outrider.v1.VerificationMode
+	60, // 44: outrider.v1.VerifyResponse.timings:type_name -> outrider.v1.Timings
+	58, // 45: outrider.v1.VerificationOpened.mode:type_name -> outrider.v1.VerificationMode
 	0,  // 46: outrider.v1.Verdict.finish_reason:type_name -> outrider.v1.FinishReason
 	24, // 47: outrider.v1.Verdict.logprobs:type_name -> outrider.v1.TokenLogprobs
-	56, // 48: outrider.v1.VerificationStatus.status:type_name -> google.rpc.Status
+	62, // 48: outrider.v1.VerificationStatus.status:type_name -> google.rpc.Status
 	10, // 49: outrider.v1.TokenizeRequest.chat:type_name -> outrider.v1.ChatInput
-	49, // 50: outrider.v1.TokenizeResponse.token_texts:type_name -> outrider.v1.TokenizeResponse.TokenTextsEntry
-	52, // 51: outrider.v1.GetTargetInfoResponse.modes:type_name -> outrider.v1.VerificationMode
+	55, // 50: outrider.v1.TokenizeResponse.token_texts:type_name -> outrider.v1.TokenizeResponse.TokenTextsEntry
+	58, // 51: outrider.v1.GetTargetInfoResponse.modes:type_name -> outrider.v1.VerificationMode
 	45, // 52: outrider.v1.UpdateWeightsRequest.begin:type_name -> outrider.v1.BeginUpdate
 	46, // 53: outrider.v1.BeginUpdate.files:type_name -> outrider.v1.WeightFiles
 	2,  // 54: outrider.v1.BeginUpdate.running:type_name -> outrider.v1.RunningRequests
-	22, // 55: outrider.v1.GenerateChunk.TokenTextsEntry.value:type_name -> outrider.v1.TokenText
-	22, // 56: outrider.v1.TokenizeResponse.TokenTextsEntry.value:type_name -> outrider.v1.TokenText
-	3,  // 57: outrider.v1.TargetService.Generate:input_type -> outrider.v1.GenerateRequest
-	4,  // 58: outrider.v1.TargetService.GenerateMany:input_type -> outrider.v1.GenerateManyRequest
-	30, // 59: outrider.v1.TargetService.Verify:input_type -> outrider.v1.VerifyRequest
-	38, // 60: outrider.v1.TargetService.Tokenize:input_type -> outrider.v1.TokenizeRequest
-	40, // 61: outrider.v1.TargetService.Detokenize:input_type -> outrider.v1.DetokenizeRequest
-	42, // 62: outrider.v1.TargetService.GetTargetInfo:input_type -> outrider.v1.GetTargetInfoRequest
-	44, // 63: outrider.v1.TargetService.UpdateWeights:input_type -> outrider.v1.UpdateWeightsRequest
-	16, // 64: outrider.v1.TargetService.Generate:output_type -> outrider.v1.GenerateResponse
-	7,  // 65: outrider.v1.TargetService.GenerateMany:output_type -> outrider.v1.GenerateManyResponse
-	34, // 66: outrider.v1.TargetService.Verify:output_type -> outrider.v1.VerifyResponse
-	39, // 67: outrider.v1.TargetService.Tokenize:output_type -> outrider.v1.TokenizeResponse
-	41, // 68: outrider.v1.TargetService.Detokenize:output_type -> outrider.v1.DetokenizeResponse
-	43, // 69: outrider.v1.TargetService.GetTargetInfo:output_type -> outrider.v1.GetTargetInfoResponse
-	47, // 70: outrider.v1.TargetService.UpdateWeights:output_type -> outrider.v1.UpdateWeightsResponse
-	64, // [64:71] is the sub-list for method output_type
-	57, // [57:64] is the sub-list for method input_type
-	57, // [57:57] is the sub-list for extension type_name
-	57, // [57:57] is the sub-list for extension extendee
-	0,  // [0:57] is the sub-list for field type_name
+	50, // 55: outrider.v1.SubscribeKvEventsResponse.events:type_name -> outrider.v1.KvEvent
+	51, // 56: outrider.v1.KvEvent.stored:type_name -> outrider.v1.BlocksStored
+	52, // 57: outrider.v1.KvEvent.removed:type_name -> outrider.v1.BlocksRemoved
+	53, // 58: outrider.v1.KvEvent.cleared:type_name -> outrider.v1.AllBlocksCleared
+	22, // 59: outrider.v1.GenerateChunk.TokenTextsEntry.value:type_name -> outrider.v1.TokenText
+	22, // 60: outrider.v1.TokenizeResponse.TokenTextsEntry.value:type_name -> outrider.v1.TokenText
+	3,  // 61: outrider.v1.TargetService.Generate:input_type -> outrider.v1.GenerateRequest
+	4,  // 62: outrider.v1.TargetService.GenerateMany:input_type -> outrider.v1.GenerateManyRequest
+	30, // 63: outrider.v1.TargetService.Verify:input_type -> outrider.v1.VerifyRequest
+	38, // 64: outrider.v1.TargetService.Tokenize:input_type -> outrider.v1.TokenizeRequest
+	40, // 65: outrider.v1.TargetService.Detokenize:input_type -> outrider.v1.DetokenizeRequest
+	42, // 66: outrider.v1.TargetService.GetTargetInfo:input_type -> outrider.v1.GetTargetInfoRequest
+	44, // 67: outrider.v1.TargetService.UpdateWeights:input_type -> outrider.v1.UpdateWeightsRequest
+	48, // 68: outrider.v1.TargetService.SubscribeKvEvents:input_type -> outrider.v1.SubscribeKvEventsRequest
+	16, // 69: outrider.v1.TargetService.Generate:output_type -> outrider.v1.GenerateResponse
+	7,  // 70: outrider.v1.TargetService.GenerateMany:output_type -> outrider.v1.GenerateManyResponse
+	34, // 71: outrider.v1.TargetService.Verify:output_type -> outrider.v1.VerifyResponse
+	39, // 72: outrider.v1.TargetService.Tokenize:output_type -> outrider.v1.TokenizeResponse
+	41, // 73: outrider.v1.TargetService.Detokenize:output_type -> outrider.v1.DetokenizeResponse
+	43, // 74: outrider.v1.TargetService.GetTargetInfo:output_type -> outrider.v1.GetTargetInfoResponse
+	47, // 75: outrider.v1.TargetService.UpdateWeights:output_type -> outrider.v1.UpdateWeightsResponse
+	49, // 76: outrider.v1.TargetService.SubscribeKvEvents:output_type -> outrider.v1.SubscribeKvEventsResponse
+	69, // [69:77] is the sub-list for method output_type
+	61, // [61:69] is the sub-list for method input_type
+	61, // [61:61] is the sub-list for extension type_name
+	61, // [61:61] is the sub-list for extension extendee
+	0,  // [0:61] is the sub-list for field type_name
 }
 
 func init() { file_outrider_v1_target_proto_init() }
@@ -4952,13 +5395,19 @@ func file_outrider_v1_target_proto_init() {
 		(*BeginUpdate_Folder)(nil),
 		(*BeginUpdate_Files)(nil),
 	}
+	file_outrider_v1_target_proto_msgTypes[47].OneofWrappers = []any{
+		(*KvEvent_Stored)(nil),
+		(*KvEvent_Removed)(nil),
+		(*KvEvent_Cleared)(nil),
+	}
+	file_outrider_v1_target_proto_msgTypes[48].OneofWrappers = []any{}
 	type x struct{}
 	out := protoimpl.TypeBuilder{
 		File: protoimpl.DescBuilder{
 			GoPackagePath: reflect.TypeOf(x{}).PkgPath(),
 			RawDescriptor: unsafe.Slice(unsafe.StringData(file_outrider_v1_target_proto_rawDesc), len(file_outrider_v1_target_proto_rawDesc)),
 			NumEnums:      3,
-			NumMessages:   47,
+			NumMessages:   53,
 			NumExtensions: 0,
 			NumServices:   1,
 		},

@@ -21,13 +21,14 @@ import (
 const _ = grpc.SupportPackageIsVersion8
 
 const (
-	TargetService_Generate_FullMethodName      = "/outrider.v1.TargetService/Generate"
-	TargetService_GenerateMany_FullMethodName  = "/outrider.v1.TargetService/GenerateMany"
-	TargetService_Verify_FullMethodName        = "/outrider.v1.TargetService/Verify"
-	TargetService_Tokenize_FullMethodName      = "/outrider.v1.TargetService/Tokenize"
-	TargetService_Detokenize_FullMethodName    = "/outrider.v1.TargetService/Detokenize"
-	TargetService_GetTargetInfo_FullMethodName = "/outrider.v1.TargetService/GetTargetInfo"
-	TargetService_UpdateWeights_FullMethodName = "/outrider.v1.TargetService/UpdateWeights"
+	TargetService_Generate_FullMethodName          = "/outrider.v1.TargetService/Generate"
+	TargetService_GenerateMany_FullMethodName      = "/outrider.v1.TargetService/GenerateMany"
+	TargetService_Verify_FullMethodName            = "/outrider.v1.TargetService/Verify"
+	TargetService_Tokenize_FullMethodName          = "/outrider.v1.TargetService/Tokenize"
+	TargetService_Detokenize_FullMethodName        = "/outrider.v1.TargetService/Detokenize"
+	TargetService_GetTargetInfo_FullMethodName     = "/outrider.v1.TargetService/GetTargetInfo"
+	TargetService_UpdateWeights_FullMethodName     = "/outrider.v1.TargetService/UpdateWeights"
+	TargetService_SubscribeKvEvents_FullMethodName = "/outrider.v1.TargetService/SubscribeKvEvents"
 )
 
 // TargetServiceClient is the client API for TargetService service.
@@ -60,6 +61,12 @@ type TargetServiceClient interface {
 	// before the exchange leaves the old weights as they were. RESOURCE_EXHAUSTED while another update is under way;
 	// DEADLINE_EXCEEDED without a first message within the service's time for it, 10 s unless it is configured otherwise.
 	UpdateWeights(ctx context.Context, opts ...grpc.CallOption) (TargetService_UpdateWeightsClient, error)
+	// SubscribeKvEvents tells which text's keys and values are in the cache, for a router that sends requests where their
+	// beginnings were read. It streams until the caller ends it. FAILED_PRECONDITION where the server keeps no events
+	// (kv_events). PERMISSION_DENIED where callers have tokens and this one is no operator's, since events hold tokens of
+	// all tenants. OUT_OF_RANGE for events that are no longer kept, also where a reader is slower than they come: it has
+	// to forget what it knows, and to begin with the oldest that are.
+	SubscribeKvEvents(ctx context.Context, in *SubscribeKvEventsRequest, opts ...grpc.CallOption) (TargetService_SubscribeKvEventsClient, error)
 }
 
 type targetServiceClient struct {
@@ -232,6 +239,39 @@ func (x *targetServiceUpdateWeightsClient) CloseAndRecv() (*UpdateWeightsRespons
 	return m, nil
 }
 
+func (c *targetServiceClient) SubscribeKvEvents(ctx context.Context, in *SubscribeKvEventsRequest, opts ...grpc.CallOption) (TargetService_SubscribeKvEventsClient, error) {
+	cOpts := append([]grpc.CallOption{grpc.StaticMethod()}, opts...)
+	stream, err := c.cc.NewStream(ctx, &TargetService_ServiceDesc.Streams[4], TargetService_SubscribeKvEvents_FullMethodName, cOpts...)
+	if err != nil {
+		return nil, err
+	}
+	x := &targetServiceSubscribeKvEventsClient{ClientStream: stream}
+	if err := x.ClientStream.SendMsg(in); err != nil {
+		return nil, err
+	}
+	if err := x.ClientStream.CloseSend(); err != nil {
+		return nil, err
+	}
+	return x, nil
+}
+
+type TargetService_SubscribeKvEventsClient interface {
+	Recv() (*SubscribeKvEventsResponse, error)
+	grpc.ClientStream
+}
+
+type targetServiceSubscribeKvEventsClient struct {
+	grpc.ClientStream
+}
+
+func (x *targetServiceSubscribeKvEventsClient) Recv() (*SubscribeKvEventsResponse, error) {
+	m := new(SubscribeKvEventsResponse)
+	if err := x.ClientStream.RecvMsg(m); err != nil {
+		return nil, err
+	}
+	return m, nil
+}
+
 // TargetServiceServer is the server API for TargetService service.
 // All implementations must embed UnimplementedTargetServiceServer
 // for forward compatibility
@@ -262,6 +302,12 @@ type TargetServiceServer interface {
 	// before the exchange leaves the old weights as they were. RESOURCE_EXHAUSTED while another update is under way;
 	// DEADLINE_EXCEEDED without a first message within the service's time for it, 10 s unless it is configured otherwise.
 	UpdateWeights(TargetService_UpdateWeightsServer) error
+	// SubscribeKvEvents tells which text's keys and values are in the cache, for a router that sends requests where their
+	// beginnings were read. It streams until the caller ends it. FAILED_PRECONDITION where the server keeps no events
+	// (kv_events). PERMISSION_DENIED where callers have tokens and this one is no operator's, since events hold tokens of
+	// all tenants. OUT_OF_RANGE for events that are no longer kept, also where a reader is slower than they come: it has
+	// to forget what it knows, and to begin with the oldest that are.
+	SubscribeKvEvents(*SubscribeKvEventsRequest, TargetService_SubscribeKvEventsServer) error
 	mustEmbedUnimplementedTargetServiceServer()
 }
 
@@ -289,6 +335,9 @@ func (UnimplementedTargetServiceServer) GetTargetInfo(context.Context, *GetTarge
 }
 func (UnimplementedTargetServiceServer) UpdateWeights(TargetService_UpdateWeightsServer) error {
 	return status.Errorf(codes.Unimplemented, "method UpdateWeights not implemented")
+}
+func (UnimplementedTargetServiceServer) SubscribeKvEvents(*SubscribeKvEventsRequest, TargetService_SubscribeKvEventsServer) error {
+	return status.Errorf(codes.Unimplemented, "method SubscribeKvEvents not implemented")
 }
 func (UnimplementedTargetServiceServer) mustEmbedUnimplementedTargetServiceServer() {}
 
@@ -456,6 +505,27 @@ func (x *targetServiceUpdateWeightsServer) Recv() (*UpdateWeightsRequest, error)
 	return m, nil
 }
 
+func _TargetService_SubscribeKvEvents_Handler(srv interface{}, stream grpc.ServerStream) error {
+	m := new(SubscribeKvEventsRequest)
+	if err := stream.RecvMsg(m); err != nil {
+		return err
+	}
+	return srv.(TargetServiceServer).SubscribeKvEvents(m, &targetServiceSubscribeKvEventsServer{ServerStream: stream})
+}
+
+type TargetService_SubscribeKvEventsServer interface {
+	Send(*SubscribeKvEventsResponse) error
+	grpc.ServerStream
+}
+
+type targetServiceSubscribeKvEventsServer struct {
+	grpc.ServerStream
+}
+
+func (x *targetServiceSubscribeKvEventsServer) Send(m *SubscribeKvEventsResponse) error {
+	return x.ServerStream.SendMsg(m)
+}
+
 // TargetService_ServiceDesc is the grpc.ServiceDesc for TargetService service.
 // It's only intended for direct use with grpc.RegisterService,
 // and not to be introspected or modified (even as a copy)
@@ -498,6 +568,11 @@ var TargetService_ServiceDesc = grpc.ServiceDesc{
 			StreamName:    "UpdateWeights",
 			Handler:       _TargetService_UpdateWeights_Handler,
 			ClientStreams: true,
+		},
+		{
+			StreamName:    "SubscribeKvEvents",
+			Handler:       _TargetService_SubscribeKvEvents_Handler,
+			ServerStreams: true,
 		},
 	},
 	Metadata: "outrider/v1/target.proto",

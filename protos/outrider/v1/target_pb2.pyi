@@ -1865,3 +1865,161 @@ class UpdateWeightsResponse(google.protobuf.message.Message):
     def ClearField(self, field_name: typing.Literal["aborted_sequences", b"aborted_sequences", "bytes", b"bytes", "continued_sequences", b"continued_sequences", "model_version", b"model_version", "pause_nanoseconds", b"pause_nanoseconds", "prepare_nanoseconds", b"prepare_nanoseconds", "tensors", b"tensors"]) -> None: ...
 
 global___UpdateWeightsResponse = UpdateWeightsResponse
+
+@typing.final
+class SubscribeKvEventsRequest(google.protobuf.message.Message):
+    """SubscribeKvEventsRequest asks for the changes of shared pages."""
+
+    DESCRIPTOR: google.protobuf.descriptor.Descriptor
+
+    FROM_SEQUENCE_FIELD_NUMBER: builtins.int
+    from_sequence: builtins.int
+    """from_sequence is the first batch wanted; those that are kept are sent at once. Default 0, the next one that comes. 1
+    is the server's first.
+    """
+    def __init__(
+        self,
+        *,
+        from_sequence: builtins.int = ...,
+    ) -> None: ...
+    def ClearField(self, field_name: typing.Literal["from_sequence", b"from_sequence"]) -> None: ...
+
+global___SubscribeKvEventsRequest = SubscribeKvEventsRequest
+
+@typing.final
+class SubscribeKvEventsResponse(google.protobuf.message.Message):
+    """SubscribeKvEventsResponse is a batch of events, of one engine step."""
+
+    DESCRIPTOR: google.protobuf.descriptor.Descriptor
+
+    SEQUENCE_FIELD_NUMBER: builtins.int
+    TIMESTAMP_NS_FIELD_NUMBER: builtins.int
+    EVENTS_FIELD_NUMBER: builtins.int
+    sequence: builtins.int
+    """sequence counts batches from 1 on, without a gap. It begins anew when the server does."""
+    timestamp_ns: builtins.int
+    """timestamp_ns is when it happened, in nanoseconds since 1970."""
+    @property
+    def events(self) -> google.protobuf.internal.containers.RepeatedCompositeFieldContainer[global___KvEvent]:
+        """events in the order in which they happened. The first message of a stream may have none: it has the sequence of the
+        last batch before those that follow, so that a reader knows whether the server was started anew.
+        """
+
+    def __init__(
+        self,
+        *,
+        sequence: builtins.int = ...,
+        timestamp_ns: builtins.int = ...,
+        events: collections.abc.Iterable[global___KvEvent] | None = ...,
+    ) -> None: ...
+    def ClearField(self, field_name: typing.Literal["events", b"events", "sequence", b"sequence", "timestamp_ns", b"timestamp_ns"]) -> None: ...
+
+global___SubscribeKvEventsResponse = SubscribeKvEventsResponse
+
+@typing.final
+class KvEvent(google.protobuf.message.Message):
+    """KvEvent is one change of the shared pages."""
+
+    DESCRIPTOR: google.protobuf.descriptor.Descriptor
+
+    STORED_FIELD_NUMBER: builtins.int
+    REMOVED_FIELD_NUMBER: builtins.int
+    CLEARED_FIELD_NUMBER: builtins.int
+    @property
+    def stored(self) -> global___BlocksStored:
+        """stored has pages that others may share from now on."""
+
+    @property
+    def removed(self) -> global___BlocksRemoved:
+        """removed has pages whose memory is used otherwise now."""
+
+    @property
+    def cleared(self) -> global___AllBlocksCleared:
+        """cleared means that every page was removed, as when the weights are exchanged."""
+
+    def __init__(
+        self,
+        *,
+        stored: global___BlocksStored | None = ...,
+        removed: global___BlocksRemoved | None = ...,
+        cleared: global___AllBlocksCleared | None = ...,
+    ) -> None: ...
+    def HasField(self, field_name: typing.Literal["cleared", b"cleared", "event", b"event", "removed", b"removed", "stored", b"stored"]) -> builtins.bool: ...
+    def ClearField(self, field_name: typing.Literal["cleared", b"cleared", "event", b"event", "removed", b"removed", "stored", b"stored"]) -> None: ...
+    def WhichOneof(self, oneof_group: typing.Literal["event", b"event"]) -> typing.Literal["stored", "removed", "cleared"] | None: ...
+
+global___KvEvent = KvEvent
+
+@typing.final
+class BlocksStored(google.protobuf.message.Message):
+    """BlocksStored has blocks of a text, each behind the one before it. A block is a page of the cache."""
+
+    DESCRIPTOR: google.protobuf.descriptor.Descriptor
+
+    BLOCK_HASHES_FIELD_NUMBER: builtins.int
+    PARENT_BLOCK_HASH_FIELD_NUMBER: builtins.int
+    TOKEN_IDS_FIELD_NUMBER: builtins.int
+    BLOCK_SIZE_FIELD_NUMBER: builtins.int
+    TENANT_FIELD_NUMBER: builtins.int
+    parent_block_hash: builtins.int
+    """parent_block_hash of the block before the first; not set at the beginning of a text."""
+    block_size: builtins.int
+    """block_size is how many tokens a block has."""
+    tenant: builtins.str
+    """tenant that alone shares them; empty for text that all tenants share."""
+    @property
+    def block_hashes(self) -> google.protobuf.internal.containers.RepeatedScalarFieldContainer[builtins.int]:
+        """block_hashes of each block with all before it and its owner. They are this server's own: the same text has another
+        hash at another tenant's, and with other pages.
+        """
+
+    @property
+    def token_ids(self) -> google.protobuf.internal.containers.RepeatedScalarFieldContainer[builtins.int]:
+        """token_ids of all blocks, block_size each."""
+
+    def __init__(
+        self,
+        *,
+        block_hashes: collections.abc.Iterable[builtins.int] | None = ...,
+        parent_block_hash: builtins.int | None = ...,
+        token_ids: collections.abc.Iterable[builtins.int] | None = ...,
+        block_size: builtins.int = ...,
+        tenant: builtins.str = ...,
+    ) -> None: ...
+    def HasField(self, field_name: typing.Literal["_parent_block_hash", b"_parent_block_hash", "parent_block_hash", b"parent_block_hash"]) -> builtins.bool: ...
+    def ClearField(self, field_name: typing.Literal["_parent_block_hash", b"_parent_block_hash", "block_hashes", b"block_hashes", "block_size", b"block_size", "parent_block_hash", b"parent_block_hash", "tenant", b"tenant", "token_ids", b"token_ids"]) -> None: ...
+    def WhichOneof(self, oneof_group: typing.Literal["_parent_block_hash", b"_parent_block_hash"]) -> typing.Literal["parent_block_hash"] | None: ...
+
+global___BlocksStored = BlocksStored
+
+@typing.final
+class BlocksRemoved(google.protobuf.message.Message):
+    """BlocksRemoved has blocks that are gone."""
+
+    DESCRIPTOR: google.protobuf.descriptor.Descriptor
+
+    BLOCK_HASHES_FIELD_NUMBER: builtins.int
+    @property
+    def block_hashes(self) -> google.protobuf.internal.containers.RepeatedScalarFieldContainer[builtins.int]:
+        """block_hashes as they were stored. A block is removed before the one that it is behind."""
+
+    def __init__(
+        self,
+        *,
+        block_hashes: collections.abc.Iterable[builtins.int] | None = ...,
+    ) -> None: ...
+    def ClearField(self, field_name: typing.Literal["block_hashes", b"block_hashes"]) -> None: ...
+
+global___BlocksRemoved = BlocksRemoved
+
+@typing.final
+class AllBlocksCleared(google.protobuf.message.Message):
+    """AllBlocksCleared has no fields."""
+
+    DESCRIPTOR: google.protobuf.descriptor.Descriptor
+
+    def __init__(
+        self,
+    ) -> None: ...
+
+global___AllBlocksCleared = AllBlocksCleared

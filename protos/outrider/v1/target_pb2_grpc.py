@@ -70,6 +70,11 @@ class TargetServiceStub(object):
                 request_serializer=outrider_dot_v1_dot_target__pb2.UpdateWeightsRequest.SerializeToString,
                 response_deserializer=outrider_dot_v1_dot_target__pb2.UpdateWeightsResponse.FromString,
                 _registered_method=True)
+        self.SubscribeKvEvents = channel.unary_stream(
+                '/outrider.v1.TargetService/SubscribeKvEvents',
+                request_serializer=outrider_dot_v1_dot_target__pb2.SubscribeKvEventsRequest.SerializeToString,
+                response_deserializer=outrider_dot_v1_dot_target__pb2.SubscribeKvEventsResponse.FromString,
+                _registered_method=True)
 
 
 class TargetServiceServicer(object):
@@ -137,6 +142,17 @@ class TargetServiceServicer(object):
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
+    def SubscribeKvEvents(self, request, context):
+        """SubscribeKvEvents tells which text's keys and values are in the cache, for a router that sends requests where their
+        beginnings were read. It streams until the caller ends it. FAILED_PRECONDITION where the server keeps no events
+        (kv_events). PERMISSION_DENIED where callers have tokens and this one is no operator's, since events hold tokens of
+        all tenants. OUT_OF_RANGE for events that are no longer kept, also where a reader is slower than they come: it has
+        to forget what it knows, and to begin with the oldest that are.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
 
 def add_TargetServiceServicer_to_server(servicer, server):
     rpc_method_handlers = {
@@ -174,6 +190,11 @@ def add_TargetServiceServicer_to_server(servicer, server):
                     servicer.UpdateWeights,
                     request_deserializer=outrider_dot_v1_dot_target__pb2.UpdateWeightsRequest.FromString,
                     response_serializer=outrider_dot_v1_dot_target__pb2.UpdateWeightsResponse.SerializeToString,
+            ),
+            'SubscribeKvEvents': grpc.unary_stream_rpc_method_handler(
+                    servicer.SubscribeKvEvents,
+                    request_deserializer=outrider_dot_v1_dot_target__pb2.SubscribeKvEventsRequest.FromString,
+                    response_serializer=outrider_dot_v1_dot_target__pb2.SubscribeKvEventsResponse.SerializeToString,
             ),
     }
     generic_handler = grpc.method_handlers_generic_handler(
@@ -366,6 +387,33 @@ class TargetService(object):
             '/outrider.v1.TargetService/UpdateWeights',
             outrider_dot_v1_dot_target__pb2.UpdateWeightsRequest.SerializeToString,
             outrider_dot_v1_dot_target__pb2.UpdateWeightsResponse.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def SubscribeKvEvents(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_stream(
+            request,
+            target,
+            '/outrider.v1.TargetService/SubscribeKvEvents',
+            outrider_dot_v1_dot_target__pb2.SubscribeKvEventsRequest.SerializeToString,
+            outrider_dot_v1_dot_target__pb2.SubscribeKvEventsResponse.FromString,
             options,
             channel_credentials,
             insecure,

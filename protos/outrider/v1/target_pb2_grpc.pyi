@@ -79,6 +79,17 @@ class TargetServiceStub:
     DEADLINE_EXCEEDED without a first message within the service's time for it, 10 s unless it is configured otherwise.
     """
 
+    SubscribeKvEvents: grpc.UnaryStreamMultiCallable[
+        outrider.v1.target_pb2.SubscribeKvEventsRequest,
+        outrider.v1.target_pb2.SubscribeKvEventsResponse,
+    ]
+    """SubscribeKvEvents tells which text's keys and values are in the cache, for a router that sends requests where their
+    beginnings were read. It streams until the caller ends it. FAILED_PRECONDITION where the server keeps no events
+    (kv_events). PERMISSION_DENIED where callers have tokens and this one is no operator's, since events hold tokens of
+    all tenants. OUT_OF_RANGE for events that are no longer kept, also where a reader is slower than they come: it has
+    to forget what it knows, and to begin with the oldest that are.
+    """
+
 class TargetServiceAsyncStub:
     """TargetService generates text, and verifies trees for clients that draft for themselves."""
 
@@ -138,6 +149,17 @@ class TargetServiceAsyncStub:
     operator. Everything is read and checked before anything is touched; a call that fails, ends early or is cancelled
     before the exchange leaves the old weights as they were. RESOURCE_EXHAUSTED while another update is under way;
     DEADLINE_EXCEEDED without a first message within the service's time for it, 10 s unless it is configured otherwise.
+    """
+
+    SubscribeKvEvents: grpc.aio.UnaryStreamMultiCallable[
+        outrider.v1.target_pb2.SubscribeKvEventsRequest,
+        outrider.v1.target_pb2.SubscribeKvEventsResponse,
+    ]
+    """SubscribeKvEvents tells which text's keys and values are in the cache, for a router that sends requests where their
+    beginnings were read. It streams until the caller ends it. FAILED_PRECONDITION where the server keeps no events
+    (kv_events). PERMISSION_DENIED where callers have tokens and this one is no operator's, since events hold tokens of
+    all tenants. OUT_OF_RANGE for events that are no longer kept, also where a reader is slower than they come: it has
+    to forget what it knows, and to begin with the oldest that are.
     """
 
 class TargetServiceServicer(metaclass=abc.ABCMeta):
@@ -213,6 +235,19 @@ class TargetServiceServicer(metaclass=abc.ABCMeta):
         operator. Everything is read and checked before anything is touched; a call that fails, ends early or is cancelled
         before the exchange leaves the old weights as they were. RESOURCE_EXHAUSTED while another update is under way;
         DEADLINE_EXCEEDED without a first message within the service's time for it, 10 s unless it is configured otherwise.
+        """
+
+    @abc.abstractmethod
+    def SubscribeKvEvents(
+        self,
+        request: outrider.v1.target_pb2.SubscribeKvEventsRequest,
+        context: _ServicerContext,
+    ) -> typing.Union[collections.abc.Iterator[outrider.v1.target_pb2.SubscribeKvEventsResponse], collections.abc.AsyncIterator[outrider.v1.target_pb2.SubscribeKvEventsResponse]]:
+        """SubscribeKvEvents tells which text's keys and values are in the cache, for a router that sends requests where their
+        beginnings were read. It streams until the caller ends it. FAILED_PRECONDITION where the server keeps no events
+        (kv_events). PERMISSION_DENIED where callers have tokens and this one is no operator's, since events hold tokens of
+        all tenants. OUT_OF_RANGE for events that are no longer kept, also where a reader is slower than they come: it has
+        to forget what it knows, and to begin with the oldest that are.
         """
 
 def add_TargetServiceServicer_to_server(servicer: TargetServiceServicer, server: typing.Union[grpc.Server, grpc.aio.Server]) -> None: ...
