@@ -1,4 +1,4 @@
-"""Programs that call a tool with clients that others wrote. Each prints the arguments as JSON."""
+"""Programs that call a tool with clients that others wrote, whole and streamed. Each prints the arguments as JSON."""
 
 from __future__ import annotations
 
@@ -57,9 +57,8 @@ const asked = {
 """
 PROGRAMS = {
     "langchain": _LANGCHAIN
-    + 'print(model.with_structured_output(Add, method="function_calling").invoke("hi").model_dump_json())',
-    "langchain streamed": _LANGCHAIN
     + """
+print(model.with_structured_output(Add, method="function_calling").invoke("hi").model_dump_json())
 pieces = model.bind_tools([Add], tool_choice="any", parallel_tool_calls=False).stream("hi")
 whole = next(pieces)
 for piece in pieces:
@@ -67,16 +66,15 @@ for piece in pieces:
 print(json.dumps(whole.tool_calls[0]["args"]))
 """,
     "litellm": _LITELLM
-    + "print(litellm.completion(**asked).choices[0].message.tool_calls[0].function.arguments)",
-    "litellm streamed": _LITELLM
     + """
+print(litellm.completion(**asked).choices[0].message.tool_calls[0].function.arguments)
 chunks = list(litellm.completion(**asked, stream=True))
 print(litellm.stream_chunk_builder(chunks).choices[0].message.tool_calls[0].function.arguments)
 """,
     "pydantic-ai": _AGENT,
-    "vercel": _VERCEL + "console.log(JSON.stringify((await generateText(asked)).toolCalls[0].input));",
-    "vercel streamed": _VERCEL
+    "vercel": _VERCEL
     + """
+console.log(JSON.stringify((await generateText(asked)).toolCalls[0].input));
 const calls = [];
 for await (const part of streamText(asked).fullStream) if (part.type === "tool-call") calls.push(part);
 console.log(JSON.stringify(calls[0].input));
