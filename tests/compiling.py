@@ -45,11 +45,16 @@ class Compiling:
         self.needed[name] = int(found.metadata.shared)
 
 
+def is_full() -> bool:
+    """Whether `make test-full` runs, and not `make test`."""
+    return not settings.default.derandomize
+
+
 def few(found: Iterable[tuple[Any, ...]]) -> list[tuple[Any, ...]]:
     """Of kernels to compile, each (name, kernel, .., constants, options), those that together have every kernel with
     each value of a constant that is no length; all of them in `make test-full`."""
     everything = list(found)
-    if not settings.default.derandomize:
+    if is_full():
         return everything
     kept = covering([_parts(kernel.__name__, constants, options) for _, kernel, *_, constants, options in everything])
     return [everything[place] for place in sorted(kept)]
