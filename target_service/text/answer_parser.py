@@ -17,6 +17,8 @@ from target_service.text.answer_format import CALLS, CONTENT, REASONING, AnswerF
 _LETTERS = string.ascii_letters + string.digits
 # As OpenAI's: that many are never drawn twice.
 _ID_LENGTH = 24
+# Characters before a place that a pattern there may look at, at most. Chosen: the longest looks back over a call.
+_LOOKED_BACK = 65536
 # Of parsed arguments: what a region that is no call raises, of whatever kind its parser is.
 _NO_CALL = (ValueError, TypeError, KeyError, IndexError, RecursionError)
 
@@ -109,9 +111,25 @@ class _Regions(ResponseParser):  # type: ignore[misc]
     """transformers' parser, which also says what a call is named when it opens, and goes on behind a region that cannot
     be read as what it should be. It has no other place for either than these methods."""
 
+    _buffer: str
+    _pos: int
+
     @property
     def current(self) -> str | None:
         return self._current if self._opened else None
+
+    def feed(self, text: str) -> list[dict[str, Any]]:
+        """As transformers', which keeps all of the answer and copies it with every piece: what was told apart is
+        forgotten here."""
+        events: list[dict[str, Any]] = super().feed(text)
+        if self._pos > 2 * _LOOKED_BACK:
+            # Something stays in front, so that nothing stands at the answer's beginning again.
+            self._buffer, self._pos = self._buffer[self._pos - _LOOKED_BACK :], _LOOKED_BACK
+        field = self._spec.fields.get(self._current)
+        if field is not None and field.name != CALLS and field.content == "text":
+            # It was all told; of a call the whole is read at its end.
+            self._body = ""
+        return events
 
     def ended(self) -> list[dict[str, Any]]:
         """The events at the end. `finalize` would also refuse an answer that lacks a field."""

@@ -10,7 +10,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from outrider.answer_parts import AnswerPart
+from outrider.answer_parts import AnswerPart, ContentPart, ReasoningPart, ToolCallPart
 from outrider_client.answers import Answer
 from target_service.text.answer_format import AnswerFormat, answer_format, formats
 from target_service.text.answer_parser import AnswerParser
@@ -170,3 +170,29 @@ def test_whatever_a_model_writes_has_the_same_parts_in_any_pieces(name: str, dat
     places = sorted(data.draw(st.lists(st.integers(0, len(written)), max_size=8)))
     pieces = [written[a:b] for a, b in zip([0, *places], [*places, len(written)], strict=True)]
     assert raw(parts_of(found, pieces)) == raw(parts_of(found, [written]))
+
+
+def test_a_long_answer_is_not_kept() -> None:
+    """Neither its text, which is copied with every piece, nor that of its reasoning."""
+    parser, length = AnswerParser(formats()["hermes"][0]), 0
+    call = '<tool_call>\n{"name": "add", "arguments": {"x": 1}}\n</tool_call>'
+    pieces = ["<think>", *["x" * 1000] * 400, "</think>", *["y" * 1000] * 400, call]
+    parts = []
+    for piece in pieces:
+        parts += parser.push(piece)
+        length = max(length, len(parser._parser._buffer) + len(parser._parser._body))
+    parts += parser.finish()
+    assert length < 200_000
+    text = {
+        kind: "".join(part.text for part in parts if isinstance(part, kind)) for kind in (ReasoningPart, ContentPart)
+    }
+    assert text == {ReasoningPart: "x" * 400_000, ContentPart: "y" * 400_000}
+    assert [part.name for part in parts if isinstance(part, ToolCallPart) and part.name] == ["add"]
+
+
+def test_what_only_begins_an_answer_begins_no_later_part_of_it() -> None:
+    parser = AnswerParser(formats()["llama_json"][0])
+    pieces = ["y" * 1000] * 300 + ['{"name": "add", "parameters": {}}']
+    parts = [part for piece in pieces for part in parser.push(piece)] + parser.finish()
+    assert all(isinstance(part, ContentPart) for part in parts)
+    assert "".join(part.text for part in parts if isinstance(part, ContentPart)) == "".join(pieces)
