@@ -23,9 +23,11 @@ from engine_harness import (
 )
 from kernel_worker import INTERPRETED, work
 from recurrent_models import RECURRENT
+from running_engine import Running
 from transformers import PreTrainedModel
 
 from outrider.sampling import SamplingParams
+from outrider.tree import TokenTree
 from target_service.core.sequence import SequenceRequest
 
 pytestmark = pytest.mark.values
@@ -99,6 +101,32 @@ def test_preempted_sequences_are_read_again(name: str, scarce: dict[str, int], *
     outcomes = run(runner, [*wanted, *wanted], propose=random_tree(VOCABULARY, 9), late=1, stagger=2, **settings)
     assert [outcome.token_ids for outcome in outcomes] == [*expected, *expected]
     assert sum(outcome.finished.totals.preemptions for outcome in outcomes) > 0
+
+
+@pytest.mark.parametrize("name", ["lfm2", "qwen3_next"])
+def test_a_clients_trees_beside_cancelled_requests_change_nothing(name: str) -> None:
+    """A `Verify` sequence, whose slot's neighbours come and go between its trees."""
+    model, wanted = made(name), requests(GREEDY)[0]
+    expected = plain(model, wanted)
+    running = Running(model, max_running=3)
+    try:
+        held, other = (running.engine.submit(replace(wanted, external=external)) for external in (True, False))
+        heard, accepted_rows = list[int](), 0
+        while len(heard) < MAX_TOKENS:
+            root, right = (*wanted.token_ids, *heard)[-1], expected[len(heard) : len(heard) + 3]
+            # The right path behind a wrong sibling.
+            tokens = (root, (right[0] + 1) % VOCABULARY, *right)
+            parents = (0, 0, 0, *range(2, len(tokens) - 1))
+            running.engine.verify(held, TokenTree(tokens, parents, (1.0,) * len(tokens)))
+            running.wait_said(held, len(heard) + 1)
+            heard, accepted_rows = running.said(held), accepted_rows + len(running.verdicts(held)[-1].accepted_rows)
+            running.engine.cancel(other)
+            other = running.engine.submit(wanted)
+        running.wait_last(other)
+        assert tuple(heard) == expected and tuple(running.said(other)) == expected
+        assert accepted_rows >= 6
+    finally:
+        running.engine.stop()
 
 
 def test_padded_steps_of_a_device_compute_the_same() -> None:

@@ -108,6 +108,8 @@ class TritonRecurrence:
     ) -> TritonConvolved:
         assert isinstance(plan, TritonRecurrencePlan)
         shape, tensors, count = states.shape, plan.tensors, plan.batch.sequences
+        if inputs.stride(-1) != 1:
+            inputs = inputs.contiguous()
         output = inputs.new_empty(len(inputs), shape.channels)
         folded = inputs.new_empty(count, states.window, shape.channels)
         ring, windows = states.inputs[layer], states.windows[layer]
@@ -135,7 +137,7 @@ class TritonRecurrence:
         layout: HeadsLayout,
     ) -> Tensor:
         assert isinstance(plan, TritonRecurrencePlan) and isinstance(convolved, TritonConvolved)
-        shape, tensors, rows = states.shape, plan.tensors, convolved.rows
+        shape, tensors, rows, gates = states.shape, plan.tensors, convolved.rows, gates.contiguous()
         output = rows.new_empty(len(rows), shape.heads, shape.value_width)
         block_k, block_v = max(16, triton.next_power_of_2(shape.key_width)), _COLUMNS
         mix_kernel[(plan.batch.sequences, shape.heads, triton.cdiv(shape.value_width, block_v))](
