@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import random
 from collections.abc import Sequence
 
@@ -10,6 +11,7 @@ from engine_harness import ScriptedDraft, engine_config, knowing_tree, make_runn
 from transformers import PreTrainedModel
 
 from outrider.sampling import SamplingParams
+from target_service.core.scheduler import Scheduler
 from target_service.core.sequence import SequenceFinished, SequenceRequest, StepStats, StepVerdict
 from target_service.engine.loop import EngineLoop
 from target_service.execution.device_executor import DeviceSteps
@@ -50,9 +52,14 @@ def asked(temperature: float) -> list[SequenceRequest]:
 
 
 def run(
-    model: PreTrainedModel, wanted: Sequence[SequenceRequest], truths: Sequence[tuple[int, ...]], passes: int
+    model: PreTrainedModel,
+    wanted: Sequence[SequenceRequest],
+    truths: Sequence[tuple[int, ...]],
+    passes: int,
+    arrives: dict[int, int] | None = None,
 ) -> tuple[list[tuple[int, ...]], list[StepStats], int]:
-    """What each said, every step, and how many drafted tokens they accepted."""
+    """What each said, every step, and how many drafted tokens they accepted. `arrives`: the step before which each
+    arrives; all before the first without."""
     runner, watching = make_runner(model), Watching()
     runner.enable_device_row_selection(RUNNING, 7)
     config = engine_config(max_running=RUNNING, prefill_chunk=16)
@@ -61,11 +68,15 @@ def run(
     whole = [(*one.token_ids, *truth) for one, truth in zip(wanted, truths, strict=True)]
     loop.drafting.attach(ScriptedDraft(loop.drafting, knowing_tree(whole, runner.vocabulary_size, 12, right=0.8)))
     loop.drafting.listen()
-    for number, one in enumerate(wanted):
-        loop.add(loop.make(number, one))
     said: list[list[int]] = [[] for _ in wanted]
     accepted = 0
-    while loop.live:
+    arriving = sorted(range(len(wanted)), key=lambda number: (arrives or {}).get(number, 0))
+    for step in itertools.count():
+        while arriving and (arrives or {}).get(arriving[0], 0) <= step:
+            number = arriving.pop(0)
+            loop.add(loop.make(number, wanted[number]))
+        if not loop.live and not arriving:
+            break
         for event in loop.step() or ():
             if isinstance(event, StepVerdict):
                 said[event.sequence_id] += event.token_ids
@@ -94,3 +105,25 @@ def test_rows_are_drafted_beside_prompts(tiny_model: PreTrainedModel, temperatur
     for one in beside:
         assert one.committed_tokens <= one.committed_sequences + one.accepted_tokens
         assert one.chosen_rows + one.prefill_rows + one.committed_sequences <= 256
+
+
+@pytest.mark.parametrize("seed", range(3))
+def test_prompts_arrive_in_the_middle_and_are_read_in_pieces_of_any_width(
+    tiny_model: PreTrainedModel, monkeypatch: pytest.MonkeyPatch, seed: int
+) -> None:
+    """As pieces follow what streams may wait, and sizes that passes are captured for."""
+    dice, widths, within = random.Random(seed), set[int](), Scheduler._prompt_rows
+
+    def any_width(self: Scheduler, due: Sequence[int], decoding: int, rows: int) -> int:
+        rows = within(self, due, decoding, rows)
+        widths.add(width := dice.randint(1, max(1, min(rows, 40))))
+        return width
+
+    monkeypatch.setattr(Scheduler, "_prompt_rows", any_width)
+    wanted = asked(0.0)
+    truths = [plain(tiny_model, one) for one in wanted]
+    arrives = {number: dice.randrange(60) for number in range(len(wanted))}
+    said, steps, _ = run(tiny_model, wanted, truths, 1 + seed, arrives)
+    assert said == truths
+    # Others had drafts accepted in passes that read.
+    assert len(widths) > 5 and sum(one.chosen_accepted for one in steps if one.prefill_rows) > 3
