@@ -46,6 +46,8 @@ class ResponseBuilder:
             "model": model,
             "system_fingerprint": _FINGERPRINT,
         }
+        # Whether events have nothing but parts of answers.
+        self._plain = not (request.drafts or request.logprobs or request.continuous_usage)
         self._pieces = [texts.pieces() if request.drafts else None for _ in range(request.answers)]
         self._offsets = [0] * request.answers
         self._begun = [False] * request.answers
@@ -65,15 +67,17 @@ class ResponseBuilder:
 
     def chunk(self, index: int, chunk: Chunk) -> bytes:
         """The events of a chunk; empty for one without text or anything else that was asked for."""
+        parts: Sequence[AnswerPart] = chunk.parts
+        if self._plain and self._frames[index] is not None and len(parts) == 1 and isinstance(parts[0], ContentPart):
+            # The common case behind the first: nothing but the text changes from event to event.
+            return self._part_event(index, parts[0])
         pieces = self._pieces[index]
         if self._prompts[index].add(chunk) or self._request.prompt_only:
             return b""
         self._completion_tokens[index] += len(chunk.token_ids)
-        parts: Sequence[AnswerPart] = chunk.parts
         if not self._request.shows_reasoning:
             parts = [part for part in parts if not isinstance(part, ReasoningPart)]
-        if pieces is None and not self._request.logprobs and not self._request.continuous_usage:
-            # The common case, of which nothing but the text changes from event to event.
+        if self._plain:
             if not parts:
                 return b""
             return self._opening(index) + b"".join([self._part_event(index, part) for part in parts])

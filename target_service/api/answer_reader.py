@@ -82,6 +82,9 @@ class AnswerReplies:
     def serialised(self, events: Sequence[SequenceEvent]) -> list[bytes]:
         """The responses to events that came since the last time, as bytes. Those that waited for a slow reader go in
         one chunk."""
+        if len(events) == 1 and type(event := events[0]) is StepVerdict and not self._trace.recording:
+            # Nearly always.
+            return [self._chunk(event)]
         if self._trace.recording:
             for event in events:
                 if isinstance(event, StepVerdict):

@@ -235,8 +235,9 @@ class CarriedCalls:
         self._latest = number = begun.call
 
         def mark() -> None:
+            if not self._ready:
+                self._changed.set()
             self._ready[number] = call
-            self._changed.set()
 
         call = CarriedContext(begun, self._handler, self._context, mark)
         self._running[number] = call
@@ -293,8 +294,9 @@ class CarriedCalls:
                 size += len(response)
             if call.end is not None:
                 ends.append(call.end)
-        # Calls may have become ready anew.
-        self._ready = {**ready, **self._ready}
+        if ready:
+            # Calls may have become ready anew.
+            self._ready = {**ready, **self._ready}
         if not calls and not ends:
             return None
         return pb.GenerateManyResponse(calls=calls, responses=responses, ends=ends)
