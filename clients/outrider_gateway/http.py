@@ -170,6 +170,17 @@ def event_bytes(event: Mapping[str, Any]) -> bytes:
     return b"data: " + orjson.dumps(event) + b"\n\n"
 
 
+# Stands for an event's text while its frame is made.
+TEXT = "text"
+
+
+def framed_text(event: bytes) -> tuple[bytes, bytes]:
+    """What stands before and behind the text in an event that was made with `TEXT` for it. What follows the text must
+    not hold the same."""
+    before, _, after = event.rpartition(orjson.dumps(TEXT))
+    return before, after
+
+
 def named_event(name: str, event: Mapping[str, Any]) -> bytes:
     """A server-sent event of a type, with this JSON."""
     return b"event: " + name.encode() + b"\ndata: " + orjson.dumps(event) + b"\n\n"

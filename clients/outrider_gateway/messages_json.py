@@ -12,7 +12,7 @@ from outrider.sampling import FinishReason
 from outrider_client.answers import AnswerPart, ContentPart, ReasoningPart, ToolCallPart
 from outrider_client.results import Chunk, Result, Started
 from outrider_gateway.failures import Refused
-from outrider_gateway.http import named_event
+from outrider_gateway.http import TEXT, framed_text, named_event
 from outrider_gateway.messages_request import MessagesRequest
 from outrider_gateway.token_texts import TokenTexts
 
@@ -52,6 +52,8 @@ class MessageBuilder:
         # Pieces of the last block while it may grow, and the index of the last call.
         self._pieces: list[str] = []
         self._open, self._call = False, -1
+        # Of a block of text that may grow, what stands before and behind the text in an event of text alone.
+        self._frame: tuple[bytes, bytes] | None = None
 
     def started(self, _index: int, started: Started) -> None:
         """Note what a target accepted."""
@@ -59,6 +61,13 @@ class MessageBuilder:
 
     def chunk(self, _index: int, chunk: Chunk) -> bytes:
         """The events of a chunk."""
+        if self._frame is not None and len(chunk.parts) == 1:
+            part = chunk.parts[0]
+            if isinstance(part, ContentPart) and part.text:
+                # The common case, of which nothing but the text changes from event to event.
+                self._pieces.append(part.text)
+                before, after = self._frame
+                return before + orjson.dumps(part.text) + after
         return self._opening() + _written(self._add(chunk))
 
     async def keep(self, _index: int, chunk: Chunk) -> None:
@@ -108,8 +117,11 @@ class MessageBuilder:
             delta, text = {"type": "text_delta", "text": part.text}, part.text
         if text:
             self._pieces.append(text)
-            events.append({"type": "content_block_delta", "index": len(self._blocks) - 1, "delta": delta})
+            events.append(self._delta(delta))
         return events
+
+    def _delta(self, delta: Json) -> Json:
+        return {"type": "content_block_delta", "index": len(self._blocks) - 1, "delta": delta}
 
     def _is_open(self, kind: str) -> bool:
         return self._open and bool(self._blocks[-1]["type"] == kind)
@@ -118,6 +130,8 @@ class MessageBuilder:
         ended = self._close()
         self._blocks.append(block)
         self._open = True
+        if block["type"] == "text":
+            self._frame = framed_text(_written([self._delta({"type": "text_delta", "text": TEXT})]))
         return [
             *ended,
             {"type": "content_block_start", "index": len(self._blocks) - 1, "content_block": dict(block)},
@@ -132,7 +146,7 @@ class MessageBuilder:
             block["input"] = _arguments(text)
         else:
             block[block["type"]] = text
-        self._open, self._pieces = False, []
+        self._open, self._pieces, self._frame = False, [], None
         return [{"type": "content_block_stop", "index": len(self._blocks) - 1}]
 
     def _opening(self) -> bytes:

@@ -17,13 +17,11 @@ from outrider_client.terminal.painting import Painter
 from outrider_gateway.chat_json import chat_delta, chat_message
 from outrider_gateway.failures import Refused
 from outrider_gateway.generation_request import GenerationRequest
-from outrider_gateway.http import event_bytes
+from outrider_gateway.http import TEXT, event_bytes, framed_text
 from outrider_gateway.prompt_echo import PromptEcho
 from outrider_gateway.token_texts import TokenTexts, merged
 
 _FINISH = {FinishReason.END_OF_SEQUENCE: "stop", FinishReason.STOP: "stop", FinishReason.LENGTH: "length"}
-# Stands for an event's text while its frame is made.
-_TEXT = "text"
 _FINGERPRINT = f"outrider-{outrider.__version__}"
 
 
@@ -124,10 +122,9 @@ class ResponseBuilder:
 
     def _frame(self, index: int) -> tuple[bytes, bytes]:
         """What stands before and behind the text in an event of text alone."""
-        # The last of them: what follows the text is of our own making, and holds none.
-        event = self._part(index, self._delta(ContentPart(_TEXT)))
-        before, _, after = event_bytes(event).rpartition(orjson.dumps(_TEXT))
-        self._frames[index] = frame = before, after
+        # What follows the text is of our own making, and holds no other.
+        event = self._part(index, self._delta(ContentPart(TEXT)))
+        self._frames[index] = frame = framed_text(event_bytes(event))
         return frame
 
     def _delta(self, part: AnswerPart) -> dict[str, Any]:

@@ -7,11 +7,13 @@ import uuid
 from collections.abc import Mapping, Sequence
 from typing import Any
 
+import orjson
+
 from outrider.sampling import FinishReason
 from outrider_client.answers import AnswerPart, ContentPart, ReasoningPart, ToolCallPart
 from outrider_client.results import Chunk, Result, Started
 from outrider_gateway.failures import Refused
-from outrider_gateway.http import named_event
+from outrider_gateway.http import TEXT, framed_text, named_event
 from outrider_gateway.response_json import hidden_tokens
 from outrider_gateway.responses_request import ResponsesRequest
 from outrider_gateway.token_texts import TokenTexts
@@ -30,6 +32,15 @@ class OutputItems:
         self._pieces: list[str] = []
         self._logprobs: list[Any] = []
         self._call = -1
+        # Of a message that may grow, what stands around the text in an event of text alone, up to its number.
+        self.text_frame: tuple[bytes, bytes] | None = None
+
+    def framed(self, text: str) -> bytes:
+        """The event of text alone that goes on with the open message, up to its number."""
+        assert self.text_frame is not None
+        self._pieces.append(text)
+        before, after = self.text_frame
+        return before + orjson.dumps(text) + after
 
     def add(self, part: AnswerPart, logprobs: Sequence[Any] = ()) -> list[Json]:
         """Add a part; `logprobs` are those of its tokens."""
@@ -70,7 +81,7 @@ class OutputItems:
                 done = self._event("response.reasoning_text.done", content_index=0, text=text)
             events = [done, self._event("response.content_part.done", content_index=0, part=part)]
         ended = {"type": "response.output_item.done", "output_index": len(self.items) - 1, "item": dict(item)}
-        self._open, self._pieces, self._logprobs = None, [], []
+        self._open, self._pieces, self._logprobs, self.text_frame = None, [], [], None
         return [*events, ended]
 
     def _add_call(self, part: ToolCallPart) -> list[Json]:
@@ -92,6 +103,11 @@ class OutputItems:
             item = {"type": kind, "id": _identifier("rs"), "summary": [], "encrypted_content": None}
         events = self._append({**item, "content": []})
         part = _content_part(kind, "", ())
+        if kind == "message":
+            delta = self._event("response.output_text.delta", content_index=0, delta=TEXT, logprobs=[])
+            before, after = framed_text(named_event(delta["type"], delta))
+            # Behind the last of its fields comes the number.
+            self.text_frame = before, after.removesuffix(b"}\n\n") + b',"sequence_number":'
         return [*events, self._event("response.content_part.added", content_index=0, part=part)]
 
     def _append(self, item: Json) -> list[Json]:
@@ -131,6 +147,12 @@ class ResponsesBuilder:
 
     def chunk(self, _index: int, chunk: Chunk) -> bytes:
         """The events of a chunk."""
+        if self._items.text_frame is not None and len(chunk.parts) == 1 and not self._request.logprobs:
+            part = chunk.parts[0]
+            if isinstance(part, ContentPart) and part.text:
+                # The common case, of which nothing but the text and the number change from event to event.
+                number, self._number = self._number, self._number + 1
+                return b"%b%d}\n\n" % (self._items.framed(part.text), number)
         return self._opening() + self._numbered(self._add(chunk))
 
     async def keep(self, _index: int, chunk: Chunk) -> None:

@@ -107,7 +107,7 @@ class Door:
     def __init__(self) -> None:
         self._handlers: list[Any] = []
         calls = Calls(CallLimits(1024, message_bytes=4096), by_tenant=False)
-        self._carrying = CarryingInterceptor([ErrorInterceptor(), AuthInterceptor(Authenticator(), calls)])
+        self._carrying = CarryingInterceptor([ErrorInterceptor(), AuthInterceptor(Authenticator(), calls)], most=64)
         # By the status's name, and by call.
         self.statuses: Counter[str] = Counter()
         self.frames: Counter[str] = Counter()

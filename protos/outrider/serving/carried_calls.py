@@ -17,7 +17,7 @@ from typing import Any, NoReturn
 
 import grpc
 
-from outrider.errors import InvalidField
+from outrider.errors import InvalidField, QuotaExceeded
 from outrider.runtime import end_tasks, until_first_ends
 from outrider.serving.interceptors import Context, Continuation, Handler, guarded
 from outrider.v1 import target_pb2 as pb
@@ -27,6 +27,8 @@ _SERVICE = f"/{pb.DESCRIPTOR.services_by_name['TargetService'].full_name}"
 _CARRIER, _CARRIED = f"{_SERVICE}/GenerateMany", f"{_SERVICE}/Generate"
 # After so many bytes a message is sent; what else is ready goes into the next. Chosen: far below what clients take.
 _MOST_BYTES = 1 << 20
+# Calls of one stream that wait for their turn, and bytes of their requests. Chosen: the gateway lets in fewer.
+_MOST_HELD, _MOST_HELD_BYTES = 4096, 64 * 1024 * 1024
 # The metadata key suffix of values that are bytes.
 _BINARY = "-bin"
 Metadata = Iterable[tuple[str, str | bytes]]
@@ -39,7 +41,7 @@ class CarriedContext(grpc.aio.ServicerContext[Any, Any]):
 
     def __init__(self, call: pb.CarriedCall, handler: Handler, carrier: Context, mark: Callable[[], None]) -> None:
         """`mark` is called when there is something to send."""
-        self.number = call.call
+        self.number, self.size = call.call, len(call.request)
         self.paused = self.cancelled_by_caller = self.expired = False
         self.end: pb.CarriedEnd | None = None
         self.task: asyncio.Task[None] | None = None
@@ -184,11 +186,14 @@ class CarriedContext(grpc.aio.ServicerContext[Any, Any]):
 
 
 class CarriedCalls:
-    """The calls on one stream."""
+    """The calls on one stream. As many run at once as on a connection without it, and further ones wait."""
 
-    def __init__(self, handler: Handler, context: Context) -> None:
-        self._handler, self._context = handler, context
+    def __init__(self, handler: Handler, context: Context, most: int) -> None:
+        self._handler, self._context, self._most = handler, context, most
         self._running: dict[int, CarriedContext] = {}
+        # Those whose turn has not come, and the bytes of their requests.
+        self._held: dict[int, CarriedContext] = {}
+        self._held_bytes = 0
         self._latest = 0
         # Those with something to send, each once.
         self._ready: dict[int, CarriedContext] = {}
@@ -200,6 +205,7 @@ class CarriedCalls:
         try:
             await until_first_ends(self._read(), self._write())
         finally:
+            self._held.clear()
             await end_tasks(*[call.task for call in self._running.values() if call.task is not None])
 
     def finish(self) -> None:
@@ -211,6 +217,9 @@ class CarriedCalls:
         while (orders := await self._context.read()) is not grpc.aio.EOF:
             for call in orders.begin:
                 self._begin(call)
+            for number in orders.cancel:
+                if (held := self._held.pop(number, None)) is not None:
+                    self._held_bytes -= held.size
             for call in self._named(orders.cancel):
                 call.cancelled_by_caller = True
                 assert call.task is not None
@@ -220,7 +229,7 @@ class CarriedCalls:
             for call in self._named(orders.resume):
                 call.resume()
         # Nobody can say so any more.
-        for call in self._running.values():
+        for call in (*self._running.values(), *self._held.values()):
             call.resume()
         self.finish()
         # Until those that run have ended, which ends this too.
@@ -240,7 +249,16 @@ class CarriedCalls:
             self._ready[number] = call
 
         call = CarriedContext(begun, self._handler, self._context, mark)
-        self._running[number] = call
+        if len(self._running) < self._most:
+            self._start(call)
+            return
+        self._held[number] = call
+        self._held_bytes += call.size
+        if len(self._held) > _MOST_HELD or self._held_bytes > _MOST_HELD_BYTES:
+            raise QuotaExceeded("too many calls wait on one stream", limit=_MOST_HELD)
+
+    def _start(self, call: CarriedContext) -> None:
+        self._running[call.number] = call
         call.task = asyncio.create_task(self._run(call))
 
     async def _run(self, call: CarriedContext) -> None:
@@ -267,12 +285,17 @@ class CarriedCalls:
             if deadline is not None:
                 deadline.cancel()
             del self._running[call.number]
+            if self._held:
+                number = next(iter(self._held))
+                held = self._held.pop(number)
+                self._held_bytes -= held.size
+                self._start(held)
             # For `finish`.
             self._changed.set()
 
     async def _write(self) -> None:
         """Send what is ready, in one message at a time: what becomes ready meanwhile goes into the next."""
-        while not (self._finishing and not self._running and not self._ready):
+        while not (self._finishing and not self._running and not self._held and not self._ready):
             await self._changed.wait()
             self._changed.clear()
             while self._ready:
@@ -306,9 +329,10 @@ class CarryingInterceptor(grpc.aio.ServerInterceptor):
     """Runs the other interceptors of a server, and gives streams of carried calls the handler of these calls inside
     them. It must be the server's only one: the others are run here, as gRPC looks up one handler for a call."""
 
-    def __init__(self, others: Sequence[grpc.aio.ServerInterceptor]) -> None:
-        """`others` are outermost first."""
+    def __init__(self, others: Sequence[grpc.aio.ServerInterceptor], most: int) -> None:
+        """`others` are outermost first; `most` calls run at once on a stream."""
         self._others = tuple(others)
+        self.most = most
         self.streams: set[CarriedCalls] = set()
 
     async def intercept_service(
@@ -350,7 +374,7 @@ async def carry_calls(context: Context) -> None:
     """Handle a stream of carried calls."""
     interceptor, handler = _carrying.get()
     assert handler is not None, "the carried method is of the same service"
-    stream = CarriedCalls(handler, context)
+    stream = CarriedCalls(handler, context, interceptor.most)
     interceptor.streams.add(stream)
     try:
         await stream.serve()

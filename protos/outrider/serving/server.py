@@ -88,7 +88,7 @@ class GrpcServer:
         limits = options.limits
         self._auth = AuthInterceptor(options.authenticator, Calls(limits, by_tenant=options.authenticator.required))
         self._errors = ErrorInterceptor()
-        self._carrying = CarryingInterceptor([*interceptors, self._errors, self._auth])
+        self._carrying = CarryingInterceptor([*interceptors, self._errors, self._auth], limits.per_connection)
         self._server = self._make(limits.backstop, limits.per_connection)
         self._pending: dict[str, PendingService] = {}
         for service in services:
