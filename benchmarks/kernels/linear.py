@@ -31,7 +31,7 @@ from benchmarks.shared.machine import describe
 from benchmarks.shared.report import parser_of, show, write_json
 from tree_kernels.linear import HeadForm, HeadRows, Int8Weight, Norm, RowLinears, ScaledRows, Weight
 from tree_kernels.linear.triton_backend import TritonLinears
-from tree_kernels.linear.triton_tiling import LinearTiling, choose_linear_tiling
+from tree_kernels.linear.triton_tiling import MAX_BLOCK_ROWS, LinearTiling, choose_linear_tiling
 from tree_kernels.linear.vector_backend import VectorLinears
 from tree_kernels.linear.vector_tiling import MIN_INNER, VectorTiling
 
@@ -72,6 +72,7 @@ LAYERS = (
     LinearLayer("qwen3 8b lm_head", "plain", 151936, 4096),
     LinearLayer("qwen3 30b-a3b qkv", "rotary", 5120, 2048, kv_heads=4, normed=True),
     LinearLayer("qwen3 30b-a3b o", "add", 2048, 4096),
+    LinearLayer("qwen3 30b-a3b lm_head", "plain", 151936, 2048),
     # Of an EAGLE-3 head for an 8B model; its other layers have the shapes above.
     LinearLayer("head qkv", "rotary", 6144, 8192),
     LinearLayer("head lm_head", "plain", 32000, 4096),
@@ -124,10 +125,26 @@ def tilings(layer: LinearLayer, rows: int, weight_bytes: int = 2) -> Iterator[Ti
     elif layer.inner < 2048:
         outputs, splits = (16, 32, 64), (1, 3)
         blocks = ((64, 5), (64, 9), (128, 5), (256, 3), (512, 3))
+    if 32 < rows <= MAX_BLOCK_ROWS and weight_bytes == 2 and layer.inner >= 2048:
+        yield from mapped_tilings(layer)
+        return
     warps = (4, 8) if layer.inner >= 2048 else (2 if rows < 64 else 4,)
     for block_outputs, split, (inner, stages), group in itertools.product(outputs, splits, blocks, warps):
         tiling = LinearTiling(block_rows, block_outputs, inner, split, group, stages, 8)
         if fits(tiling, layer, weight_bytes) and worth_trying(tiling, layer, weight_bytes):
+            yield tiling
+
+
+def mapped_tilings(layer: LinearLayer) -> Iterator[LinearTiling]:
+    """Those that read by tensor maps, for `--sweep`. Half of a block of gate and up is one of either."""
+    outputs = {"rotary": (layer.width,), "gated": (128, 256)}.get(layer.kind, (64, 128, 256))
+    splits = (1,) if layer.kind == "gated" or layer.outputs >= 8192 else (1, 2, 4)
+    # `block_inner` and `stages`.
+    blocks = ((64, 4), (64, 6), (128, 3), (128, 4), (256, 2))
+    for block_outputs, split, (inner, stages), warps in itertools.product(outputs, splits, blocks, (4, 8)):
+        tiling = LinearTiling(MAX_BLOCK_ROWS, block_outputs, inner, split, warps, stages, 0, mapped=True)
+        # Groups of four warps have 64 outputs each, and no more than 128.
+        if fits(tiling, layer, 2) and 16 * warps <= block_outputs <= 32 * warps:
             yield tiling
 
 
@@ -253,7 +270,7 @@ def measure(layer: LinearLayer, rows: int, tried: list[Tiling], int8: bool, byte
     units = f", by matrix units {result['matrix_units']['us']:7.2f}" if rows == 1 else ""
     show(f"{layer.name:16s} rows {rows:3d} floor {floor:7.2f} cuBLAS {cublas:7.2f} ours {ours:7.2f} us{units}")
     for one in result["tilings"][:5]:
-        sizes = ", ".join(f"{name} {value}" for name, value in one.items() if name not in ("us", "spread", "mapped"))
+        sizes = ", ".join(f"{name} {value}" for name, value in one.items() if name not in ("us", "spread"))
         show(f"    {one['us']:7.2f} ± {one['spread']:.2f}  {sizes}")
     return result
 

@@ -61,7 +61,7 @@ def kernels() -> Iterator[tuple[str, Any, dict[str, Any], dict[str, int]]]:
         for rows in (8, 16, 32, 64):
             yield from new(int8_kernels(f"int8 {name} {rows}", rows, hidden, heads, kv_heads, width, inner), seen)
         if hidden >= 2048:
-            yield from new(mapped_kernels(f"mapped {name}", hidden, inner), seen)
+            yield from new(mapped_kernels(f"mapped {name}", hidden, inner, heads, kv_heads, width), seen)
     yield from form_kernels()
     yield from vector_kernels()
 
@@ -101,15 +101,16 @@ def int8_kernels(
             "AHEAD": tiling.ahead,
         }
         sizes |= {"INT8": True, "INNER": numbers, "PIECES": 64, "PIECE": 1024}
+        sizes["MAPPED"] = False
         if kind != "rotary":
-            sizes |= {"OUTPUTS": outputs // 2 if kind == "gated" else outputs, "MAPPED": False}
+            sizes["OUTPUTS"] = outputs // 2 if kind == "gated" else outputs
         options = {"num_warps": tiling.warps, "num_stages": tiling.stages}
         yield f"{name} {kind}", kernel, sizes | more, options
 
 
 def form_kernels() -> Iterator[tuple[str, Any, dict[str, Any], dict[str, int]]]:
     """Of few rows, what Llama's layers do not have: norms of heads, part of a head rotated, other activations."""
-    heads = {"HEADS": 32, "KV_HEADS": 8, "WIDTH": 128, "PARTS": 64, "BLOCK_PARTS": 64, "INT8": False}
+    heads = {"HEADS": 32, "KV_HEADS": 8, "WIDTH": 128, "PARTS": 64, "BLOCK_PARTS": 64, "INT8": False, "MAPPED": False}
     pieces = {"PIECES": 64, "PIECE": 1024}
     for rows in (8, 64):
         tiling = whole_head_tiling(choose_linear_tiling(rows, 6144, 4096), 128, 6144, 4096)
@@ -143,17 +144,25 @@ def vector_kernels() -> Iterator[tuple[str, Any, dict[str, Any], dict[str, int]]
         yield f"vectors {kind}", kernel, sizes | more, {"num_warps": tiling.warps}
 
 
-def mapped_kernels(name: str, hidden: int, inner: int) -> Iterator[tuple[str, Any, dict[str, Any], dict[str, int]]]:
+def mapped_kernels(
+    name: str, hidden: int, inner: int, heads: int, kv_heads: int, width: int
+) -> Iterator[tuple[str, Any, dict[str, Any], dict[str, int]]]:
     """Those that read by tensor maps."""
+    heads_of = {"HEADS": heads, "KV_HEADS": kv_heads, "WIDTH": width, "ROTARY": width, "NORMS": True}
     for kind, kernel, outputs, numbers, more in (
         ("add", few_rows.add_kernel, hidden, inner, {"HAS_BIAS": True, "ADDS": True, "SCALES": True}),
         ("gated", few_rows.gated_kernel, 2 * inner, hidden, {"PARTS": 4, "BLOCK_PARTS": 4}),
+        ("heads", few_rows.rotary_kernel, (heads + 2 * kv_heads) * width, hidden, heads_of),
     ):
-        tiling = choose_mapped_tiling(64, outputs, numbers, gated=kind == "gated")
-        assert tiling is not None
-        sizes = {"BLOCK_M": 64, "BLOCK_N": tiling.block_outputs, "BLOCK_K": tiling.block_inner, "SPLITS": 1, "AHEAD": 0}
+        of_heads = width if kind == "heads" else None
+        tiling = choose_mapped_tiling(64, outputs, numbers, gated=kind == "gated", head_width=of_heads)
+        if tiling is None:
+            continue
+        sizes = {"BLOCK_M": 64, "BLOCK_N": tiling.block_outputs, "BLOCK_K": tiling.block_inner}
+        sizes |= {"SPLITS": tiling.splits, "AHEAD": tiling.ahead}
         sizes |= {"INT8": False, "INNER": numbers, "PIECES": 64, "PIECE": 1024, "MAPPED": True}
-        sizes["OUTPUTS"] = outputs // 2 if kind == "gated" else outputs
+        if kind != "heads":
+            sizes["OUTPUTS"] = outputs // 2 if kind == "gated" else outputs
         options = {"num_warps": tiling.warps, "num_stages": tiling.stages}
         yield f"{name} {kind}", kernel, sizes | more, options
 

@@ -80,6 +80,8 @@ def cases() -> dict[str, Sizes]:
     maps = LinearTiling(64, 32, 32, 1, 4, 3, 0, mapped=True)
     for rows in (3, 40, 130):
         found[f"tensor maps, {rows} rows"] = replace(tiny, rows=rows, width=32, tiling=maps, bias=rows == 40)
+    shared = replace(maps, splits=2, ahead=1)
+    found["tensor maps, parts"] = replace(tiny, rows=40, hidden=64, heads=4, inner=128, width=32, tiling=shared)
     found["tensor maps past the edge"] = replace(tiny, hidden=40, inner=72, tiling=maps)
     found["tensor maps not for int8"] = replace(tiny, tiling=replace(maps, block_rows=16), int8=True)
     found["half precision"] = replace(tiny, dtype=torch.float16)
@@ -133,6 +135,9 @@ def form_cases(tiny: Sizes) -> dict[str, Sizes]:
     found["few: qwen3, int8"] = replace(found["few: qwen3"], int8=True)
     found["few: relu2 by tensor maps"] = replace(
         found["few: relu2"], tiling=LinearTiling(64, 32, 32, 1, 4, 3, 0, mapped=True)
+    )
+    found["few: qwen3 by tensor maps"] = replace(
+        found["few: qwen3"], rows=70, hidden=128, tiling=LinearTiling(64, 32, 32, 2, 4, 3, 0, mapped=True)
     )
     found["half precision: olmo2"] = replace(found["few: olmo2"], dtype=torch.float16)
     if not INTERPRETED:

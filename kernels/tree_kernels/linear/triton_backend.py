@@ -112,6 +112,8 @@ class TritonLinears(RowLinears):
         self, rows: ScaledRows, weight: Weight, bias: Tensor | None = None, activation: Activation = SILU
     ) -> Tensor:
         tiling = self._prepare(rows.rows, weight, mapped=True, gated=True)
+        if tiling.mapped:
+            tiling = replace(tiling, splits=1)
         return self._activate(gated_kernel, rows, weight, bias, activation, tiling, tiling.block_outputs // 2)
 
     def activated_linear(
@@ -130,7 +132,7 @@ class TritonLinears(RowLinears):
         form: HeadForm = LLAMA_HEADS,
     ) -> Tensor:
         kv_heads, width = heads.key_cache.shape[-2:]
-        tiling = self._prepare(rows.rows, weight)
+        check_product(rows.rows, weight)
         check_contiguous(rows=rows.rows, squares=rows.squares, bias=bias)
         check_heads(heads)
         norms = norms_of(form, width)
@@ -139,12 +141,9 @@ class TritonLinears(RowLinears):
             product = rows.rows.new_empty(len(rows.rows), weight.shape[0], dtype=torch.float32)
             self._add(rows.rows, weight, product, following=following)
             return self._finish_heads(product, rows, bias, heads, form, rows.rows.dtype)
-        if norms == "heads":
-            tiling = whole_head_tiling(tiling, width, *weight.shape)
-        # A tile lies in one head.
-        tiling = replace(tiling, block_outputs=math.gcd(width, tiling.block_outputs))
-        if tiling.block_outputs < _MIN_OUTPUTS:
-            raise ValueError(f"expected heads of a multiple of {_MIN_OUTPUTS}, got {width}")
+        # Where pairs of a head lie half a head apart, the columns of a tile that is a head follow each other.
+        whole = not form.interleaved and heads.cosines.shape[1] in (0, width)
+        tiling = self._head_tiling(rows.rows, weight, width, normed=norms == "heads", mapped=whole)
         count, query_heads = len(rows.rows), weight.shape[0] // width - 2 * kv_heads
         query = rows.rows.new_empty(count, query_heads, width)
         grid, options = self._launch(tiling, rows.rows, weight, weight.shape[0] // tiling.block_outputs, following)
@@ -154,8 +153,20 @@ class TritonLinears(RowLinears):
             value_cache=heads.value_cache, count=count, epsilon=rows.epsilon, HAS_BIAS=bias is not None,
             NORMS=norms == "heads", HEADS=query_heads, KV_HEADS=kv_heads, WIDTH=width,
             **head_options(form, heads, query), **parts_of_rows(rows), **options,
+            **_maps(tiling, rows.rows, weight, width),
         )  # fmt: skip
         return query
+
+    def _head_tiling(self, rows: Tensor, weight: Weight, width: int, *, normed: bool, mapped: bool) -> LinearTiling:
+        """The tiling of queries, keys and values of heads of `width`: a tile lies in one head, or is one if heads are
+        normed, and with tensor maps, where `mapped` allows them. Raises `ValueError` for other widths."""
+        tiling = self._prepare(rows, weight, mapped=mapped, head_width=width)
+        if normed and not tiling.mapped and (self._tiling is None or tiling.block_outputs != width):
+            tiling = whole_head_tiling(tiling, width, *weight.shape)
+        tiling = replace(tiling, block_outputs=math.gcd(width, tiling.block_outputs))
+        if tiling.block_outputs < _MIN_OUTPUTS:
+            raise ValueError(f"expected heads of a multiple of {_MIN_OUTPUTS}, got {width}")
+        return tiling
 
     def _add(
         self,
@@ -262,16 +273,19 @@ class TritonLinears(RowLinears):
         )  # fmt: skip
         return query
 
-    def _prepare(self, rows: Tensor, weight: Weight, *, mapped: bool = False, gated: bool = False) -> LinearTiling:
-        """The tiling of a product; `mapped` where the kernel can read by tensor maps."""
+    def _prepare(
+        self, rows: Tensor, weight: Weight, *, mapped: bool = False, gated: bool = False, head_width: int | None = None
+    ) -> LinearTiling:
+        """The tiling of a product, of heads of a width or not; `mapped` where the kernel can read by tensor maps."""
         check_product(rows, weight)
         mapped = mapped and _mappable(rows, weight)
         if self._tiling is not None:
-            return replace(self._tiling, mapped=mapped and self._tiling.mapped)
+            mapped = mapped and self._tiling.mapped and head_width in (None, self._tiling.block_outputs)
+            return replace(self._tiling, mapped=mapped)
         found = None
         # In half precision: in fp32 the blocks would not fit into a processor.
         if mapped and self._dependent and not self._invariant and rows.element_size() == 2:
-            found = choose_mapped_tiling(len(rows), *weight.shape, gated=gated)
+            found = choose_mapped_tiling(len(rows), *weight.shape, gated=gated, head_width=head_width)
         int8 = isinstance(weight, Int8Weight)
         return found or choose_linear_tiling(len(rows), *weight.shape, invariant=self._invariant, int8=int8)
 

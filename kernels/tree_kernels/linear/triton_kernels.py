@@ -33,14 +33,35 @@ def await_inputs(  # type: ignore[no-untyped-def]
 
 
 @triton.jit
+def _sum_of_parts(  # type: ignore[no-untyped-def]
+    total, partials, counters, row, there, SPLITS: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr
+):
+    """[BLOCK_N, BLOCK_M] fp32 of the `SPLITS` programs that share a tile, and which rows this program is to store: the
+    last to arrive adds up the parts of all, always in the same order."""
+    if SPLITS > 1:
+        tile = tl.program_id(1) * tl.num_programs(0) + tl.program_id(0)
+        at = partials + tile.to(tl.int64) * SPLITS * BLOCK_N * BLOCK_M
+        at += tl.arange(0, BLOCK_N)[:, None] * BLOCK_M + tl.arange(0, BLOCK_M)[None, :]
+        tl.store(at + tl.program_id(2) * BLOCK_N * BLOCK_M, total)
+        tl.debug_barrier()
+        arrived = tl.atomic_add(counters + tile, 1, sem="acq_rel")
+        there = there & (row * 0 + arrived == SPLITS - 1)
+        if arrived == SPLITS - 1:
+            tl.store(counters + tile, 0)
+            total = tl.load(at, cache_modifier=".cg")
+            for split in tl.static_range(1, SPLITS):
+                total += tl.load(at + split * BLOCK_N * BLOCK_M, cache_modifier=".cg")
+    return total, there
+
+
+@triton.jit
 def _product(  # type: ignore[no-untyped-def]
     rows, weight, row_scales, partials, counters, row, column, there, row_stride, INT8: tl.constexpr,
     INNER: tl.constexpr, SPLITS: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr,
 ):  # fmt: skip
     """[BLOCK_M, BLOCK_N] fp32, `rows` times the rows `column` of `weight`, and which rows this program is to store.
 
-    `INT8` weights are those of `Int8Weight`. Of the programs that share a tile, the last to arrive adds up the parts of
-    all, always in the same order.
+    `INT8` weights are those of `Int8Weight`.
     """
     # Of a row of weights: numbers, or words of two.
     WIDTH: tl.constexpr = INNER // 2 if INT8 else INNER
@@ -68,19 +89,7 @@ def _product(  # type: ignore[no-untyped-def]
         total = tl.dot(left, right, total, input_precision="ieee")
         left_at += STEP
         right_at += STEP
-    if SPLITS > 1:
-        tile = tl.program_id(1) * tl.num_programs(0) + tl.program_id(0)
-        at = partials + tile.to(tl.int64) * SPLITS * BLOCK_N * BLOCK_M
-        at += tl.arange(0, BLOCK_N)[:, None] * BLOCK_M + tl.arange(0, BLOCK_M)[None, :]
-        tl.store(at + tl.program_id(2) * BLOCK_N * BLOCK_M, total)
-        tl.debug_barrier()
-        arrived = tl.atomic_add(counters + tile, 1, sem="acq_rel")
-        there = there & (row * 0 + arrived == SPLITS - 1)
-        if arrived == SPLITS - 1:
-            tl.store(counters + tile, 0)
-            total = tl.load(at, cache_modifier=".cg")
-            for split in tl.static_range(1, SPLITS):
-                total += tl.load(at + split * BLOCK_N * BLOCK_M, cache_modifier=".cg")
+    total, there = _sum_of_parts(total, partials, counters, row, there, SPLITS, BLOCK_M, BLOCK_N)
     if INT8:
         total *= tl.load(row_scales + column)[:, None]
     return tl.trans(total), there
@@ -88,16 +97,18 @@ def _product(  # type: ignore[no-untyped-def]
 
 @triton.jit
 def _mapped_product(  # type: ignore[no-untyped-def]
-    rows_map, weight_map, row, column, INNER: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
-    BLOCK_K: tl.constexpr,
+    rows_map, weight_map, partials, counters, row, there, column, INNER: tl.constexpr, SPLITS: tl.constexpr,
+    BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr,
 ):  # fmt: skip
-    """[BLOCK_M, BLOCK_N] fp32 of the rows from `row` on and those of the weight from `column` on, by tensor maps, which
-    read zeros past their ends."""
+    """As `_product`, of the rows of the weight from `column` on, by tensor maps, which read zeros past their ends."""
+    SHARE: tl.constexpr = INNER // SPLITS
+    first, begin = tl.program_id(0) * BLOCK_M, tl.program_id(2) * SHARE
     total = tl.zeros([BLOCK_N, BLOCK_M], tl.float32)
-    for start in range(0, INNER, BLOCK_K):
-        left, right = weight_map.load([column, start]), rows_map.load([row, start])
+    for start in range(0, SHARE, BLOCK_K):
+        left, right = weight_map.load([column, begin + start]), rows_map.load([first, begin + start])
         total = tl.dot(left, right.T, total, input_precision="ieee")
-    return tl.trans(total)
+    total, there = _sum_of_parts(total, partials, counters, row, there, SPLITS, BLOCK_M, BLOCK_N)
+    return tl.trans(total), there
 
 
 @triton.jit
@@ -105,7 +116,7 @@ def _mapped_products(  # type: ignore[no-untyped-def]
     rows_map, weight_map, row, column, OUTPUTS: tl.constexpr, INNER: tl.constexpr, BLOCK_M: tl.constexpr,
     HALF_N: tl.constexpr, BLOCK_K: tl.constexpr,
 ):  # fmt: skip
-    """As `_mapped_product`, two of [BLOCK_M, HALF_N]: of gate, and of up, which is `OUTPUTS` below it."""
+    """Without splits, two products [BLOCK_M, HALF_N]: of gate, and of up, which is `OUTPUTS` below it."""
     gate, up = tl.zeros([HALF_N, BLOCK_M], tl.float32), tl.zeros([HALF_N, BLOCK_M], tl.float32)
     for start in range(0, INNER, BLOCK_K):
         right = rows_map.load([row, start]).T
@@ -173,9 +184,10 @@ def add_kernel(  # type: ignore[no-untyped-def]
     row = tl.program_id(0) * BLOCK_M + tl.arange(0, BLOCK_M)
     there = row < count
     if MAPPED:
-        total = _mapped_product(
-            rows_map, weight_map, tl.program_id(0) * BLOCK_M, tile * BLOCK_N, INNER, BLOCK_M, BLOCK_N, BLOCK_K
-        )
+        total, there = _mapped_product(
+            rows_map, weight_map, partials, counters, row, there, tile * BLOCK_N, INNER=INNER, SPLITS=SPLITS,
+            BLOCK_M=BLOCK_M, BLOCK_N=BLOCK_N, BLOCK_K=BLOCK_K,
+        )  # fmt: skip
     else:
         total, there = _product(
             rows, weight, row_scales, partials, counters, row, column, there, row_stride,
@@ -262,9 +274,10 @@ def activated_kernel(  # type: ignore[no-untyped-def]
     there = row < count
     found = load_squares(squares, row, there, PARTS, BLOCK_PARTS)
     if MAPPED:
-        total = _mapped_product(
-            rows_map, weight_map, tl.program_id(0) * BLOCK_M, tile * BLOCK_N, INNER, BLOCK_M, BLOCK_N, BLOCK_K
-        )
+        total, there = _mapped_product(
+            rows_map, weight_map, partials, counters, row, there, tile * BLOCK_N, INNER=INNER, SPLITS=SPLITS,
+            BLOCK_M=BLOCK_M, BLOCK_N=BLOCK_N, BLOCK_K=BLOCK_K,
+        )  # fmt: skip
     else:
         total, there = _product(
             rows, weight, row_scales, partials, counters, row, column, there, INNER,
@@ -282,8 +295,9 @@ def activated_kernel(  # type: ignore[no-untyped-def]
 @triton.jit
 def rotary_kernel(  # type: ignore[no-untyped-def]
     rows, squares, bias, query_norm, key_norm, cosines, sines, slots, query, key_cache, value_cache, weight, row_scales,
-    partials, counters, following, count, epsilon, query_epsilon, key_epsilon,
-    INT8: tl.constexpr, PARTS: tl.constexpr, BLOCK_PARTS: tl.constexpr, HAS_BIAS: tl.constexpr, NORMS: tl.constexpr,
+    partials, counters, following, rows_map, weight_map, count, epsilon, query_epsilon, key_epsilon,
+    MAPPED: tl.constexpr, INT8: tl.constexpr, PARTS: tl.constexpr, BLOCK_PARTS: tl.constexpr, HAS_BIAS: tl.constexpr,
+    NORMS: tl.constexpr,
     ROTARY: tl.constexpr, INTERLEAVED: tl.constexpr,
     HEADS: tl.constexpr, KV_HEADS: tl.constexpr, WIDTH: tl.constexpr, INNER: tl.constexpr,
     SPLITS: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr,
@@ -294,6 +308,7 @@ def rotary_kernel(  # type: ignore[no-untyped-def]
     A tile holds the first numbers of some pairs of a head, and behind them the second; with `NORMS` it is a head.
     """
     tl.static_assert(not NORMS or BLOCK_N == WIDTH, "a norm needs its whole head")
+    tl.static_assert(not MAPPED or BLOCK_N == WIDTH, "a tensor map reads columns that lie side by side")
     HALF_N: tl.constexpr = BLOCK_N // 2
     HALF_WIDTH: tl.constexpr = WIDTH // 2
     lane = tl.arange(0, BLOCK_N)
@@ -307,10 +322,16 @@ def rotary_kernel(  # type: ignore[no-untyped-def]
     there = row < count
     found = load_squares(squares, row, there, PARTS, BLOCK_PARTS)
     slot = tl.load(slots + row, mask=there, other=-1).to(tl.int64)
-    total, there = _product(
-        rows, weight, row_scales, partials, counters, row, column, there, INNER,
-        INT8=INT8, INNER=INNER, SPLITS=SPLITS, BLOCK_M=BLOCK_M, BLOCK_N=BLOCK_N, BLOCK_K=BLOCK_K,
-    )  # fmt: skip
+    if MAPPED:
+        total, there = _mapped_product(
+            rows_map, weight_map, partials, counters, row, there, head * WIDTH, INNER=INNER, SPLITS=SPLITS,
+            BLOCK_M=BLOCK_M, BLOCK_N=BLOCK_N, BLOCK_K=BLOCK_K,
+        )  # fmt: skip
+    else:
+        total, there = _product(
+            rows, weight, row_scales, partials, counters, row, column, there, INNER,
+            INT8=INT8, INNER=INNER, SPLITS=SPLITS, BLOCK_M=BLOCK_M, BLOCK_N=BLOCK_N, BLOCK_K=BLOCK_K,
+        )  # fmt: skip
     _prefetch(following, PIECES, PIECE)
     total = finish_norm(total, found, epsilon, PARTS, INNER)
     if HAS_BIAS:

@@ -20,7 +20,7 @@ class LinearTiling:
     warps: int  # of a program
     stages: int  # blocks of weights in flight at a time
     ahead: int  # pieces of 256 bytes of each row of the weight, prefetched before the input is there; a power of two
-    mapped: bool = False  # blocks are read by tensor maps (TMA, from Hopper on), without splits
+    mapped: bool = False  # blocks are read by tensor maps (TMA, from Hopper on); with gate and up without splits
 
 
 # Outputs, inner, splits, warps, stages, ahead.
@@ -38,10 +38,13 @@ _WIDE: dict[int, tuple[_Sizes, _Sizes, _Sizes]] = {
 }
 # Of 64 rows and long rows of the weight, where there would be too few tiles without splits.
 _WIDE_64_SPLIT: _Sizes = (64, 128, 2, 4, 6, 8)
-# Of 33 to 64 rows by tensor maps, for at least 8,192 outputs, and fewer. Each is the fastest of those tried on an H100:
-# benchmarks/results/2026-11-25-h100-mapped-products.json.
+# Of 33 to 64 rows by tensor maps, for gate and up, for others of at least 8,192 outputs, for fewer, and for queries,
+# keys and values of heads of 128. Each is the fastest of those tried on an H100, or near it, alone or within a step:
+# benchmarks/results/2026-11-27-h100-64-rows.md.
+_MAPPED_GATED: _Sizes = (128, 128, 1, 4, 4, 2)
 _MAPPED_MANY: _Sizes = (128, 128, 1, 4, 3, 0)
 _MAPPED_FEW: _Sizes = (64, 128, 1, 4, 6, 0)
+_MAPPED_HEADS: _Sizes = (128, 128, 1, 8, 4, 4)
 # Inner, splits, warps, stages, ahead of tiles that are heads of 128, in 16 bits: for up to 32 rows of a tile, and more.
 # The fastest of 32 on an H100 for both shapes of Qwen3, or within 4 % of it:
 # benchmarks/results/2026-11-27-h100-head-tilings.json.
@@ -64,14 +67,21 @@ _INT8: dict[int, tuple[_Sizes, _Sizes, _Sizes]] = {
 }
 
 
-def choose_mapped_tiling(rows: int, outputs: int, inner: int, *, gated: bool = False) -> LinearTiling | None:
+def choose_mapped_tiling(
+    rows: int, outputs: int, inner: int, *, gated: bool = False, head_width: int | None = None
+) -> LinearTiling | None:
     """The tiling for `rows` times a weight [outputs, inner] that is read by tensor maps, with gate above up if it is
-    `gated`. None where that is no faster, or was not tried."""
+    `gated`, or queries, keys and values in heads of a width, of which each tile is one. None where that is no faster,
+    or was not tried."""
     many = outputs >= 8192
     # Half a narrow block, which is gate's or up's part of it, is too small for the matrix units.
     if not MAX_BLOCK_ROWS // 2 < rows <= MAX_BLOCK_ROWS or inner < 2048 or (gated and not many):
         return None
-    return LinearTiling(MAX_BLOCK_ROWS, *(_MAPPED_MANY if many else _MAPPED_FEW), mapped=True)
+    if head_width is not None:
+        return LinearTiling(MAX_BLOCK_ROWS, *_MAPPED_HEADS, mapped=True) if head_width == _MAPPED_HEADS[0] else None
+    return LinearTiling(
+        MAX_BLOCK_ROWS, *(_MAPPED_GATED if gated else _MAPPED_MANY if many else _MAPPED_FEW), mapped=True
+    )
 
 
 def choose_linear_tiling(
