@@ -69,9 +69,9 @@ def prepare_decoder(decoder: Decoder, options: LayerOptions) -> int:
             raise ValueError("its layers cannot be made independent of the batch")
         decoder.final_form = FinalRows(final, by_rows, (by_rows, head))
     elif fused and final is not None:
-        # Of one row it is read faster than by cuBLAS.
-        single = None if head is None or not reads_in_registers(head.weight) else LinearsByRows(by_rows.ranges[:1])
-        decoder.final_form = FinalRows(final, by_rows, None if head is None or single is None else (single, head))
+        # Up to 64 rows it takes 3 to 7 % less than by cuBLAS (benchmarks/results/2026-11-27-h100-64-rows.md).
+        few = None if head is None or not reads_in_registers(head.weight) else LinearsByRows(by_rows.ranges[:2])
+        decoder.final_form = FinalRows(final, by_rows, None if head is None or few is None else (few, head))
     if options.compiled and not options.invariant:
         for layer in (*decoder.layers, decoder.norm):
             layer.compile(dynamic=False)
