@@ -91,6 +91,8 @@ MODES: dict[str, CaptureOptions | None] = {
 }
 PAGE_SIZE = 16
 CONTEXT = 1024
+# That `--profile` takes its medians from.
+_TIMELINE_STEPS = 5
 # Relative error of logits in bf16 against fp32; with a wrong key, mask or position it is 1.
 TOLERANCE = 0.15
 
@@ -281,15 +283,43 @@ def replay_ms(runner: CapturedRunner, load: StepLoad, replays: int = 30) -> floa
     return float(start.elapsed_time(end)) / replays
 
 
-def kernels_of(runner: ModelRunner, load: StepLoad) -> list[dict[str, Any]]:
-    """Device time of one step by kernel, the longest first."""
+def timeline_of(runner: ModelRunner, load: StepLoad, layers: int) -> list[dict[str, Any]]:
+    """The launches of one step in their order, those of all layers but the first as one layer: microseconds from the
+    end of one launch to the end of the next, median over layers and five steps.
+
+    Launches overlap, so the time of one from its own begin to its end would count some time twice.
+    """
     batch = step(load, runner.vocabulary_size, 1)
+    runner.forward(batch)
+    torch.cuda.synchronize()
     with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CUDA]) as profile:
-        for _ in range(5):
+        for _ in range(_TIMELINE_STEPS):
             runner.forward(batch)
-        torch.cuda.synchronize()
-    found = sorted(profile.key_averages(), key=lambda event: -event.self_device_time_total)
-    return [{"kernel": one.key[:90], "us": one.self_device_time_total / 5, "launches": one.count / 5} for one in found]
+            torch.cuda.synchronize()
+    on_device = (one for one in profile.events() if one.device_type.name == "CUDA")
+    events = sorted(on_device, key=lambda one: one.time_range.end)
+    length = len(events) // _TIMELINE_STEPS
+    names = [one.name for one in events[-length:]]
+    # What runs once in each layer: the first of such launches begins one.
+    once = [name for name in dict.fromkeys(names) if names.count(name) == layers]
+    begins = [place for place, name in enumerate(names) if layers > 2 and once and name == once[0]]
+    period = begins[2] - begins[1] if begins else length
+    times: dict[tuple[str, int], list[float]] = {}
+    for run in range(_TIMELINE_STEPS):
+        # Of a step that was profiled whole; the first may lack launches.
+        own = events[len(events) - (run + 1) * length : len(events) - run * length]
+        for place in range(1, length):
+            took = own[place].time_range.end - own[place - 1].time_range.end
+            if begins and begins[1] <= place < begins[-1] + period:
+                key = "layer", (place - begins[1]) % period
+            else:
+                key = ("before", place) if not begins or place < begins[1] else ("behind", place)
+            times.setdefault(key, []).append(took)
+    place_of = {("layer", at): begins[1] + at for at in range(period)} if begins else {}
+    return [
+        {"part": key[0], "kernel": names[place_of.get(key, key[1])][:90], "us": median_and_spread(took)[0]}
+        for key, took in sorted(times.items(), key=lambda one: place_of.get(one[0], one[0][1]))
+    ]
 
 
 def floor_ms(decoder: Decoder, config: PretrainedConfig, load: StepLoad, bytes_per_ms: float) -> float:
@@ -378,13 +408,19 @@ def run_shape(
         for rows, ratio in result["trees_beside_one_row"].items():
             show(f"  a tree of {rows} rows takes {ratio:.3f} times a step of one")
         if profiled:
-            result["kernels"] = {str(load): kernels_of(current, load) for load in (loads[0], loads[-1])}
-            for name, kernels in result["kernels"].items():
-                total = sum(one["us"] for one in kernels)
-                show(f"  {sum(one['launches'] for one in kernels):.0f} launches of {name}, {total:.0f} us")
-                for one in kernels[:14]:
-                    show(f"    {one['us']:9.1f} us {one['launches']:6.1f} x {one['kernel'][:70]}")
+            result["timelines"] = {str(load): timeline_of(current, load, config.num_hidden_layers) for load in loads}
+            for name, launches in result["timelines"].items():
+                show_timeline(name, launches)
         yield result
+
+
+def show_timeline(load: str, launches: list[dict[str, Any]]) -> None:
+    """Print a layer's launches, and the sums of what lies before and behind the layers."""
+    sums = {part: sum(one["us"] for one in launches if one["part"] == part) for part in ("before", "layer", "behind")}
+    show(f"  {load}: us " + "  ".join(f"{part} {total:.1f}" for part, total in sums.items()))
+    for one in launches:
+        if one["part"] != "before":
+            show(f"    {one['part']:7s} {one['us']:8.2f}  {one['kernel'][:80]}")
 
 
 def main() -> None:
@@ -396,7 +432,7 @@ def main() -> None:
     parser.add_argument("--trees", nargs="+", type=int, help="only one sequence, with trees of these rows, the first 1")
     parser.add_argument("--layers", type=int, help="of each shape; without it all that it has")
     parser.add_argument("--unchecked", action="store_true", help="not compared with fp32 first")
-    parser.add_argument("--profile", action="store_true", help="also device time by kernel")
+    parser.add_argument("--profile", action="store_true", help="also the times of a layer's launches")
     arguments = parser.parse_args()
     results: list[dict[str, Any]] = []
     timed = tuple(StepLoad((rows,)) for rows in arguments.trees) if arguments.trees else TIMED
