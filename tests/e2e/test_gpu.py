@@ -15,6 +15,7 @@ from engine_harness import Outcome, Propose, engine_config, knowing_tree, make_r
 from latent_models import make_latent
 from other_weights import other_weights
 from waits import HUNG_SECONDS
+from windowed_models import windowed_model
 
 from outrider.sampling import SamplingParams, VerificationMode
 from target_service.core.sequence import SequenceRequest
@@ -109,6 +110,25 @@ def test_captured_steps_over_latents(draft: str) -> None:
     assert taken.latent
     outcomes = run(taken, wanted, propose=drafter(draft, wanted, said), stagger=3, launch=steps)
     assert [one.token_ids for one in outcomes] == [one.token_ids for one in said]
+
+
+@pytest.mark.parametrize("name", ["mistral, window", "gemma3"])
+@pytest.mark.parametrize("draft", ["none", "knowing"])
+@pytest.mark.parametrize("selects", [False, True], ids=["host rows", "device rows"])
+def test_captured_windows_in_few_frames(name: str, draft: str, selects: bool) -> None:
+    """Tables are translated within the graphs, while frames change hands; texts come twice, so that the second time
+    they begin behind what is left of the first."""
+    wanted = [*requests(SAMPLINGS["greedy"]), *requests(SAMPLINGS["seeded"])]
+    said = run(make_runner(windowed_model(name).cuda(), attention="triton"), wanted)
+    room = {"num_pages": 128, "page_size": 16, "window_share": 0.2, "window_rows": 64}
+    runner = runner_for(windowed_model(name).cuda(), None, attention="triton", **room)
+    taken, steps = captured(runner, enable_device_row_selection=selects)
+    frames = taken.cache.frames
+    assert frames is not None and frames.frames == 26
+    propose = drafter(draft, wanted, said)
+    outcomes = run(taken, [*wanted, *wanted], propose=propose, stagger=4, launch=steps)
+    assert [one.token_ids for one in outcomes] == [one.token_ids for one in said] * 2
+    assert frames.used_frames == 0
 
 
 @pytest.mark.parametrize("name", ["v2, one query projection", "v3"])
