@@ -69,7 +69,7 @@ class Layers:
         batch = step(load_of(rows, sequences), self._runner.vocabulary_size, rows)
         device, attention = self._runner.device, self._runner.attention
         slots = torch.tensor(batch.slots, device=device)
-        self._step = PassContext(attention, attention.plan(batch.attention), slots, self._runner.cache)
+        self._step = PassContext.over(attention, attention.plan(batch.attention), slots, self._runner.cache)
         generator = torch.Generator(device).manual_seed(rows)
         shape = rows, self._runner.hidden_size
         self._hidden = torch.randn(shape, generator=generator, device=device).to(self._runner.dtype)
