@@ -192,6 +192,15 @@ class TestInBrowser:
             await page.press("Enter")
             await page.until(ANSWERED)
             assert await page.look("document.getElementById('error').hidden")
+            await page.until(DONE)
+            # The answer that is there still shows by whom its tokens were made.
+            made = "document.querySelectorAll('.pieces .own, .pieces .drafted').length"
+            before = await page.look(made)
+            await page.write("long " * 100)
+            await page.press("Enter")
+            await page.until("!document.getElementById('error').hidden")
+            assert await page.look(made) == before > 0
+            assert await page.look("document.querySelectorAll('.turn').length") == 2
 
     async def test_what_is_said_is_text(self, gateways: Any, tmp_path: Path) -> None:
         async with gateways() as gateway, browser_page(tmp_path) as page:

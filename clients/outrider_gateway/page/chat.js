@@ -147,7 +147,9 @@ async function respond() {
 function giveBack() {
   const { content } = conversation.messages.pop();
   if (!message.value) message.value = content;
-  show();
+  // Not the log anew: what stands before knows by whom its tokens were made.
+  for (const empty of log.querySelectorAll(".both:empty")) empty.remove();
+  log.lastElementChild.remove();
 }
 
 function ask(content) {
