@@ -19,6 +19,7 @@ from target_service.model.loading.loader import load_runner
 from target_service.model.loading.self_check import check_runner, own_logits
 from target_service.model.runner import runner_for
 from target_service.model.support import ModelRefused
+from target_service.speculation.policy.step_cost import measure_step_cost
 from tree_models.reference import layers_that_differ, published_tensors
 
 VISION = {"hidden_size": 8, "depth": 1, "num_heads": 2, "intermediate_size": 16}
@@ -65,6 +66,12 @@ def test_published_folders_are_served(name: str, tmp_path: Path, byte_tokenizer:
     assert states.free_slots == 3 and states.window == 64
     assert f"recurrent states of 3 sequences, {states.sequence_bytes:,} bytes each" in str(runner.cache)
     assert len(runner.cache.keys) == 1
+
+
+def test_steps_of_more_rows_than_a_tree_are_measured() -> None:
+    runner = runner_for(made("lfm2"), None, num_pages=32, page_size=16, largest_tree=8)
+    cost = measure_step_cost(runner, 64)
+    assert 0 < cost(1) <= cost(64)
 
 
 def test_states_that_do_not_fit_are_refused(

@@ -139,4 +139,8 @@ def _step(runner: ModelRunner, pages: list[int], context: int, rows: int) -> For
     if rows > _ROWS[-1]:
         return ForwardInput.of_sequence(token_ids, tuple(range(context, context + rows)), pages, runner.cache, None)
     positions, parents = (context, *(context + 1,) * (rows - 1)), (0,) * rows if rows > 1 else None
+    recurrent = runner.cache.recurrent
+    if recurrent is not None and rows > recurrent.window:
+        # Of one sequence, so many rows are known tokens.
+        positions, parents = tuple(range(context, context + rows)), None
     return ForwardInput.of_sequence(token_ids, positions, pages, runner.cache, parents)
