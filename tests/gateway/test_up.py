@@ -10,12 +10,15 @@ from collections.abc import Callable
 import httpx
 import pytest
 from waits import HUNG_SECONDS
+from warm_python import shared_python
 
 
 async def test_up_serves_http(model: str, unused_tcp_port_factory: Callable[[], int]) -> None:
     port, http = unused_tcp_port_factory(), unused_tcp_port_factory()
+    # Forked, and so are the services that it starts.
+    python = str(shared_python("services") / "python")
     process = await asyncio.create_subprocess_exec(
-        *(sys.executable, "-m", "outrider_client.cli", "up", "--drafter", "none", "--model", model),
+        *(python, "-m", "outrider_client.cli", "up", "--drafter", "none", "--model", model),
         *("--dtype", "float32", "--target-flags", "--threads 1", "--port", str(port), "--http", str(http)),
         *("--gateway-flags", "--allow-origin http://localhost:3000 --allow-host llm.example"),
         stdout=asyncio.subprocess.PIPE,
@@ -24,7 +27,7 @@ async def test_up_serves_http(model: str, unused_tcp_port_factory: Callable[[], 
     assert process.stdout is not None
     said = b""
     try:
-        async with asyncio.timeout(240):
+        async with asyncio.timeout(HUNG_SECONDS):
             while b"OpenAI-compatible API at" not in said:
                 line = await process.stdout.readline()
                 assert line, said.decode()

@@ -22,6 +22,7 @@ import torch
 from forked import Child
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 from waits import HUNG_SECONDS
+from warm_python import shared_python
 
 from outrider.runtime import (
     GOMP_SPINCOUNT,
@@ -260,9 +261,17 @@ class Process:
 
 
 @asynccontextmanager
-async def started(model: Path, *flags: str) -> AsyncIterator[tuple[Process, str]]:
-    """A ready service and its address."""
-    command = [sys.executable, "-m", "target_service", "--model", str(model), "--dtype", "float32"]
+async def started(model: Path, *flags: str, python: str | Path = "") -> AsyncIterator[tuple[Process, str]]:
+    """A ready service and its address; forked, where no Python is given."""
+    command = [
+        python or shared_python("services") / "python",
+        "-m",
+        "target_service",
+        "--model",
+        str(model),
+        "--dtype",
+        "float32",
+    ]
     command += ["--listen", "127.0.0.1:0", "--kv-tokens", "4096", "--threads", "1", *flags]
     process = await asyncio.create_subprocess_exec(
         *command, stdout=asyncio.subprocess.PIPE, stderr=asyncio.subprocess.PIPE
@@ -288,7 +297,10 @@ class TestProcess:
         settings = tmp_path / "outrider.toml"
         settings.write_text("[random]\nrandom_nodes = 3\n")
         flags = ("--engine-process", "own", "--draft", "inprocess:random", "--config", str(settings))
-        async with started(model_folder, *flags) as (_, address), grpc.aio.insecure_channel(address) as channel:
+        async with (
+            started(model_folder, *flags, python=sys.executable) as (_, address),
+            grpc.aio.insecure_channel(address) as channel,
+        ):
             stub: Any = target_pb2_grpc.TargetServiceStub(channel)
             async with asyncio.timeout(HUNG_SECONDS):
                 while not (info := await stub.GetTargetInfo(pb.GetTargetInfoRequest())).drafter:
@@ -356,7 +368,8 @@ class TestProcess:
             other.listen()
             address = f"127.0.0.1:{other.getsockname()[1]}"
             second = await asyncio.create_subprocess_exec(
-                *(sys.executable, "-m", "target_service", "--model", str(model_folder), "--listen", address),
+                *(shared_python("services") / "python", "-m", "target_service"),
+                *("--model", str(model_folder), "--listen", address),
                 stderr=asyncio.subprocess.PIPE,
                 env=os.environ | {"OUTRIDER_TARGET_KV_TOKENS": "256", "OUTRIDER_TARGET_THREADS": "1"},
             )
