@@ -6,7 +6,7 @@ from collections.abc import Iterable
 from typing import Any
 
 import torch
-from hypothesis import settings
+from examples import is_full
 from pairs import covering
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource, compile
@@ -43,11 +43,6 @@ class Compiling:
         )
         name = f"{self.kernel.__name__}, {num_warps} warps, {sorted(constants.items(), key=str)}"
         self.needed[name] = int(found.metadata.shared)
-
-
-def is_full() -> bool:
-    """Whether `make test-full` runs, and not `make test`."""
-    return not settings.default.derandomize
 
 
 def few(found: Iterable[tuple[Any, ...]]) -> list[tuple[Any, ...]]:

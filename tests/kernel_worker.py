@@ -13,6 +13,7 @@ from contextlib import redirect_stdout
 from pathlib import Path
 from typing import Any
 
+from examples import FULL, is_full
 from warm_python import shared_python
 
 FOLDER = Path(__file__).with_name("kernels")
@@ -29,7 +30,7 @@ def work(script: str, **environment: str) -> dict[str, Any]:
     path = os.pathsep.join([str(FOLDER.parent), *filter(None, [os.environ.get("PYTHONPATH")])])
     done = subprocess.run(
         [*command, str(FOLDER / script)],
-        env={**os.environ, "PYTHONPATH": path, **environment},
+        env={**os.environ, "PYTHONPATH": path, FULL: str(int(is_full())), **environment},
         stdout=subprocess.PIPE,
         text=True,
         check=True,

@@ -7,7 +7,8 @@ import json
 import sys
 
 import torch
-from compiling import Compiling, is_full
+from compiling import Compiling
+from examples import is_full
 
 from tree_kernels.verification import DeviceVerifier
 from tree_kernels.verification import triton_backend as _triton_verification

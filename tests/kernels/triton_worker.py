@@ -16,6 +16,7 @@ from typing import Any
 
 import torch
 from conftest import Case, Spec, make_case
+from examples import is_full
 
 from target_service.model.cuda_graphs.sizes import Bucket, capacity
 from tree_kernels.attention import AttentionBatch, AttentionPlan, TreeAttention, plan_integers
@@ -75,7 +76,7 @@ def cases() -> Iterator[tuple[str, dict[str, Any], TritonSettings]]:
     if not INTERPRETED:
         yield from device_cases()
     rng = random.Random(0)
-    for i in range(20):
+    for i in range(20 if is_full() or not INTERPRETED else 6):
         kinds = ("tree", "chain", "causal", "star")
         specs = [(rng.randrange(70), rng.randrange(20), rng.choice(kinds)) for _ in range(rng.randrange(1, 5))]
         settings = TritonSettings(rng.choice((None, 32)), SMALL, rng.randrange(1, 9))
