@@ -30,7 +30,12 @@ _SIDE_FILES = {
 _SUFFIXES = (
     (r"\.absmax|\.quant_map|\.quant_state\.\S+|\.nested_absmax|\.SCB|\.weight_format", "bitsandbytes"),
     (r"\.weight_scale_2", "NVFP4"),
-    (r"\.weight_packed|\.weight_zero_point|\.weight_shape", "compressed-tensors"),
+    (r"\.weight_packed|\.weight_zero_point|\.weight_shape|\.bitmask|\.compressed", "compressed-tensors"),
+    (r"\.centroids\.weight|\.res_centroids\.weight|\.centroids", "VPTQ"),
+    (r"\.dense_weights|\.col_vals", "SpQR"),
+    (r"\.tables2?", "HIGGS"),
+    (r"\.forward_hadamard_matrix|\.dqweight", "FP-Quant"),
+    (r"\.wscales|\.smooth_factor(_orig)?", "SVDQuant"),
     (r"\.trellis|\.suh|\.svh", "EXL3"),
     (r"\.q_weight|\.q_scale_max|\.q_groups", "EXL2"),
     (r"\.Qidxs(_\d+)?|\.SV|\.SU", "QuIP#"),
@@ -39,11 +44,18 @@ _SUFFIXES = (
     (r"\.qweight|\.qzeros", "GPTQ or AWQ"),
     (r"\.W_q|\.W_q\.\S+", "HQQ"),
     (r"_blocks", "MXFP4"),
-    (r"\.weight_scale_inv|\.weight_scale|\.input_scale|\.activation_scale|\.k_scale|\.v_scale", "FP8"),
+    (r"\.weight_scales", "EETQ"),
+    (r"\.\w*weight_qdata", "torchao"),
+    (
+        r"\.weight_scale_inv|\.weight_scale|\.input_scale|\.input_scale_ub|\.activation_scale|\.k_scale|\.v_scale",
+        "FP8",
+    ),
     (r"\.weight:_?\S+|\.weight\._data", "torchao or quanto"),
     (r"\.scales|\.zeros", "scaled"),
 )
 _NUMBER = re.compile(r"(?<=\.)\d+(?=\.|$)")
+# What scaled matrices are, by their type.
+_WHOLE = {"I8": "INT8", "U8": "packed in bytes, as BitNet's", "I32": "packed in 32 bits"}
 _PLAIN = ("F64", "F32", "F16", "BF16")
 
 
@@ -109,6 +121,9 @@ def _by_tensors(tensors: Mapping[str, TensorEntry]) -> str:
     for pattern, method in _SUFFIXES:
         ending = re.compile(rf".*({pattern})")
         if found := next((name for end, name in endings.items() if ending.fullmatch(end)), None):
+            if method == "FP8" and (weight := tensors.get(f"{found.rpartition('.')[0]}.weight")) is not None:
+                # Scales have these names beside whole numbers too.
+                method = _WHOLE.get(weight.dtype, method)
             return f"{method}, as {found} tells"
     for entry in tensors.values():
         if entry.dtype.startswith(("F8_", "F6_", "F4")):
