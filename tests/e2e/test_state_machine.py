@@ -296,5 +296,6 @@ class ServiceMachine(RuleBasedStateMachine):
         assert self.runner.cache.used_pages == 0
 
 
-ServiceMachine.TestCase.settings = examples(60, stateful_step_count=30, suppress_health_check=list(HealthCheck))
+# It has found more than any other test.
+ServiceMachine.TestCase.settings = examples(120, stateful_step_count=30, suppress_health_check=list(HealthCheck))
 TestServiceMachine = ServiceMachine.TestCase
