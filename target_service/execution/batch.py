@@ -14,6 +14,7 @@ from target_service.core.schedule import SequenceChunk
 from target_service.core.sequence import Sequence
 from target_service.model.forward import ForwardInput
 from tree_kernels.attention import AttentionBatch
+from tree_kernels.recurrence import RecurrentStates
 
 
 class StepItem(NamedTuple):
@@ -100,6 +101,14 @@ def keys_of(rows: int, passes: int, limit: int | None = None) -> int:
     return rows + passes - 1 if limit is None else (passes + 1) * (1 + limit)
 
 
+def _state_slots(
+    chunks: SequenceOf[SequenceChunk], trees: SequenceOf[TokenTree | None], recurrent: RecurrentStates
+) -> tuple[int, ...]:
+    """The slots of the sequences' states. Of a tree that has no room there, all rows would count as known."""
+    assert all([tree is None or len(tree) <= recurrent.window for tree in trees]), "a tree has more rows than are kept"
+    return tuple([chunk.sequence.state_slot for chunk in chunks])
+
+
 def lay_out(
     chunks: SequenceOf[SequenceChunk],
     trees: SequenceOf[TokenTree | None],
@@ -152,7 +161,7 @@ def lay_out(
     attention = AttentionBatch(tuple(starts), tuple(prefixes), tuple(pages), cache.page_size, tuple(parents))
     room, laid_out = (device_rows.rows, device_rows.laid_out) if device_rows is not None else (0, 0)
     rows_of_pass = tuple(token_ids), tuple(positions), tuple(slots)
-    states = tuple([chunk.sequence.state_slot for chunk in chunks]) if cache.recurrent is not None else ()
+    states = _state_slots(chunks, trees, cache.recurrent) if cache.recurrent is not None else ()
     forward = ForwardInput(*rows_of_pass, attention, tuple(logit_rows), room, laid_out, states)
     prefill_rows = len(token_ids) - decode_rows
     return StepBatch(tuple(items), forward, max(decode_rows, room - prefill_rows), prefill_rows, drafted, device_rows)
