@@ -15,6 +15,17 @@ class Add(BaseModel):
 
 model = ChatOpenAI(model="NAME", base_url="http://127.0.0.1:8000/v1", api_key="unused", max_tokens=400, seed=3)
 """
+_RESPONSES = """
+from openai import OpenAI
+
+client = OpenAI(base_url="http://127.0.0.1:8000/v1", api_key="unused")
+add = {"type": "function", "name": "Add", "strict": True, "parameters": {
+    "type": "object", "properties": {"kind": {"enum": ["whole", "real"]}}, "required": ["kind"],
+    "additionalProperties": False}}
+asked = dict(
+    model="NAME", input="hi", max_output_tokens=400, tools=[add, {**add, "name": "Other"}], parallel_tool_calls=False,
+    tool_choice={"type": "allowed_tools", "mode": "required", "tools": [{"type": "function", "name": "Add"}]})
+"""
 _LITELLM = """
 import litellm
 
@@ -64,6 +75,18 @@ whole = next(pieces)
 for piece in pieces:
     whole += piece
 print(json.dumps(whole.tool_calls[0]["args"]))
+""",
+    "langchain, responses": _LANGCHAIN.replace("seed=3", "use_responses_api=True")
+    + """
+print(model.with_structured_output(Add).invoke("hi").model_dump_json())
+held = model.bind_tools([Add], tool_choice="any", parallel_tool_calls=False)
+print(json.dumps(held.invoke("hi").tool_calls[0]["args"]))
+""",
+    "openai, responses": _RESPONSES
+    + """
+print(client.responses.create(**asked).output[0].arguments)
+with client.responses.stream(**asked) as stream:
+    print(next(event.arguments for event in stream if event.type == "response.function_call_arguments.done"))
 """,
     "litellm": _LITELLM
     + """
