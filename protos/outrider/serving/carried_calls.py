@@ -2,7 +2,7 @@
 authenticated, counted, refused and ended as a call of its own is; only its responses travel with those of others.
 
 gRPC takes some 40 us of a processor for each message of a stream, at either end
-(`benchmarks/results/2026-11-27-cpu-door.json`). Here one message has what all calls have to say.
+(`benchmarks/results/2026-11-27-cpu-door.md`). Here one message has what all calls have to say.
 """
 
 from __future__ import annotations
