@@ -75,6 +75,7 @@ LONGEST = (
     "e2e/test_lookup.py",
     "target/test_main.py",
     "e2e/test_mtp_lossless.py",
+    "e2e/test_recurrent_lossless.py",
     "models/test_families.py",
     "kernels/test_triton_attention.py",
     "target/test_engine_process.py",
