@@ -146,6 +146,7 @@ class Pass:
     slots: Tensor
     cache: Cache
     recurrent: RecurrentPass | None
+    windowed: Any = None
 
 
 @dataclass
