@@ -278,6 +278,7 @@ _MESSAGES: tuple[RequestField, ...] = (
     _ignored("workspace_id", "it is of Anthropic's own server"),
     _refused("mcp_servers", "the caller runs the tools", []),
     _refused("container", "the caller runs the tools"),
+    _refused("thread", "conversations are not kept: messages has all of one"),
     _refused("n", _CHOICES, 1),
     _refused("best_of", _CHOICES, 1),
     _refused("logprobs", _ANTHROPIC, False),
