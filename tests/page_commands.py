@@ -16,7 +16,7 @@ PAGES = (
 # First words of a command, behind variables that it sets.
 _PROGRAMS = (
     *("outrider", "python", "make", "pip", "curl", "buf", "grpcurl", "docker", "vllm", "npm", "go"),
-    *("nvidia-smi", "ss", "git", "aider", "lm_eval"),
+    *("nvidia-smi", "ss", "git", "aider", "lm_eval", "kubectl"),
 )
 _COMMAND = re.compile(rf"(?:[A-Z_]+=\S+ )*(?:{'|'.join(_PROGRAMS)}) ")
 # Verbs that are whole without a word behind them.
