@@ -31,6 +31,7 @@ from outrider.serving.interceptors import AuthInterceptor, ErrorInterceptor
 from outrider.serving.tenancy import Authenticator
 from outrider.telemetry.tracing import Tracing
 from outrider.v1 import draft_pb2_grpc, target_pb2_grpc
+from target_service.api.kv_events import KvEventLog
 from target_service.config import TargetConfig
 from target_service.core.events import Sequences
 from target_service.core.quotas import TenantQuotas
@@ -183,7 +184,7 @@ async def doors() -> AsyncIterator[Doors]:
     engine.start(sequences.deliver)
     config = TargetConfig(weights_stream_gb=65_536e-9, weights_without_token=True)
     served = replace(SERVED, tokenizer=model_tokenizer())
-    servicer = ScriptedServicer(config, served, sequences, Tracing())
+    servicer = ScriptedServicer(config, served, sequences, Tracing(), KvEventLog(4, 16))
     target_pb2_grpc.add_TargetServiceServicer_to_server(servicer, target)  # type: ignore[arg-type]
     drafter = NgramDrafter(TrieConfig(max_context=64))
     drafter.start()

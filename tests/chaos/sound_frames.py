@@ -132,7 +132,7 @@ def calls() -> list[Call]:
         Call(TARGET, "GetTargetInfo", False, False, [target_pb2.GetTargetInfoRequest()]),
         Call(TARGET, "UpdateWeights", True, False, *update),
         Call(TARGET, "Tokenize", False, False, [target_pb2.TokenizeRequest(text="a text")]),
-        Call(TARGET, "SubscribeKvEvents", False, True, [target_pb2.SubscribeKvEventsRequest()]),
+        Call(TARGET, "SubscribeKvEvents", False, True, [target_pb2.SubscribeKvEventsRequest()], endless=True),
         Call(TARGET, "Detokenize", False, False, [target_pb2.DetokenizeRequest(token_ids=[1, 2, 3])]),
         Call(DRAFT, "Propose", True, True, *propose),
         Call(DRAFT, "GetDraftInfo", False, False, [make.GetDraftInfoRequest()]),
