@@ -89,7 +89,9 @@ class TextRunner(ModelRunner):
 
     texts: RecordedTexts
 
-    def _logits(self, batch: ForwardInput, token_ids: Tensor, _rows: Tensor | int, _recurrent: object = None) -> Tensor:
+    def compute_logits(
+        self, batch: ForwardInput, token_ids: Tensor, _rows: Tensor | int, _recurrent: object = None
+    ) -> Tensor:
         attention, tokens = batch.attention, token_ids.tolist()
         logits = torch.zeros(len(tokens), self.vocabulary_size)
         kept = self.cache.tokens

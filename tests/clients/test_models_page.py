@@ -8,6 +8,7 @@ from pathlib import Path
 
 import pytest
 from conftest import make_tiny
+from recurrent_models import RECURRENT
 from transformers import LlamaConfig
 
 from draft_service.drafters.base import DRAFTERS
@@ -39,7 +40,8 @@ OLDER = {"gpt2", "gpt_neox", "opt", "persimmon", "deepseek_v3"}
 
 @pytest.mark.parametrize("family", FAMILIES)
 def test_a_family_that_is_named_is_served(family: str) -> None:
-    model = make_tiny(family, **({"num_key_value_heads": 4} if family in OLDER else {}))
+    own_settings = next((settings for kind, settings in RECURRENT.values() if kind == family), {})
+    model = make_tiny(family, **({"num_key_value_heads": 4} if family in OLDER else own_settings))
     check_supported(model.config, model)
     own = own_logits(model)
     check_runner(runner_for(model, None, num_pages=4, page_size=16), own)

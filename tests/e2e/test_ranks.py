@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import random
-import signal
+import subprocess
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -12,12 +12,12 @@ import psutil
 import pytest
 from conftest import make_tiny
 from engine_harness import engine_config, knowing_tree, plain, random_tree, real_drafter, request, run
-from forked import Child
 from scripted_service import byte_tokenizer
 from transformers import PreTrainedModel
 from waits import HUNG_SECONDS, wait_until
 
 from outrider.errors import NotSupported
+from outrider.processes.python import module_command
 from outrider.sampling import SamplingParams
 from outrider_client import SyncClient
 from target_service.config import TargetConfig
@@ -113,23 +113,29 @@ def test_a_lost_rank_ends_the_service(folder: Path, tmp_path: Path) -> None:
     """It says which, and leaves no process behind."""
     address, log = f"unix:{tmp_path}/target.sock", tmp_path / "target.log"
     flags = ("--listen", address, "--model", str(folder), "--dtype", "float32", "--tensor-parallel", "2")
-    service = Child("target_service", [*flags, "--row-budget", "all"], log)
-    service.start()
+    # No forked ones: its processes are looked for among the children of this one.
+    command = (*module_command("target_service"), *flags, "--row-budget", "all")
+    with log.open("wb") as output, subprocess.Popen(command, stdout=output, stderr=output) as service:
+        try:
+            children = ended_by_a_lost_rank(service, address)
+            assert service.wait(HUNG_SECONDS) != 0
+        finally:
+            service.kill()
+    assert "rank 1 has ended with status -9: the model is not whole any more" in log.read_text()
+    psutil.wait_procs(children, HUNG_SECONDS)
+    assert not any(child.is_running() for child in children)
 
-    def followers() -> list[psutil.Process]:
-        children = psutil.Process(service.pid).children(recursive=True)
-        return [one for one in children if "target_service.model.ranks" in one.cmdline()]
 
+def ended_by_a_lost_rank(service: subprocess.Popen[bytes], address: str) -> list[psutil.Process]:
+    """The processes of a service that has answered, whose second rank is killed."""
     with SyncClient.connect(address) as client:
-        wait_until(lambda: service.alive and serving(client), log.read_text() if log.exists() else "it did not start")
+        wait_until(lambda: service.poll() is not None or serving(client))
         answer = client.generate(token_ids=[5, 6], sampling=SamplingParams(max_tokens=3, ignore_eos=True)).result()
         assert answer.completion_tokens == 3
-        (follower,) = followers()
-        others = psutil.Process(service.pid).children(recursive=True)
-        follower.send_signal(signal.SIGKILL)
-        assert service.wait(HUNG_SECONDS) != 0
-    assert "rank 1 has ended with status -9: the model is not whole any more" in log.read_text()
-    wait_until(lambda: not any(one.is_running() and one.status() != psutil.STATUS_ZOMBIE for one in others))
+        children = psutil.Process(service.pid).children(recursive=True)
+        (follower,) = (child for child in children if "target_service.model.ranks" in child.cmdline())
+        follower.kill()
+        return children
 
 
 def serving(client: SyncClient) -> bool:

@@ -16,6 +16,7 @@ from typing import Any
 
 import torch
 from transformers import AutoConfig, AutoModelForCausalLM, GenerationConfig, PretrainedConfig, PreTrainedModel
+from transformers.models.auto.configuration_auto import CONFIG_MAPPING_NAMES
 from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
 
 from outrider.checkpoints.folder import Checkpoint
@@ -57,6 +58,8 @@ def read_configuration(folder: Path) -> PretrainedConfig:
     try:
         config = _configuration(read_json_object(folder / "config.json"))
         text = config.get_text_config()
+    except CheckpointRefused:
+        raise
     # A foreign configuration may make transformers raise anything.
     except Exception as error:
         raise CheckpointRefused(f"config.json cannot be used: {said(error)}") from None
@@ -70,6 +73,8 @@ def _configuration(named: Mapping[str, Any]) -> PretrainedConfig:
     """transformers' configuration of the entries of a config.json. The model's own code is not run."""
     family = str(named.get("model_type"))
     family = _SAME_AS.get(family, family)
+    if named.get("auto_map") and family not in CONFIG_MAPPING_NAMES:
+        raise CheckpointRefused("its config.json asks for custom code, which is never run")
     if family == "mistral" and "layer_types" in named:
         # As transformers has it.
         family = "ministral"
