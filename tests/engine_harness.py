@@ -76,6 +76,8 @@ def engine_config(
         prefill_chunk=prefill_chunk,
         speculative_disable_queue_size=disable_above,
         draft_wait_ms=wait_seconds * 1e3,
+        # Which rows of prompts a step has does not hang on how long steps take here.
+        prompt_wait_ms=60_000,
         feature_window=0,
     )
 
