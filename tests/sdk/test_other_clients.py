@@ -101,7 +101,8 @@ async def calling(
     """A text of the page for a gateway before random weights that know tools, and write any text."""
     folder, tokenizer = tmp_path_factory.mktemp("calling") / "calling", byte_tokenizer()
     tokenizer.chat_template = (
-        "{% for m in messages %}[{{ m.role }}]{{ m.content }}{% endfor %}{{ tools[0].function.name }}"
+        "{% for m in messages %}[{{ m.role }}]{{ m.content }}{% endfor %}"
+        "{% if tools %}{{ tools[0].function.name }}{% endif %}"
         '{# <tool_call> "arguments" #}'
     )
     tiny_model.save_pretrained(folder)
