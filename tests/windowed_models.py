@@ -89,6 +89,13 @@ WINDOWED: dict[str, tuple[str, dict[str, Any]]] = {
     "granitemoe_swa": (
         "granitemoe_swa", EXPERTS | {"sliding_window": 5, "shared_intermediate_size": 24, "num_hidden_layers": 2},
     ),
+    "gpt_oss": (
+        "gpt_oss",
+        EXPERTS | {"head_dim": 16, "sliding_window": 5, "rope_parameters": {
+            "rope_type": "yarn", "rope_theta": 1e4, "factor": 4.0, "original_max_position_embeddings": 128,
+            "beta_fast": 32.0, "beta_slow": 1.0, "truncate": False,
+        }},
+    ),
     "mellum": (
         "mellum",
         EXPERTS | {"head_dim": 16, "sliding_window": 5, "layer_types": ["sliding_attention", "full_attention"]},

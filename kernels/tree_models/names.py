@@ -53,12 +53,17 @@ class WeightNames:
     activation: str = "mlp.act_fn"
 
     router: str = "mlp.gate"
+    router_bias: str = "mlp.gate.bias"  # whole
     correction: str = "mlp.gate.e_score_correction_bias"  # whole, as it has no suffix
     correction_dimensions: int = 1  # those before the last are ones
     # Of each expert, or without "{expert}" one tensor of all.
     expert_gate_up: tuple[str, ...] = ("mlp.experts.{expert}.gate_proj", "mlp.experts.{expert}.up_proj")
     expert_down: str = "mlp.experts.{expert}.down_proj"
     expert_suffix: str = ".weight"  # of these
+    expert_gate_up_bias: str = "mlp.experts.gate_up_proj_bias"  # of all, whole
+    expert_down_bias: str = "mlp.experts.down_proj_bias"
+    # The tensors of all experts have inputs before outputs, and each number of a gate beside its up.
+    experts_transposed: bool = False
     shared_gate_up: tuple[str, ...] = ("mlp.shared_experts.gate_proj", "mlp.shared_experts.up_proj")
     shared_down: str = "mlp.shared_experts.down_proj"
     shared_gate: str = "mlp.shared_expert_gate"

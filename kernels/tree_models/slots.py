@@ -49,6 +49,18 @@ def in_place(name: str, memory: Tensor, copy: Copy, order: Tensor | None = None)
     return WeightSlot({name: TensorSpec(tuple(memory.shape), memory.dtype)}, write)
 
 
+def rearranged(
+    name: str, shape: tuple[int, ...], memory: Tensor, arrange: Callable[[Tensor], Tensor], copy: Copy
+) -> WeightSlot:
+    """The slot of a tensor of `shape` that lies in `memory` as `arrange` makes it."""
+
+    def write(tensors: Sequence[Tensor]) -> None:
+        (tensor,) = tensors
+        copy(memory, arrange(tensor))
+
+    return WeightSlot({name: TensorSpec(shape, memory.dtype)}, write)
+
+
 def stacked(names: Sequence[str], memory: Tensor, copy: Copy, order: Tensor | None = None) -> Iterator[WeightSlot]:
     """Slots of tensors that lie in `memory` [sum of rows, ..] one above another, in equal parts."""
     rows = len(memory) // len(names)

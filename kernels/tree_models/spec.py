@@ -10,7 +10,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Literal
 
-Activation = Literal["silu", "gelu", "gelu_tanh", "relu", "relu2", "xielu"]
+Activation = Literal["silu", "gelu", "gelu_tanh", "relu", "relu2", "quick_gelu", "xielu"]
 # What a norm of queries and keys runs over: each head with the same weights, each head with its own weights, or all
 # heads together.
 HeadNormScope = Literal["head", "each_head", "all_heads"]
@@ -158,6 +158,15 @@ RecurrentSpec = GatedConvolutionSpec | DeltaNetSpec | StateSpaceSpec
 
 
 @dataclass(frozen=True, slots=True)
+class GateSpec:
+    """What is done to gate and up around the activation; see `tree_kernels.linear.GateForm`."""
+
+    limit: float = 0.0  # of the size of up, and the most that gate is; 0 for none
+    limits_activated: bool = False  # what is limited is activation(gate), not gate
+    offset: float = 0.0  # added to up
+
+
+@dataclass(frozen=True, slots=True)
 class MLPSpec:
     """A feed-forward layer: down(activation(gate) * up), or down(activation(up)) without a gate."""
 
@@ -165,6 +174,7 @@ class MLPSpec:
     activation: Activation = "silu"
     gated: bool = True
     bias: bool = False
+    gate: GateSpec = GateSpec()
 
 
 @dataclass(frozen=True, slots=True)
@@ -176,6 +186,7 @@ class RouterSpec:
     renormalised: bool = True  # weights of the chosen sum to one
     least_sum: float = 0.0  # added to that sum
     clamped_sum: float = 0.0  # the least that it counts as
+    bias: bool = False  # of the product
     correction: bool = False  # a bias that affects the choice and not the weights
     groups: int = 1
     top_groups: int = 1
@@ -188,13 +199,15 @@ class RouterSpec:
 
 @dataclass(frozen=True, slots=True)
 class ExpertsSpec:
-    """A mixture of experts in place of the MLP, each of them gated and without biases."""
+    """A mixture of experts in place of the MLP, each of them gated."""
 
     count: int
     top_k: int
     width: int
     router: RouterSpec
     activation: Activation = "silu"
+    gate: GateSpec = GateSpec()
+    bias: bool = False
     shared: MLPSpec | None = None  # for every row
     shared_gate: bool = False  # whose output is weighed by the sigmoid of a product
 

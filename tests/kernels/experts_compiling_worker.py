@@ -21,7 +21,19 @@ from tree_kernels.experts.triton_tiling import (
     choose_expert_vectors,
 )
 
-HALF = ("rows", "weight", "following", "output", "residual", "norm_weight", "norm_bias", "scaled", "right", "gated")
+HALF = (
+    "rows",
+    "weight",
+    "following",
+    "output",
+    "residual",
+    "norm_weight",
+    "norm_bias",
+    "scaled",
+    "right",
+    "inputs",
+    "bias",
+)
 OTHERS = {
     "squares": "*fp32", "correction": "*fp32", "partials": "*fp32", "counters": "*i32", "experts": "*i32",
     "weights": "*fp32", "order": "*i32", "sizes": "*i32", "parameters": "*fp32", "parts": "*fp32", "epsilon": "fp32",
@@ -29,7 +41,12 @@ OTHERS = {
     "row_stride": "i32", "shares": "*fp32", "logits": "*fp32",
 }  # fmt: skip
 # Hidden size, width of an expert, experts, experts of a row.
-SHAPES = {"qwen3": (2048, 768, 128, 8)}
+SHAPES = {"qwen3": (2048, 768, 128, 8), "gpt_oss": (2880, 2880, 32, 4)}
+# What the kernels are compiled for beside sizes.
+GATES = {
+    "qwen3": {"ACTIVATION": "silu", "LIMIT": 0.0, "LIMITS_ACTIVATED": False, "OFFSET": 0.0, "HAS_BIAS": False},
+    "gpt_oss": {"ACTIVATION": "quick_gelu", "LIMIT": 7.0, "LIMITS_ACTIVATED": False, "OFFSET": 1.0, "HAS_BIAS": True},
+}
 
 
 def kernels() -> Iterator[tuple[str, Any, dict[str, Any], dict[str, int]]]:
@@ -41,8 +58,8 @@ def kernels() -> Iterator[tuple[str, Any, dict[str, Any], dict[str, int]]]:
             tilings = choose_expert_tilings(rows, top_k, experts)
             pairs = rows * top_k
             listed = triton.next_power_of_2(pairs) if pairs <= MAX_PAIRS else 0
-            gated = {"OUTPUTS": inner, "INNER": hidden, "TOP_K": top_k, "ACTIVATION": "silu", "PIECE": 1024} | parts
-            down = {"OUTPUTS": hidden, "INNER": inner}
+            gated = {"OUTPUTS": inner, "INNER": hidden, "TOP_K": top_k, "PIECE": 1024} | parts | GATES[name]
+            down = {"OUTPUTS": hidden, "INNER": inner, "HAS_BIAS": GATES[name]["HAS_BIAS"]}
             for kind, kernel, own, tiling in (
                 ("gated", triton_kernels.expert_gated_kernel, gated, tilings.gated),
                 ("down", triton_kernels.expert_down_kernel, down, tilings.down),
@@ -55,7 +72,7 @@ def kernels() -> Iterator[tuple[str, Any, dict[str, Any], dict[str, int]]]:
     common |= parts | {"BLOCK_N": 16, "BLOCK_K": 128, "AHEAD": 4}
     for rows in (8, 16):
         own = {"EXPERTS": 128, "BLOCK_E": 128, "TILES": 8, "BLOCK_M": rows, "SIGMOID": False, "CORRECTS": False}
-        own |= {"GROUPS": 1, "TOP_GROUPS": 1, "TOP2": False}
+        own |= {"GROUPS": 1, "TOP_GROUPS": 1, "TOP2": False, "HAS_BIAS": False}
         yield f"route {rows}", triton_routing.route_kernel, common | own, {"num_warps": 4, "num_stages": 4}
     own |= {"EXPERTS": 256, "BLOCK_E": 256, "TILES": 16, "SIGMOID": True, "CORRECTS": True, "GROUPS": 8}
     own |= {"TOP_GROUPS": 4, "TOP2": True}
@@ -73,11 +90,19 @@ def vector_kernels(
     """Of one row."""
     tilings, parts = choose_expert_vectors(1, hidden, inner, itemsize=2), {"PARTS": 512, "BLOCK_PARTS": 512}
     assert tilings is not None
-    down = {"OUTPUTS": hidden, "INNER": inner, "BLOCK_E": top_k, "MULTIPLIER": 1.0, "ADDS": True, "SCALES": True}
+    biased = {"HAS_BIAS": GATES[name]["HAS_BIAS"]}
+    down = biased | {
+        "OUTPUTS": hidden,
+        "INNER": inner,
+        "BLOCK_E": top_k,
+        "MULTIPLIER": 1.0,
+        "ADDS": True,
+        "SCALES": True,
+    }
     route = {"INNER": hidden, "EXPERTS": experts, "BLOCK_E": experts, "BLOCK_TOP_K": top_k, "SIGMOID": False}
     route |= {"CORRECTS": False, "GROUPS": 1, "TOP_GROUPS": 1, "TOP2": False, "RENORMALISES": True, "ROUNDS": False}
-    route |= {"TILES": experts // ROUTER_VECTORS.block_outputs} | parts
-    gated = {"OUTPUTS": inner, "INNER": hidden, "ACTIVATION": "silu"} | parts
+    route |= biased | {"TILES": experts // ROUTER_VECTORS.block_outputs} | parts
+    gated = {"OUTPUTS": inner, "INNER": hidden} | parts | GATES[name]
     for kind, kernel, own, tiling in (
         ("gated", triton_vectors.expert_gated_vector_kernel, gated, tilings.gated),
         ("down", triton_vectors.expert_down_vector_kernel, down, tilings.down),

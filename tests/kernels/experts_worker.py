@@ -19,6 +19,7 @@ from tree_kernels.experts import Chosen, ExpertWeights, Routing, RowExperts
 from tree_kernels.experts.torch_backend import GroupedExperts
 from tree_kernels.experts.triton_backend import TritonExperts
 from tree_kernels.experts.triton_tiling import ExpertTiling, ExpertTilings, ExpertVectorTilings
+from tree_kernels.linear.forms import PLAIN_GATE
 from tree_kernels.linear.vector_tiling import VectorTiling
 
 INTERPRETED = not torch.cuda.is_available()
@@ -52,6 +53,9 @@ class Sizes:
     residual: bool = True
     multiplier: float = 1.0
     activation: linear.ActivationKind = linear.ActivationKind.SILU
+    gate: linear.GateForm = PLAIN_GATE
+    # Of experts and of the router.
+    biases: bool = False
     # All rows want the same experts, so that one expert has more than a tile.
     crowded: bool = False
     invariant: bool = False
@@ -81,6 +85,12 @@ def cases() -> dict[str, Sizes]:
     found["glm 4.5"] = replace(qwen, rows=4, routing=Routing(4, "sigmoid"), corrects=True, layer_norm=True)
     found["ernie"] = replace(qwen, rows=4, routing=Routing(4, clamped_sum=0.9), corrects=True, residual=False)
     found["granite"] = replace(qwen, rows=4, multiplier=0.22, activation=linear.ActivationKind.GELU_TANH)
+    # Gates and ups are about 1 in size, so that some are beyond.
+    limited = {"activation": linear.ActivationKind.QUICK_GELU, "gate": linear.GateForm(0.7, offset=1.0)}
+    oss = replace(qwen, rows=5, hidden=40, inner=24, experts=11, routing=Routing(3), biases=True, **limited)
+    found["gpt-oss"] = oss
+    found["gpt-oss, many rows"] = replace(oss, rows=50)
+    found["limits after the activation"] = replace(qwen, rows=5, gate=linear.GateForm(0.4, limits_activated=True))
     found["own tiling"] = replace(qwen, rows=40, hidden=128, tilings=None)
     found |= vector_cases(qwen)
     found["half precision"] = replace(qwen, rows=5, dtype=torch.float16)
@@ -92,6 +102,10 @@ def cases() -> dict[str, Sizes]:
             found[f"bf16 qwen3 {rows}, invariant"] = replace(real, rows=rows, invariant=True)
         glm = Routing(8, "sigmoid", scaling=1.0)
         for rows in (1, 64):
+            oss = Sizes(rows, 2880, 2880, 32, Routing(4, rounded=True), torch.bfloat16, None, biases=True)
+            found[f"bf16 gpt-oss {rows}"] = replace(
+                oss, activation=linear.ActivationKind.QUICK_GELU, gate=linear.GateForm(7.0, offset=1.0)
+            )
             found[f"bf16 mixtral {rows}"] = Sizes(rows, 4096, 14336, 8, Routing(2), torch.bfloat16, None)
             found[f"bf16 glm {rows}"] = Sizes(
                 rows, 4096, 1408, 128, glm, torch.bfloat16, None, corrects=True, wide=True
@@ -110,7 +124,11 @@ def vector_cases(qwen: Sizes) -> dict[str, Sizes]:
         "several blocks": replace(base, hidden=600, inner=300, vectors=large),
         "layer norms": replace(base, layer_norm=True),
         "granite": replace(base, multiplier=0.22, activation=linear.ActivationKind.GELU_TANH, residual=False),
-    }
+        "gpt-oss": replace(
+            base, rows=2, hidden=41, inner=25, experts=11, routing=Routing(3), biases=True,
+            activation=linear.ActivationKind.QUICK_GELU, gate=linear.GateForm(0.7, offset=1.0),
+        ),
+    }  # fmt: skip
     return {f"vectors: {kind}": sizes for kind, sizes in own.items()}
 
 
@@ -132,6 +150,8 @@ class Inputs:
         self.correction = self.make(experts, scale=0.3).float() if sizes.corrects else None
         self.gate_up = self.make(experts, 2 * inner, hidden, scale=hidden**-0.5)
         self.down = self.make(experts, hidden, inner, scale=inner**-0.5)
+        self.biases = (self.make(experts, 2 * inner), self.make(experts, hidden)) if sizes.biases else (None, None)
+        self.router_bias = self.make(experts).float() if sizes.biases else None
         assert self.down.dtype == dtype
 
     def make(self, *shape: int, scale: float = 1.0) -> Tensor:
@@ -140,14 +160,15 @@ class Inputs:
 
     @property
     def weights(self) -> ExpertWeights:
-        return ExpertWeights(self.gate_up, self.down, linear.Activation(self.sizes.activation))
+        activation = linear.Activation(self.sizes.activation)
+        return ExpertWeights(self.gate_up, self.down, activation, self.sizes.gate, *self.biases)
 
 
 def kernels(inputs: Inputs, rows: slice = slice(None)) -> dict[str, Tensor]:
     """What the kernels make of a slice of the rows."""
     sizes, experts = inputs.sizes, inputs.sizes.kernels()
     start = linear.RowLinears().scale_rows(inputs.hidden[rows], inputs.norm)
-    chosen = experts.route(start, inputs.router, inputs.correction, sizes.routing)
+    chosen = experts.route(start, inputs.router, inputs.correction, sizes.routing, inputs.router_bias)
     residual = None if inputs.residual is None else inputs.residual[rows]
     mixed, scaled = experts.mix(start, chosen, inputs.weights, residual, inputs.norm, sizes.multiplier)
     plain, none = experts.mix(start, chosen, inputs.weights)
@@ -168,8 +189,9 @@ def references(inputs: Inputs, chosen: Tensor) -> dict[str, Tensor]:
     start = replace(start, rows=start.rows.float())
     router = inputs.router.float()
     routing = replace(sizes.routing, rounded=False)
-    own = TORCH.route(start, router, inputs.correction, routing)
+    own = TORCH.route(start, router, inputs.correction, routing, inputs.router_bias)
     scores = torch.nn.functional.linear(start.rows, router) * start.scale
+    scores = scores if inputs.router_bias is None else scores + inputs.router_bias
     scores = scores.sigmoid() if routing.scores == "sigmoid" else scores.softmax(-1)
     weights = scores.gather(-1, chosen.long())
     if routing.renormalised:
@@ -177,7 +199,10 @@ def references(inputs: Inputs, chosen: Tensor) -> dict[str, Tensor]:
         weights = weights / total.clamp(min=routing.clamped_sum)
     weights = weights * routing.scaling
     taken = Chosen(chosen, weights)
-    of = ExpertWeights(inputs.gate_up.float(), inputs.down.float(), inputs.weights.activation)
+    of = replace(
+        inputs.weights, gate_up=inputs.gate_up.float(), down=inputs.down.float(), gate_up_bias=wide(inputs.biases[0]),
+        down_bias=wide(inputs.biases[1]),
+    )  # fmt: skip
     wide_norm = replace(norm, weight=norm.weight.float(), bias=wide(norm.bias))
     mixed, scaled = TORCH.mix(start, taken, of, wide(inputs.residual), wide_norm, sizes.multiplier)
     assert scaled is not None

@@ -9,19 +9,27 @@ Rows come as `ScaledRows`, as between the linear layers, and so does the norm be
 from __future__ import annotations
 
 import math
+from functools import partial
 
 import torch
 from torch import Tensor
 
 from tree_kernels.experts.types import Chosen, ExpertWeights, Routing
 from tree_kernels.linear import Norm, RowLinears, ScaledRows
-from tree_kernels.linear.layers import activated
+from tree_kernels.linear.layers import activated, gated
 
 
 class RowExperts:
     """See the module; in fp32, rounded at the end. No row's result depends on the others."""
 
-    def route(self, rows: ScaledRows, weight: Tensor, correction: Tensor | None, routing: Routing) -> Chosen:
+    def route(
+        self,
+        rows: ScaledRows,
+        weight: Tensor,
+        correction: Tensor | None,
+        routing: Routing,
+        bias: Tensor | None = None,
+    ) -> Chosen:
         """The experts of normed rows [R, H], and their weights.
 
         Of equal scores the lowest expert's wins. Raises `ValueError` for shapes that do not fit.
@@ -31,10 +39,10 @@ class RowExperts:
             weight: [E, H] of the router, in the rows' type or in fp32, which it is then multiplied in.
             correction: [E] fp32, added to the scores for the choice and not for the weights.
             routing: how they are chosen and weighed.
+            bias: [E] fp32 of the router's product.
         """
-        check_router(rows, weight, correction, routing)
-        logits = torch.nn.functional.linear(rows.rows.float(), weight.float()) * rows.scale
-        return choose(logits, correction, routing, rows.rows.dtype)
+        check_router(rows, weight, correction, routing, bias)
+        return choose(router_logits(rows, weight, bias), correction, routing, rows.rows.dtype)
 
     def mix(
         self,
@@ -52,10 +60,21 @@ class RowExperts:
         """
         check_mix(rows, chosen, weights)
         normed, experts = rows.rows.float() * rows.scale, chosen.experts.long()
-        gate, up = torch.einsum("rh,rkih->rki", normed, weights.gate_up[experts].float()).chunk(2, dim=-1)
-        inner = activated(gate, weights.activation) * up
+        both = torch.einsum("rh,rkih->rki", normed, weights.gate_up[experts].float())
+        if weights.gate_up_bias is not None:
+            both = both + weights.gate_up_bias[experts].float()
+        gate, up = both.chunk(2, dim=-1)
+        inner = gated(gate, up, partial(activated, activation=weights.activation), weights.gate_form)
         outputs = torch.einsum("rki,rkhi->rkh", inner, weights.down[experts].float())
+        if weights.down_bias is not None:
+            outputs = outputs + weights.down_bias[experts].float()
         return summed((outputs * chosen.weights[..., None]).sum(1), rows.rows.dtype, residual, norm, multiplier)
+
+
+def router_logits(rows: ScaledRows, weight: Tensor, bias: Tensor | None) -> Tensor:
+    """[R, E] fp32."""
+    logits = torch.nn.functional.linear(rows.rows.float(), weight.float()) * rows.scale
+    return logits if bias is None else logits + bias
 
 
 def choose(logits: Tensor, correction: Tensor | None, routing: Routing, dtype: torch.dtype) -> Chosen:
@@ -87,15 +106,18 @@ def summed(
     return output, None if norm is None else RowLinears().scale_rows(output, norm)
 
 
-def check_router(rows: ScaledRows, weight: Tensor, correction: Tensor | None, routing: Routing) -> None:
+def check_router(
+    rows: ScaledRows, weight: Tensor, correction: Tensor | None, routing: Routing, bias: Tensor | None
+) -> None:
     """Raise `ValueError` unless `route` takes these."""
     experts, width = weight.shape
     if rows.rows.shape[1] != width:
         raise ValueError(f"expected rows [R, {width}], got {list(rows.rows.shape)}")
     if weight.dtype not in (rows.rows.dtype, torch.float32):
         raise ValueError("expected a router's weight of the rows' dtype, or in fp32")
-    if correction is not None and correction.shape != (experts,):
-        raise ValueError(f"expected correction [{experts}], got {list(correction.shape)}")
+    for name, numbers in (("correction", correction), ("bias", bias)):
+        if numbers is not None and numbers.shape != (experts,):
+            raise ValueError(f"expected {name} [{experts}], got {list(numbers.shape)}")
     if experts % routing.groups or routing.top_k > experts // routing.groups * routing.top_groups:
         raise ValueError(f"expected groups to divide {experts} experts and to hold {routing.top_k}, got {routing}")
 

@@ -11,7 +11,7 @@ import torch
 import triton
 from torch import Tensor
 
-from tree_kernels.experts.layers import RowExperts, check_mix, check_router, choose
+from tree_kernels.experts.layers import RowExperts, check_mix, check_router, choose, router_logits
 from tree_kernels.experts.triton_kernels import combine_kernel, expert_down_kernel, expert_gated_kernel
 from tree_kernels.experts.triton_routing import order_kernel, route_kernel, route_vector_kernel
 from tree_kernels.experts.triton_tiling import (
@@ -25,7 +25,7 @@ from tree_kernels.experts.triton_tiling import (
     reads_few_rows,
 )
 from tree_kernels.experts.types import Chosen, ExpertWeights, Routing
-from tree_kernels.experts.vector_backend import mix_vectors
+from tree_kernels.experts.vector_backend import gate_options, mix_vectors
 from tree_kernels.linear import Norm, ScaledRows
 from tree_kernels.linear.triton_backend import check_contiguous, or_other, parts_of_rows
 
@@ -59,16 +59,22 @@ class TritonExperts(RowExperts):
         # Programmatic dependent launch, which came with Hopper.
         self._dependent = device.type == "cuda" and torch.cuda.get_device_capability(device) >= (9, 0)
 
-    def route(self, rows: ScaledRows, weight: Tensor, correction: Tensor | None, routing: Routing) -> Chosen:
-        check_router(rows, weight, correction, routing)
-        check_contiguous(weight=weight, squares=rows.squares, correction=correction)
+    def route(
+        self,
+        rows: ScaledRows,
+        weight: Tensor,
+        correction: Tensor | None,
+        routing: Routing,
+        bias: Tensor | None = None,
+    ) -> Chosen:
+        check_router(rows, weight, correction, routing, bias)
+        check_contiguous(weight=weight, squares=rows.squares, correction=correction, bias=bias)
         count, inner = rows.rows.shape
         experts = len(weight)
         block_rows = 16 if self._invariant or count > 8 else 8
         blocks = triton.cdiv(count, block_rows)
         if blocks > _MAX_BLOCKS or not _has_even_groups(experts, routing):
-            logits = torch.nn.functional.linear(rows.rows.float(), weight.float()) * rows.scale
-            return choose(logits, correction, routing, rows.rows.dtype)
+            return choose(router_logits(rows, weight, bias), correction, routing, rows.rows.dtype)
         found = Chosen(
             torch.empty(count, routing.top_k, dtype=torch.int32, device=weight.device),
             torch.empty(count, routing.top_k, dtype=torch.float32, device=weight.device),
@@ -80,6 +86,7 @@ class TritonExperts(RowExperts):
             "TOP_K": routing.top_k,
             "BLOCK_TOP_K": triton.next_power_of_2(routing.top_k),
             "SIGMOID": routing.scores == "sigmoid",
+            "HAS_BIAS": bias is not None,
             "CORRECTS": correction is not None,
             "GROUPS": routing.groups,
             "TOP_GROUPS": routing.top_groups,
@@ -90,16 +97,16 @@ class TritonExperts(RowExperts):
             **self._order(),
         }
         if self._vectors is not None or (not self._invariant and reads_few_rows(count, inner)):
-            self._route_vectors(rows, weight, correction, routing, found, options)
+            self._route_vectors(rows, weight, (bias, correction), routing, found, options)
         else:
-            self._route_blocks(rows, weight, correction, routing, found, options, block_rows)
+            self._route_blocks(rows, weight, (bias, correction), routing, found, options, block_rows)
         return found
 
     def _route_vectors(
         self,
         rows: ScaledRows,
         weight: Tensor,
-        correction: Tensor | None,
+        added: tuple[Tensor | None, Tensor | None],
         routing: Routing,
         found: Chosen,
         options: dict[str, Any],
@@ -108,7 +115,8 @@ class TritonExperts(RowExperts):
         count, experts, tiling = len(rows.rows), len(weight), ROUTER_VECTORS
         tiles = triton.cdiv(experts, tiling.block_outputs)
         route_vector_kernel[(tiles, count)](
-            rows.rows, or_other(rows.squares, found.weights), weight, or_other(correction, weight),
+            rows.rows, or_other(rows.squares, found.weights), weight,
+            *(or_other(one, weight) for one in added),
             torch.empty(count, experts, dtype=torch.float32, device=weight.device), self._counters, found.experts,
             found.weights, rows.rows.stride(0), rows.epsilon, routing.least_sum, routing.clamped_sum, routing.scaling,
             TILES=tiles, BLOCK_N=tiling.block_outputs, CHUNKS=tiling.chunks, BLOCK_T=tiling.block_inner,
@@ -119,7 +127,7 @@ class TritonExperts(RowExperts):
         self,
         rows: ScaledRows,
         weight: Tensor,
-        correction: Tensor | None,
+        added: tuple[Tensor | None, Tensor | None],
         routing: Routing,
         found: Chosen,
         options: dict[str, Any],
@@ -132,7 +140,8 @@ class TritonExperts(RowExperts):
             splits *= 2
         numbers = blocks * splits * options["BLOCK_E"] * block_rows
         route_kernel[(blocks, tiles, splits)](
-            rows.rows, or_other(rows.squares, found.weights), weight, or_other(correction, weight),
+            rows.rows, or_other(rows.squares, found.weights), weight,
+            *(or_other(one, weight) for one in added),
             torch.empty(numbers, dtype=torch.float32, device=weight.device), self._counters, found.experts,
             found.weights, count, rows.rows.stride(0), rows.epsilon, routing.least_sum, routing.clamped_sum,
             routing.scaling, TILES=tiles, SPLITS=splits, BLOCK_M=block_rows, BLOCK_N=_ROUTER_OUTPUTS,
@@ -184,15 +193,16 @@ class TritonExperts(RowExperts):
         tiles = triton.cdiv(inner, tilings.gated.block_outputs // 2)
         gated = rows.rows.new_empty(pairs, inner)
         expert_gated_kernel[(tiles, programs)](
-            rows.rows, or_other(rows.squares, gated), chosen.experts, order, sizes, weights.gate_up, weights.down,
-            or_other(weights.activation.parameters, gated), gated, pairs, count, rows.rows.stride(0), rows.epsilon,
-            ACTIVATION=str(weights.activation.kind), TOP_K=top_k, OUTPUTS=inner, INNER=hidden,
-            PIECE=self._piece(weights.down, pairs, tiles), **parts_of_rows(rows), **options, **_sizes(tilings.gated),
+            rows.rows, or_other(rows.squares, gated), chosen.experts, order, sizes, weights.gate_up,
+            or_other(weights.gate_up_bias, gated), weights.down, or_other(weights.activation.parameters, gated), gated,
+            pairs, count, rows.rows.stride(0), rows.epsilon, TOP_K=top_k, OUTPUTS=inner, INNER=hidden,
+            PIECE=self._piece(weights.down, pairs, tiles), **gate_options(weights), **parts_of_rows(rows), **options,
+            **_sizes(tilings.gated),
         )  # fmt: skip
         parts = torch.empty(pairs, hidden, dtype=torch.float32, device=device)
         expert_down_kernel[(triton.cdiv(hidden, tilings.down.block_outputs), programs)](
-            gated, chosen.experts, order, sizes, weights.down, parts, pairs, count,
-            OUTPUTS=hidden, INNER=inner, **options, **_sizes(tilings.down),
+            gated, chosen.experts, order, sizes, weights.down, or_other(weights.down_bias, gated), parts, pairs, count,
+            HAS_BIAS=weights.down_bias is not None, OUTPUTS=hidden, INNER=inner, **options, **_sizes(tilings.down),
         )  # fmt: skip
         return parts
 

@@ -12,7 +12,7 @@ import triton.language as tl
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 from tree_kernels.linear.triton_kernels import finish_norm, load_squares
-from tree_kernels.linear.triton_parts import activated, load_wide, whole_norm
+from tree_kernels.linear.triton_parts import gated, load_wide, whole_norm
 
 
 @triton.jit
@@ -87,12 +87,15 @@ def _prefetch_share(weight, PIECE: tl.constexpr):  # type: ignore[no-untyped-def
 
 @triton.jit
 def expert_gated_kernel(  # type: ignore[no-untyped-def]
-    rows, squares, experts, order, sizes, weight, following, parameters, output, pairs, capacity, row_stride, epsilon,
-    PARTS: tl.constexpr, BLOCK_PARTS: tl.constexpr, ACTIVATION: tl.constexpr, TOP_K: tl.constexpr, PAIRS: tl.constexpr,
-    OUTPUTS: tl.constexpr, INNER: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr,
-    PIECE: tl.constexpr, DEPENDENT: tl.constexpr,
+    rows, squares, experts, order, sizes, weight, bias, following, parameters, output, pairs, capacity, row_stride,
+    epsilon,
+    PARTS: tl.constexpr, BLOCK_PARTS: tl.constexpr, ACTIVATION: tl.constexpr, LIMIT: tl.constexpr,
+    LIMITS_ACTIVATED: tl.constexpr, OFFSET: tl.constexpr, HAS_BIAS: tl.constexpr, TOP_K: tl.constexpr,
+    PAIRS: tl.constexpr, OUTPUTS: tl.constexpr, INNER: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
+    BLOCK_K: tl.constexpr, PIECE: tl.constexpr, DEPENDENT: tl.constexpr,
 ):  # fmt: skip
-    """Norm, gate_proj and up_proj of an expert, activation(gate) * up, for all its rows; a row of output a pair."""
+    """Norm, gate_proj and up_proj of an expert, and what `gated` makes of them, for all its rows; a row of output a
+    pair."""
     HALF_N: tl.constexpr = BLOCK_N // 2
     if DEPENDENT:
         gdc_launch_dependents()
@@ -112,8 +115,10 @@ def expert_gated_kernel(  # type: ignore[no-untyped-def]
         found = load_squares(squares, row, there, PARTS, BLOCK_PARTS)
         both = _product(rows, own, row, column, there, row_stride, INNER, BLOCK_M, BLOCK_N, BLOCK_K)
         both = finish_norm(both, found, epsilon, PARTS, INNER)
+        if HAS_BIAS:
+            both += tl.load(bias + expert.to(tl.int64) * (2 * OUTPUTS) + column).to(tl.float32)[None, :]
         gate, up = tl.split(tl.permute(tl.reshape(both, (BLOCK_M, 2, HALF_N)), (0, 2, 1)))
-        result = activated(gate, parameters, ACTIVATION) * up
+        result = gated(gate, up, parameters, ACTIVATION, LIMIT, LIMITS_ACTIVATED, OFFSET)
         inner = first + tl.arange(0, HALF_N)
         at = output + place[:, None].to(tl.int64) * OUTPUTS + inner[None, :]
         tl.store(at, result.to(output.dtype.element_ty), mask=there[:, None] & (inner < OUTPUTS)[None, :])
@@ -121,9 +126,9 @@ def expert_gated_kernel(  # type: ignore[no-untyped-def]
 
 @triton.jit
 def expert_down_kernel(  # type: ignore[no-untyped-def]
-    rows, experts, order, sizes, weight, output, pairs, capacity,
-    PAIRS: tl.constexpr, OUTPUTS: tl.constexpr, INNER: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
-    BLOCK_K: tl.constexpr, DEPENDENT: tl.constexpr,
+    rows, experts, order, sizes, weight, bias, output, pairs, capacity,
+    HAS_BIAS: tl.constexpr, PAIRS: tl.constexpr, OUTPUTS: tl.constexpr, INNER: tl.constexpr, BLOCK_M: tl.constexpr,
+    BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, DEPENDENT: tl.constexpr,
 ):  # fmt: skip
     """down_proj of an expert for all its pairs: a row of input and one of output, in fp32, for each."""
     if DEPENDENT:
@@ -138,6 +143,8 @@ def expert_down_kernel(  # type: ignore[no-untyped-def]
         there = slot < total
         place = _places(experts, order, expert, pairs, capacity, slot, there, PAIRS)
         result = _product(rows, own, place, column, there, INNER, INNER, BLOCK_M, BLOCK_N, BLOCK_K)
+        if HAS_BIAS:
+            result += tl.load(bias + expert.to(tl.int64) * OUTPUTS + column).to(tl.float32)[None, :]
         at = output + place[:, None].to(tl.int64) * OUTPUTS + lane[None, :]
         tl.store(at, result, mask=there[:, None] & (lane < OUTPUTS)[None, :])
 

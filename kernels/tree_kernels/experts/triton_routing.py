@@ -38,14 +38,17 @@ def _closed_groups(  # type: ignore[no-untyped-def]
 
 @triton.jit
 def _choose(  # type: ignore[no-untyped-def]
-    logits, correction, experts, weights, row, there, least_sum, clamped_sum, scaling, rounded_to,
+    logits, bias, correction, experts, weights, row, there, least_sum, clamped_sum, scaling, rounded_to,
     EXPERTS: tl.constexpr, BLOCK_E: tl.constexpr, BLOCK_M: tl.constexpr, TOP_K: tl.constexpr,
-    BLOCK_TOP_K: tl.constexpr, SIGMOID: tl.constexpr, CORRECTS: tl.constexpr, GROUPS: tl.constexpr,
-    TOP_GROUPS: tl.constexpr, TOP2: tl.constexpr, RENORMALISES: tl.constexpr, ROUNDS: tl.constexpr,
+    BLOCK_TOP_K: tl.constexpr, SIGMOID: tl.constexpr, HAS_BIAS: tl.constexpr, CORRECTS: tl.constexpr,
+    GROUPS: tl.constexpr, TOP_GROUPS: tl.constexpr, TOP2: tl.constexpr, RENORMALISES: tl.constexpr,
+    ROUNDS: tl.constexpr,
 ):  # fmt: skip
     """Store the experts of BLOCK_M rows and their weights, by logits [BLOCK_M, BLOCK_E]."""
     expert = tl.arange(0, BLOCK_E)[None, :]
     inside = expert < EXPERTS
+    if HAS_BIAS:
+        logits += tl.load(bias + expert, mask=inside, other=0.0).to(tl.float32)
     if SIGMOID:
         scores = 1.0 / (1.0 + tl.exp(-logits))
     else:
@@ -92,13 +95,13 @@ def _choose(  # type: ignore[no-untyped-def]
 
 @triton.jit
 def route_kernel(  # type: ignore[no-untyped-def]
-    rows, squares, weight, correction, partials, counters, experts, weights, count, row_stride, epsilon, least_sum,
-    clamped_sum, scaling,
+    rows, squares, weight, bias, correction, partials, counters, experts, weights, count, row_stride, epsilon,
+    least_sum, clamped_sum, scaling,
     PARTS: tl.constexpr, BLOCK_PARTS: tl.constexpr, INNER: tl.constexpr, EXPERTS: tl.constexpr, BLOCK_E: tl.constexpr,
-    TOP_K: tl.constexpr, BLOCK_TOP_K: tl.constexpr, SIGMOID: tl.constexpr, CORRECTS: tl.constexpr,
-    GROUPS: tl.constexpr, TOP_GROUPS: tl.constexpr, TOP2: tl.constexpr, RENORMALISES: tl.constexpr,
-    ROUNDS: tl.constexpr, TILES: tl.constexpr, SPLITS: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
-    BLOCK_K: tl.constexpr, AHEAD: tl.constexpr, DEPENDENT: tl.constexpr,
+    TOP_K: tl.constexpr, BLOCK_TOP_K: tl.constexpr, SIGMOID: tl.constexpr, HAS_BIAS: tl.constexpr,
+    CORRECTS: tl.constexpr, GROUPS: tl.constexpr, TOP_GROUPS: tl.constexpr, TOP2: tl.constexpr,
+    RENORMALISES: tl.constexpr, ROUNDS: tl.constexpr, TILES: tl.constexpr, SPLITS: tl.constexpr,
+    BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, AHEAD: tl.constexpr, DEPENDENT: tl.constexpr,
 ):  # fmt: skip
     """A share of the router's product of BLOCK_M rows; the last program of those rows to arrive chooses for them."""
     block = tl.program_id(0)
@@ -140,21 +143,21 @@ def route_kernel(  # type: ignore[no-untyped-def]
         sums = load_squares(squares, row, there, PARTS, BLOCK_PARTS)
         logits = finish_norm(logits, sums, epsilon, PARTS, INNER)
         _choose(
-            logits, correction, experts, weights, row, there, least_sum, clamped_sum, scaling, rows,
-            EXPERTS, BLOCK_E, BLOCK_M, TOP_K, BLOCK_TOP_K, SIGMOID, CORRECTS, GROUPS, TOP_GROUPS, TOP2, RENORMALISES,
-            ROUNDS,
+            logits, bias, correction, experts, weights, row, there, least_sum, clamped_sum, scaling, rows,
+            EXPERTS, BLOCK_E, BLOCK_M, TOP_K, BLOCK_TOP_K, SIGMOID, HAS_BIAS, CORRECTS, GROUPS, TOP_GROUPS, TOP2,
+            RENORMALISES, ROUNDS,
         )  # fmt: skip
 
 
 @triton.jit
 def route_vector_kernel(  # type: ignore[no-untyped-def]
-    rows, squares, weight, correction, logits, counters, experts, weights, row_stride, epsilon, least_sum,
+    rows, squares, weight, bias, correction, logits, counters, experts, weights, row_stride, epsilon, least_sum,
     clamped_sum, scaling,
     PARTS: tl.constexpr, BLOCK_PARTS: tl.constexpr, INNER: tl.constexpr, EXPERTS: tl.constexpr, BLOCK_E: tl.constexpr,
-    TOP_K: tl.constexpr, BLOCK_TOP_K: tl.constexpr, SIGMOID: tl.constexpr, CORRECTS: tl.constexpr,
-    GROUPS: tl.constexpr, TOP_GROUPS: tl.constexpr, TOP2: tl.constexpr, RENORMALISES: tl.constexpr,
-    ROUNDS: tl.constexpr, TILES: tl.constexpr, BLOCK_N: tl.constexpr, CHUNKS: tl.constexpr, BLOCK_T: tl.constexpr,
-    DEPENDENT: tl.constexpr,
+    TOP_K: tl.constexpr, BLOCK_TOP_K: tl.constexpr, SIGMOID: tl.constexpr, HAS_BIAS: tl.constexpr,
+    CORRECTS: tl.constexpr, GROUPS: tl.constexpr, TOP_GROUPS: tl.constexpr, TOP2: tl.constexpr,
+    RENORMALISES: tl.constexpr, ROUNDS: tl.constexpr, TILES: tl.constexpr, BLOCK_N: tl.constexpr,
+    CHUNKS: tl.constexpr, BLOCK_T: tl.constexpr, DEPENDENT: tl.constexpr,
 ):  # fmt: skip
     """As `route_kernel`, of one row, through registers."""
     row = tl.program_id(1)
@@ -177,9 +180,9 @@ def route_vector_kernel(  # type: ignore[no-untyped-def]
         found *= norm_factor(squares + row * PARTS, epsilon, PARTS, BLOCK_PARTS, INNER)
         line = tl.arange(0, 1)
         _choose(
-            found, correction, experts, weights, row + line, line == 0, least_sum, clamped_sum, scaling, rows,
-            EXPERTS, BLOCK_E, 1, TOP_K, BLOCK_TOP_K, SIGMOID, CORRECTS, GROUPS, TOP_GROUPS, TOP2, RENORMALISES,
-            ROUNDS,
+            found, bias, correction, experts, weights, row + line, line == 0, least_sum, clamped_sum, scaling, rows,
+            EXPERTS, BLOCK_E, 1, TOP_K, BLOCK_TOP_K, SIGMOID, HAS_BIAS, CORRECTS, GROUPS, TOP_GROUPS, TOP2,
+            RENORMALISES, ROUNDS,
         )  # fmt: skip
 
 

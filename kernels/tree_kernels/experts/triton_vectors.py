@@ -10,14 +10,15 @@ import triton
 import triton.language as tl
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
-from tree_kernels.linear.triton_parts import activated
+from tree_kernels.linear.triton_parts import gated
 from tree_kernels.linear.triton_vectors import dot_rest, load_weights, norm_factor, store_sum
 
 
 @triton.jit
 def expert_gated_vector_kernel(  # type: ignore[no-untyped-def]
-    rows, squares, experts, weight, parameters, output, row_stride, epsilon,
-    PARTS: tl.constexpr, BLOCK_PARTS: tl.constexpr, ACTIVATION: tl.constexpr, TOP_K: tl.constexpr,
+    rows, squares, experts, weight, bias, parameters, output, row_stride, epsilon,
+    PARTS: tl.constexpr, BLOCK_PARTS: tl.constexpr, ACTIVATION: tl.constexpr, LIMIT: tl.constexpr,
+    LIMITS_ACTIVATED: tl.constexpr, OFFSET: tl.constexpr, HAS_BIAS: tl.constexpr, TOP_K: tl.constexpr,
     OUTPUTS: tl.constexpr, INNER: tl.constexpr, BLOCK_N: tl.constexpr, CHUNKS: tl.constexpr, BLOCK_T: tl.constexpr,
     DEPENDENT: tl.constexpr,
 ):  # fmt: skip
@@ -29,7 +30,8 @@ def expert_gated_vector_kernel(  # type: ignore[no-untyped-def]
         # In this order: the next launch reads which experts were chosen.
         gdc_wait()
         gdc_launch_dependents()
-    own = weight + tl.load(experts + pair).to(tl.int64) * (2 * OUTPUTS * INNER)
+    expert = tl.load(experts + pair).to(tl.int64)
+    own = weight + expert * (2 * OUTPUTS * INNER)
     row = pair // TOP_K
     loaded = load_weights(own, read, 0, INNER, CHUNKS, BLOCK_T)
     loaded_up = load_weights(own, OUTPUTS + read, 0, INNER, CHUNKS, BLOCK_T)
@@ -37,7 +39,11 @@ def expert_gated_vector_kernel(  # type: ignore[no-untyped-def]
     numbers = rows + row.to(tl.int64) * row_stride
     gate = dot_rest(loaded, numbers, own, read, INNER, CHUNKS, BLOCK_T) * factor
     up = dot_rest(loaded_up, numbers, own, OUTPUTS + read, INNER, CHUNKS, BLOCK_T) * factor
-    result = activated(gate, parameters, ACTIVATION) * up
+    if HAS_BIAS:
+        biases = bias + expert * (2 * OUTPUTS) + read
+        gate += tl.load(biases).to(tl.float32)
+        up += tl.load(biases + OUTPUTS).to(tl.float32)
+    result = gated(gate, up, parameters, ACTIVATION, LIMIT, LIMITS_ACTIVATED, OFFSET)
     tl.store(output + pair.to(tl.int64) * OUTPUTS + column, result.to(output.dtype.element_ty), mask=column < OUTPUTS)
 
 
@@ -50,9 +56,10 @@ def _load_experts(weight, expert, column, inner, kept, OUTPUTS: tl.constexpr, IN
 
 @triton.jit
 def expert_down_vector_kernel(  # type: ignore[no-untyped-def]
-    gated, experts, shares, weight, residual, norm_weight, output, scaled, squares,
-    TOP_K: tl.constexpr, BLOCK_E: tl.constexpr, MULTIPLIER: tl.constexpr, ADDS: tl.constexpr, SCALES: tl.constexpr,
-    OUTPUTS: tl.constexpr, INNER: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_T: tl.constexpr, DEPENDENT: tl.constexpr,
+    inputs, experts, shares, weight, bias, residual, norm_weight, output, scaled, squares,
+    HAS_BIAS: tl.constexpr, TOP_K: tl.constexpr, BLOCK_E: tl.constexpr, MULTIPLIER: tl.constexpr, ADDS: tl.constexpr,
+    SCALES: tl.constexpr, OUTPUTS: tl.constexpr, INNER: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_T: tl.constexpr,
+    DEPENDENT: tl.constexpr,
 ):  # fmt: skip
     """down_proj of all experts of a row, weighed and summed, the residual, and the first half of the norm behind it."""
     tile, row = tl.program_id(0), tl.program_id(1).to(tl.int64)
@@ -75,11 +82,14 @@ def expert_down_vector_kernel(  # type: ignore[no-untyped-def]
             kept = there[:, None] & (inner + BLOCK_T < INNER)[None, :]
             following = _load_experts(weight, expert, read, inner + BLOCK_T, kept, OUTPUTS, INNER)
         kept = there[:, None] & (inner < INNER)[None, :]
-        numbers = tl.load(gated + (row * TOP_K + rank)[:, None] * INNER + inner[None, :], mask=kept, other=0.0)
+        numbers = tl.load(inputs + (row * TOP_K + rank)[:, None] * INNER + inner[None, :], mask=kept, other=0.0)
         numbers = numbers.to(tl.float32) * share[:, None]
         total += tl.sum(loaded.to(tl.float32) * numbers[None, :, :], 1)
         loaded = following
     result = tl.sum(total, 1)
+    if HAS_BIAS:
+        added = tl.load(bias + expert[None, :] * OUTPUTS + read[:, None], mask=there[None, :], other=0.0)
+        result += tl.sum(added.to(tl.float32) * share[None, :], 1)
     if MULTIPLIER != 1.0:
         result *= MULTIPLIER
     tiles = tl.cdiv(OUTPUTS, BLOCK_N)

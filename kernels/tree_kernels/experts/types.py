@@ -7,8 +7,8 @@ from typing import Literal
 
 from torch import Tensor
 
-from tree_kernels.linear import Activation
-from tree_kernels.linear.forms import SILU
+from tree_kernels.linear import Activation, GateForm
+from tree_kernels.linear.forms import PLAIN_GATE, SILU
 
 
 @dataclass(frozen=True, slots=True)
@@ -47,9 +47,12 @@ class ExpertWeights:
     gate_up: Tensor  # [E, 2 * I, H], contiguous; an expert's gate above its up
     down: Tensor  # [E, H, I], contiguous
     activation: Activation = SILU
+    gate_form: GateForm = PLAIN_GATE
+    gate_up_bias: Tensor | None = None  # [E, 2 * I], contiguous
+    down_bias: Tensor | None = None  # [E, H], contiguous
 
     def check(self) -> None:
-        """Raise `ValueError` unless both have the same experts and widths, one type, and no gaps."""
+        """Raise `ValueError` unless all have the same experts and widths, one type, and no gaps."""
         experts, twice, hidden = self.gate_up.shape
         if twice % 2 or tuple(self.down.shape) != (experts, hidden, twice // 2):
             shapes = list(self.gate_up.shape), list(self.down.shape)
@@ -58,3 +61,8 @@ class ExpertWeights:
             raise ValueError("expected gate_up and down of one dtype")
         if not (self.gate_up.is_contiguous() and self.down.is_contiguous()):
             raise ValueError("expected gate_up and down to be contiguous")
+        for bias, width in ((self.gate_up_bias, twice), (self.down_bias, hidden)):
+            if bias is None:
+                continue
+            if bias.shape != (experts, width) or bias.dtype != self.down.dtype or not bias.is_contiguous():
+                raise ValueError(f"expected biases [E, 2 * I] and [E, H] of the weights' dtype, got {list(bias.shape)}")

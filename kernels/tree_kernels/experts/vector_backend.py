@@ -15,6 +15,17 @@ from tree_kernels.linear import Norm, ScaledRows
 from tree_kernels.linear.triton_backend import or_other, parts_of_rows
 
 
+def gate_options(weights: ExpertWeights) -> dict[str, Any]:
+    """Constants of the kernels that multiply with gate and up."""
+    return {
+        "ACTIVATION": str(weights.activation.kind),
+        "LIMIT": weights.gate_form.limit,
+        "LIMITS_ACTIVATED": weights.gate_form.limits_activated,
+        "OFFSET": weights.gate_form.offset,
+        "HAS_BIAS": weights.gate_up_bias is not None,
+    }
+
+
 def mix_vectors(
     rows: ScaledRows,
     chosen: Chosen,
@@ -32,8 +43,8 @@ def mix_vectors(
     tiling = tilings.gated
     expert_gated_vector_kernel[(triton.cdiv(inner, tiling.block_outputs), count * top_k)](
         rows.rows, or_other(rows.squares, gated), chosen.experts, weights.gate_up,
-        or_other(weights.activation.parameters, gated), gated, rows.rows.stride(0), rows.epsilon,
-        ACTIVATION=str(weights.activation.kind), TOP_K=top_k, OUTPUTS=inner, INNER=hidden,
+        or_other(weights.gate_up_bias, gated), or_other(weights.activation.parameters, gated), gated,
+        rows.rows.stride(0), rows.epsilon, TOP_K=top_k, OUTPUTS=inner, INNER=hidden, **gate_options(weights),
         BLOCK_N=tiling.block_outputs, CHUNKS=tiling.chunks, BLOCK_T=tiling.block_inner, num_warps=tiling.warps,
         **parts_of_rows(rows), **order,
     )  # fmt: skip
@@ -45,9 +56,11 @@ def mix_vectors(
         squares = torch.empty(count, tiles, dtype=torch.float32, device=device)
         scaled = ScaledRows(torch.empty_like(output), squares, norm.epsilon)
     expert_down_vector_kernel[(tiles, count)](
-        gated, chosen.experts, chosen.weights, weights.down, or_other(residual, output),
+        gated, chosen.experts, chosen.weights, weights.down, or_other(weights.down_bias, gated),
+        or_other(residual, output),
         output if norm is None else norm.weight, output, output if scaled is None else scaled.rows,
-        output if scaled is None else scaled.squares, TOP_K=top_k, BLOCK_E=triton.next_power_of_2(top_k),
+        output if scaled is None else scaled.squares, HAS_BIAS=weights.down_bias is not None,
+        TOP_K=top_k, BLOCK_E=triton.next_power_of_2(top_k),
         MULTIPLIER=multiplier, ADDS=residual is not None, SCALES=norm is not None, OUTPUTS=hidden, INNER=inner,
         BLOCK_N=tiling.block_outputs, BLOCK_T=tiling.block_inner, num_warps=tiling.warps, **order,
     )  # fmt: skip

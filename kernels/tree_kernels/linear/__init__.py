@@ -3,7 +3,7 @@
 import torch
 from torch import Tensor
 
-from tree_kernels.linear.forms import Activation, ActivationKind, HeadForm, SumForm
+from tree_kernels.linear.forms import Activation, ActivationKind, GateForm, HeadForm, SumForm
 from tree_kernels.linear.int8_weight import Int8Weight, Weight
 from tree_kernels.linear.layers import RowLinears
 from tree_kernels.linear.rows import HeadInput, HeadInputs, HeadRows, Norm, ScaledRows
@@ -12,6 +12,7 @@ from tree_kernels.linear.vector_tiling import choose_vector_tiling
 __all__ = [
     "Activation",
     "ActivationKind",
+    "GateForm",
     "HeadForm",
     "HeadInput",
     "HeadInputs",

@@ -38,6 +38,7 @@ class ActivationKind(StrEnum):
     GELU_TANH = "gelu_tanh"  # its approximation by tanh
     RELU = "relu"
     RELU2 = "relu2"  # max(x, 0)²
+    QUICK_GELU = "quick_gelu"  # x * sigmoid(1.702 x), which is near to GELU
     XIELU = "xielu"  # arXiv 2411.13010
 
 
@@ -55,6 +56,19 @@ class Activation:
 
 
 @dataclass(frozen=True, slots=True)
+class GateForm:
+    """How gate and up become what down reads: activation(gate) * (up + offset), with limits of both."""
+
+    limit: float = 0.0  # the most that gate is, and the size that up is limited to; 0 for none
+    limits_activated: bool = False  # what is limited is activation(gate), not gate (Step 3.7)
+    offset: float = 0.0  # added to up
+
+    def __post_init__(self) -> None:
+        if self.limit < 0:
+            raise ValueError(f"expected a limit of 0 or more, got {self.limit}")
+
+
+@dataclass(frozen=True, slots=True)
 class SumForm:
     """How a product joins the residual: residual + multiplier * norm(product)."""
 
@@ -64,4 +78,5 @@ class SumForm:
 
 LLAMA_HEADS = HeadForm()
 SILU = Activation()
+PLAIN_GATE = GateForm()
 PLAIN_SUM = SumForm()

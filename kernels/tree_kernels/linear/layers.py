@@ -15,16 +15,20 @@ takes cuBLAS's products for many rows, with a launch behind each.
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 import torch
 from torch import Tensor
 from torch.nn import functional
 
 from tree_kernels.linear.forms import (
     LLAMA_HEADS,
+    PLAIN_GATE,
     PLAIN_SUM,
     SILU,
     Activation,
     ActivationKind,
+    GateForm,
     HeadForm,
     SumForm,
 )
@@ -153,12 +157,25 @@ def activated(numbers: Tensor, activation: Activation) -> Tensor:
         return functional.relu(numbers)
     if kind is ActivationKind.RELU2:
         return functional.relu(numbers).square()
+    if kind is ActivationKind.QUICK_GELU:
+        return numbers * torch.sigmoid(1.702 * numbers)
     if kind is ActivationKind.XIELU:
         assert activation.parameters is not None, "see `Activation`"
         positive, negative, beta, epsilon = activation.parameters.float().unbind()
         below = (torch.expm1(torch.minimum(numbers, epsilon)) - numbers) * negative
         return torch.where(numbers > 0, positive * numbers * numbers, below) + beta * numbers
     return functional.gelu(numbers, approximate="tanh" if kind is ActivationKind.GELU_TANH else "none")
+
+
+def gated(gate: Tensor, up: Tensor, activate: Callable[[Tensor], Tensor], form: GateForm = PLAIN_GATE) -> Tensor:
+    """What down reads of `gate` and `up`, of one shape."""
+    if form.limit and not form.limits_activated:
+        gate = gate.clamp(max=form.limit)
+    gate = activate(gate)
+    if form.limit:
+        up = up.clamp(-form.limit, form.limit)
+        gate = gate.clamp(max=form.limit) if form.limits_activated else gate
+    return gate * (up + form.offset if form.offset else up)
 
 
 def rotated_heads(heads: Tensor, cosines: Tensor, sines: Tensor, interleaved: bool = False) -> Tensor:

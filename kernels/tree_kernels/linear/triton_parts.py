@@ -19,6 +19,8 @@ def activated(number, parameters, KIND: tl.constexpr):  # type: ignore[no-untype
     elif KIND == "relu2":
         positive = tl.maximum(number, 0.0)
         return positive * positive
+    elif KIND == "quick_gelu":
+        return number / (1.0 + tl.exp(-1.702 * number))
     elif KIND == "gelu":
         return 0.5 * number * (1.0 + tl.erf(number * 0.7071067811865476))
     elif KIND == "gelu_tanh":
@@ -31,6 +33,21 @@ def activated(number, parameters, KIND: tl.constexpr):  # type: ignore[no-untype
         beta, epsilon = tl.load(parameters + 2), tl.load(parameters + 3)
         below = (tl.exp(tl.minimum(number, epsilon)) - 1.0 - number) * negative
         return tl.where(number > 0.0, positive * number * number, below) + beta * number
+
+
+@triton.jit
+def gated(  # type: ignore[no-untyped-def]
+    gate, up, parameters, KIND: tl.constexpr, LIMIT: tl.constexpr, LIMITS_ACTIVATED: tl.constexpr, OFFSET: tl.constexpr
+):
+    """`forms.GateForm` of fp32 numbers; LIMIT and OFFSET are 0 where there is none."""
+    if LIMIT > 0 and not LIMITS_ACTIVATED:
+        gate = tl.minimum(gate, LIMIT)
+    gate = activated(gate, parameters, KIND)
+    if LIMIT > 0:
+        up = tl.minimum(tl.maximum(up, -LIMIT), LIMIT)
+        if LIMITS_ACTIVATED:
+            gate = tl.minimum(gate, LIMIT)
+    return gate * (up + OFFSET)
 
 
 @triton.jit

@@ -32,6 +32,7 @@ from tree_models.layers.norm import HeadNorm, Normalization
 from tree_models.layers.paged import PagedPass, pass_of
 from tree_models.layers.rotary import Angles, scaled_queries
 from tree_models.layers.router import TopKRouter
+from tree_models.spec import GateSpec
 
 # Of the table for layers that embed no positions: those of the largest captured pass by default.
 _UNTURNED_ROWS = 512
@@ -123,7 +124,7 @@ def _mlp_parts(mlp: MLP) -> MLPParts | None:
     gate_up, down = mlp.gate_up.plain, mlp.down.plain
     kinds = {kind.value: kind for kind in ActivationKind}
     kind = kinds.get(mlp.spec.activation)
-    if gate_up is None or down is None or kind is None:
+    if gate_up is None or down is None or kind is None or mlp.spec.gate != GateSpec():
         return None
     activation = Activation(kind, None if mlp.xielu is None else mlp.xielu.numbers)
     return MLPParts(gate_up, activation, mlp.spec.gated, down)

@@ -10,11 +10,11 @@ from torch import Tensor, nn
 from tree_kernels.experts import ExpertWeights, row_experts
 from tree_kernels.linear import ScaledRows
 from tree_models.layers.linear import Linear
-from tree_models.layers.mlp import MLP, activation_of
+from tree_models.layers.mlp import MLP, activation_of, gate_form_of
 from tree_models.layers.placing import Placement
 from tree_models.layers.router import TopKRouter
 from tree_models.names import WeightNames
-from tree_models.slots import Copy, WeightSlot, in_place, stacked
+from tree_models.slots import Copy, WeightSlot, in_place, rearranged, stacked
 from tree_models.spec import ExpertsSpec
 
 
@@ -27,6 +27,8 @@ class MixtureOfExperts(nn.Module):
         self.router = TopKRouter(spec, hidden_size, place)
         self.gate_up = place.empty(spec.count, 2 * spec.width, hidden_size)
         self.down = place.empty(spec.count, hidden_size, spec.width)
+        self.gate_up_bias = place.empty(spec.count, 2 * spec.width) if spec.bias else None
+        self.down_bias = place.empty(spec.count, hidden_size) if spec.bias else None
         self.op = row_experts(place.device)
         self.shared = MLP(spec.shared, hidden_size, place) if spec.shared else None
         self.shared_gate = Linear(hidden_size, [1], place) if spec.shared_gate else None
@@ -44,7 +46,8 @@ class MixtureOfExperts(nn.Module):
     @property
     def weights(self) -> ExpertWeights:
         """As the launches take them."""
-        return ExpertWeights(self.gate_up, self.down, activation_of(self.spec.activation))
+        forms = activation_of(self.spec.activation), gate_form_of(self.spec.gate)
+        return ExpertWeights(self.gate_up, self.down, *forms, self.gate_up_bias, self.down_bias)
 
     # Not compiled: these are launches of their own, or loops on a CPU.
     @torch.compiler.disable  # type: ignore[untyped-decorator]
@@ -57,8 +60,11 @@ class MixtureOfExperts(nn.Module):
     def slots(self, names: WeightNames, copy: Copy) -> Iterator[WeightSlot]:
         """Slots of the layer's tensors."""
         yield from self.router.slots(names, self.layer, copy)
-        yield from self._expert_slots(names.expert_gate_up, self.gate_up, names, copy)
-        yield from self._expert_slots([names.expert_down], self.down, names, copy)
+        if names.experts_transposed:
+            yield from self._transposed_slots(names, copy)
+        else:
+            yield from self._expert_slots(names.expert_gate_up, self.gate_up, names, copy)
+            yield from self._expert_slots([names.expert_down], self.down, names, copy)
         if self.shared is not None:
             gate_up = [names.in_layer(name, self.layer) for name in names.shared_gate_up]
             down = names.in_layer(names.shared_down, self.layer)
@@ -75,3 +81,25 @@ class MixtureOfExperts(nn.Module):
         for expert in range(self.spec.count):
             of = [f"{names.in_layer(name, self.layer, expert)}.weight" for name in published]
             yield from stacked(of, memory[expert], copy)
+
+    def _transposed_slots(self, names: WeightNames, copy: Copy) -> Iterator[WeightSlot]:
+        """Of all experts' tensors with inputs before outputs, and of their biases."""
+        experts, width, hidden = self.spec.count, self.spec.width, self.down.shape[1]
+        gate_up, down = (
+            f"{names.in_layer(name, self.layer)}{names.expert_suffix}"
+            for name in (names.expert_gate_up[0], names.expert_down)
+        )
+        yield rearranged(
+            gate_up, (experts, hidden, 2 * width), self.gate_up, lambda both: _apart(both.transpose(1, 2)), copy
+        )
+        yield rearranged(down, (experts, width, hidden), self.down, lambda one: one.transpose(1, 2), copy)
+        if self.gate_up_bias is not None and self.down_bias is not None:
+            bias = names.in_layer(names.expert_gate_up_bias, self.layer)
+            yield rearranged(bias, (experts, 2 * width), self.gate_up_bias, _apart, copy)
+            yield in_place(names.in_layer(names.expert_down_bias, self.layer), self.down_bias, copy)
+
+
+def _apart(both: Tensor) -> Tensor:
+    """[E, 2 * I, ..] with all of gate above all of up, of the same with neighbours."""
+    pairs: Tensor = both.unflatten(1, (-1, 2))  # type: ignore[no-untyped-call]
+    return pairs.transpose(1, 2).flatten(1, 2)

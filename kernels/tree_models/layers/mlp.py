@@ -10,11 +10,12 @@ from torch import Tensor, nn
 from torch.nn import functional
 
 from tree_kernels.linear import Activation as LaunchedActivation
-from tree_kernels.linear import ActivationKind
+from tree_kernels.linear import ActivationKind, GateForm
+from tree_kernels.linear.layers import gated
 from tree_models.layers.linear import Linear
 from tree_models.layers.placing import Placement
 from tree_models.slots import Copy, TensorSpec, WeightSlot
-from tree_models.spec import Activation, MLPSpec
+from tree_models.spec import Activation, GateSpec, MLPSpec
 
 FUNCTIONS: dict[Activation, Callable[[Tensor], Tensor]] = {
     "silu": functional.silu,
@@ -22,6 +23,7 @@ FUNCTIONS: dict[Activation, Callable[[Tensor], Tensor]] = {
     "gelu_tanh": partial(functional.gelu, approximate="tanh"),
     "relu": functional.relu,
     "relu2": lambda rows: functional.relu(rows).square(),
+    "quick_gelu": lambda rows: rows * torch.sigmoid(1.702 * rows),
 }
 
 
@@ -29,6 +31,11 @@ def activation_of(activation: Activation) -> LaunchedActivation:
     """The activation as launches take it. Raises `ValueError` for one that has numbers of its own, or that they have
     not."""
     return LaunchedActivation(ActivationKind(activation))
+
+
+def gate_form_of(gate: GateSpec) -> GateForm:
+    """What is done around an activation, as launches take it."""
+    return GateForm(gate.limit, gate.limits_activated, gate.offset)
 
 
 class XIELU(nn.Module):
@@ -71,6 +78,7 @@ class MLP(nn.Module):
         parts = [spec.width] * (2 if spec.gated else 1)
         self.gate_up = Linear(hidden_size, parts, place, bias=spec.bias)
         self.down = Linear(spec.width, [hidden_size], place, bias=spec.bias)
+        self._gate_form = gate_form_of(spec.gate)
         self.xielu = XIELU(place) if spec.activation == "xielu" else None
 
     def forward(self, rows: Tensor) -> Tensor:
@@ -79,7 +87,7 @@ class MLP(nn.Module):
         activation = self.xielu or FUNCTIONS[self.spec.activation]
         if self.spec.gated:
             gate, up = product.chunk(2, dim=-1)
-            product = activation(gate) * up
+            product = gated(gate, up, activation, self._gate_form)
         else:
             product = activation(product)
         output: Tensor = self.down(product)

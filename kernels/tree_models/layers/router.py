@@ -28,19 +28,22 @@ class TopKRouter(nn.Module):
         # In fp32 where it is multiplied so.
         dtype = torch.float32 if spec.router.wide else place.dtype
         self.weight = place.empty(spec.count, hidden_size, dtype=dtype)
+        self.bias = place.empty(spec.count, dtype=torch.float32) if spec.router.bias else None
         # In fp32, since it decides between close scores.
         self.correction = place.empty(spec.count, dtype=torch.float32) if spec.router.correction else None
 
     def choose(self, rows: ScaledRows, experts: RowExperts) -> Chosen:
         """The experts of normed rows [R, H]."""
         if self.routing is not None:
-            return experts.route(rows, self.weight, self.correction, self.routing)
+            return experts.route(rows, self.weight, self.correction, self.routing, self.bias)
         normed = (rows.rows * rows.scale).to(rows.rows.dtype)
         return sparsemixer(functional.linear(normed, self.weight).float(), self.spec.jitter)
 
     def slots(self, names: WeightNames, layer: int, copy: Copy) -> Iterator[WeightSlot]:
-        """Slots of the weight and of the bias."""
+        """Slots of the weight, of its bias and of the correction."""
         yield in_place(f"{names.in_layer(names.router, layer)}.weight", self.weight, copy)
+        if self.bias is not None:
+            yield in_place(names.in_layer(names.router_bias, layer), self.bias, copy)
         if self.correction is not None:
             shape = (1,) * (names.correction_dimensions - 1) + tuple(self.correction.shape)
             yield in_place(names.in_layer(names.correction, layer), self.correction.view(shape), copy)

@@ -137,6 +137,15 @@ class _Cutter:
         if spec.shared is not None:
             yield from self._feed_forward(spec.shared, names.shared_gate_up, names.shared_down)
         own, each = self._block(spec.width), "{expert}" in names.expert_down
+        if names.experts_transposed:
+            # Each number of a gate is beside its up.
+            both = _scaled(own, 2)
+            yield f"{names.expert_gate_up[0]}{names.expert_suffix}", Spans(2, (both,))
+            yield names.expert_gate_up_bias, Spans(1, (both,))
+            yield f"{names.expert_down}{names.expert_suffix}", Spans(1, (own,))
+            if self.rank:
+                yield names.expert_down_bias, Zeros()
+            return
         # One tensor of all experts has them in its first dimension.
         before, suffix = (0, ".weight") if each else (1, names.expert_suffix)
         for name, cut in _above_another(names.expert_gate_up, [(spec.width, own)] * 2, before):
