@@ -14,7 +14,7 @@ from torch import Tensor
 
 from target_service.model.cuda_graphs.sizes import Bucket
 from target_service.model.cuda_graphs.step_buffer import StepBuffer
-from target_service.model.forward import ForwardInput, PassContext
+from target_service.model.forward import ForwardInput
 from target_service.model.runner import ModelRunner, runner_for
 from tree_kernels.attention import AttentionBatch
 from tree_kernels.attention.triton_planning import TritonSettings
@@ -22,6 +22,7 @@ from tree_kernels.latent_attention import LatentAttention
 from tree_kernels.latent_attention.triton_backend import TritonLatentAttention
 from tree_kernels.latent_attention.triton_writing import norm_rope_write_rows
 from tree_models.layers import latent
+from tree_models.layers.paged import PagedPass
 
 PAGE_SIZE = 16
 PAGES = ((5, 2, 9), (7, 1, 4))
@@ -60,7 +61,7 @@ class Padded:
         buffer, runner = self._buffer, self._runner
         buffer.load(step, LAST_POSITION, numpy.zeros(buffer.parameters.numel(), numpy.int32))
         buffer.plan.schedules.clear()
-        context = PassContext(runner.attention, buffer.plan, buffer.slots, runner.cache)
+        context = PagedPass(runner.attention, buffer.plan, buffer.slots, runner.cache)
         logits = runner.network(buffer.token_ids.long(), buffer.positions, context)
         return logits[: len(step.token_ids)]
 

@@ -14,7 +14,7 @@ from torch import Tensor
 
 from target_service.model.cuda_graphs.sizes import Bucket
 from target_service.model.cuda_graphs.step_buffer import StepBuffer
-from target_service.model.forward import ForwardInput, PassContext
+from target_service.model.forward import ForwardInput
 from target_service.model.runner import ModelRunner, runner_for
 from tree_kernels.attention import AttentionBatch, TreeAttention
 from tree_kernels.attention.triton_backend import TritonAttention
@@ -22,6 +22,7 @@ from tree_kernels.attention.triton_planning import TritonSettings
 from tree_kernels.recurrence import RecurrentPass, TreeRecurrence
 from tree_kernels.triton_paging import write_rows
 from tree_models.layers import paged
+from tree_models.layers.paged import PagedPass
 
 PAGE_SIZE = 16
 PAGES = ((5, 2, 9), (7, 1, 4))
@@ -68,7 +69,7 @@ class Padded:
         buffer.plan.schedules.clear()
         plan = self._recurrence.capturable.plan_on_device(buffer.plan.batch, buffer.recurrent_tensors, states)
         recurrent = RecurrentPass(self._recurrence, plan, states)
-        context = PassContext(self._attention, buffer.plan, buffer.slots, runner.cache, recurrent)
+        context = PagedPass(self._attention, buffer.plan, buffer.slots, runner.cache, recurrent)
         logits = runner.network(buffer.token_ids.long(), buffer.positions, context)
         return logits[: len(step.token_ids)]
 

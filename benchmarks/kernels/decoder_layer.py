@@ -24,7 +24,7 @@ from benchmarks.shared.gpu_timing import captured_us
 from benchmarks.shared.machine import describe
 from benchmarks.shared.report import parser_of, settings_of, show, write_json
 from target_service.model.cuda_graphs.runner import _RECOMPILE_LIMIT
-from target_service.model.forward import PassContext
+from target_service.model.forward import pass_over
 from target_service.model.runner import ModelRunner, runner_over
 from tree_kernels.linear.cublas_backend import CublasLinears
 from tree_kernels.linear.triton_backend import TritonLinears
@@ -69,7 +69,7 @@ class Layers:
         batch = step(load_of(rows, sequences), self._runner.vocabulary_size, rows)
         device, attention = self._runner.device, self._runner.attention
         slots = torch.tensor(batch.slots, device=device)
-        self._step = PassContext.over(attention, attention.plan(batch.attention), slots, self._runner.cache)
+        self._step = pass_over(attention, attention.plan(batch.attention), slots, self._runner.cache)
         generator = torch.Generator(device).manual_seed(rows)
         shape = rows, self._runner.hidden_size
         self._hidden = torch.randn(shape, generator=generator, device=device).to(self._runner.dtype)

@@ -18,6 +18,7 @@ from tree_models.agreement import TOLERANCE
 from tree_models.building import build
 from tree_models.families import describe
 from tree_models.layers.decoder import Decoder
+from tree_models.layers.paged import PagedPass
 from tree_models.layers.placing import Placement
 from tree_models.layers.rotary import RotaryEmbedding
 from tree_models.spec import DecoderSpec, RecurrentSpec, RotarySpec
@@ -151,8 +152,7 @@ def _outputs(own: Any, inner: Any, config: Any, decoder: Decoder, index: int) ->
     keys, values = (hidden.new_zeros(1, _ROWS, heads, width) for width in widths)
     place = getattr(layer.attention, "cache_layer", 0)
     cache = SimpleNamespace(keys={place: keys}, values={place: values})
-    passed = {"plan": plan, "slots": positions, "recurrent": _recurrent_pass(decoder), "windowed": None}
-    step = SimpleNamespace(attention=attention, cache=cache, **passed)
+    step = PagedPass(attention, plan, positions, cache, _recurrent_pass(decoder))
     found = layer(hidden, decoder.angles_of(index, positions), step)
     return found - hidden, expected - hidden
 

@@ -5,7 +5,7 @@ Several tensors may share memory (queries, keys and values lie one above another
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from math import prod
 
@@ -36,6 +36,7 @@ class WeightSlot:
 
     specs: Mapping[str, TensorSpec]
     write: Callable[[Sequence[Tensor]], None]
+    memory: Tensor | None = None  # where the one tensor lies as it is published; None where it is kept in another form
 
 
 def in_place(name: str, memory: Tensor, copy: Copy, order: Tensor | None = None) -> WeightSlot:
@@ -46,7 +47,8 @@ def in_place(name: str, memory: Tensor, copy: Copy, order: Tensor | None = None)
         values = tensor.view(memory.shape)
         copy(memory, values if order is None else values[order.to(values.device)])
 
-    return WeightSlot({name: TensorSpec(tuple(memory.shape), memory.dtype)}, write)
+    held = memory.detach() if order is None else None
+    return WeightSlot({name: TensorSpec(tuple(memory.shape), memory.dtype)}, write, held)
 
 
 def rearranged(
@@ -66,6 +68,15 @@ def stacked(names: Sequence[str], memory: Tensor, copy: Copy, order: Tensor | No
     rows = len(memory) // len(names)
     for index, name in enumerate(names):
         yield in_place(name, memory[index * rows : (index + 1) * rows], copy, order)
+
+
+def published(slots: Iterable[WeightSlot]) -> dict[str, Tensor]:
+    """Every tensor of slots that hold one each as it is published; they share the model's memory."""
+    found: dict[str, Tensor] = {}
+    for slot in slots:
+        assert slot.memory is not None, f"kept in another form are {list(slot.specs)}"
+        found |= dict.fromkeys(slot.specs, slot.memory)
+    return found
 
 
 def specs_of(slots: Sequence[WeightSlot]) -> dict[str, TensorSpec]:

@@ -227,6 +227,9 @@ class LayerSpec:
     after_mlp: NormSpec | None = None
     parallel: bool = False
     residual_scale: float = 1.0  # of what attention and MLP add
+    # Vectors side by side that attention reads. More than one, as in the first layer of an EAGLE-3 head, are normed
+    # outside and given.
+    read_vectors: int = 1
 
 
 @dataclass(frozen=True, slots=True)

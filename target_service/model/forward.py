@@ -16,39 +16,21 @@ from tree_kernels.logit_shaping import SequenceTexts
 from tree_kernels.node_table import StepIntegers
 from tree_kernels.pages import Pages
 from tree_kernels.recurrence import RecurrentPass
+from tree_models.layers.paged import PagedPass
 
 # Attention over keys and values of heads, or over latents that are both.
 Attention = TreeAttention | LatentAttention
 
 
-@dataclass(eq=False)
-class PassContext:
-    """What every layer of one pass needs. Not frozen: the compiler looks into frozen dataclasses, and whatever it read
-    here it would compile layers and passes separately for."""
-
-    attention: Attention
-    plan: AttentionPlan
-    slots: Tensor
-    cache: KVCache
-    recurrent: RecurrentPass | None = None  # where layers keep states
-    # The same for layers with a window, where those keep keys and values in frames.
-    windowed: PassContext | None = None
-
-    @classmethod
-    def over(
-        cls,
-        attention: Attention,
-        plan: AttentionPlan,
-        slots: Tensor,
-        cache: KVCache,
-        recurrent: RecurrentPass | None = None,
-    ) -> PassContext:
-        """Of every kind of layer that the cache has."""
-        frames, within = cache.frames, None
-        if frames is not None:
-            assert isinstance(attention, TreeAttention), "layers of latents have no window"
-            within = cls(attention, attention.plan_in_frames(plan, frames), frames.slots(slots), cache)
-        return cls(attention, plan, slots, cache, recurrent, within)
+def pass_over(
+    attention: Attention, plan: AttentionPlan, slots: Tensor, cache: KVCache, recurrent: RecurrentPass | None = None
+) -> PagedPass:
+    """A pass of every kind of layer that the cache has."""
+    frames, within = cache.frames, None
+    if frames is not None:
+        assert isinstance(attention, TreeAttention), "layers of latents have no window"
+        within = PagedPass(attention, attention.plan_in_frames(plan, frames), frames.slots(slots), cache)
+    return PagedPass(attention, plan, slots, cache, recurrent, within)
 
 
 @dataclass(frozen=True, slots=True)

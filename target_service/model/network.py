@@ -8,9 +8,9 @@ from typing import Protocol
 import torch
 from torch import Tensor
 
-from target_service.model.forward import PassContext
 from tree_kernels.recurrence import StateShape
 from tree_models.layers.decoder import CacheShape, Tap
+from tree_models.layers.paged import PagedPass
 from tree_models.slots import Copy, WeightSlot
 
 
@@ -61,7 +61,7 @@ class TargetNetwork(Protocol):
     def cache_shape(self) -> CacheShape:
         """Of the cache of every layer that has keys and values."""
 
-    def __call__(self, token_ids: Tensor, positions: Tensor, step: PassContext, rows: Tensor | int = 0) -> Tensor:
+    def __call__(self, token_ids: Tensor, positions: Tensor, step: PagedPass, rows: Tensor | int = 0) -> Tensor:
         """Logits [.., V] of the given rows, 0 for all, of token ids [R] and positions [R]."""
 
     def tap(self, layer: int, keep: Tap) -> Callable[[], None]:

@@ -17,7 +17,7 @@ from transformers import PretrainedConfig, PreTrainedModel
 from target_service.config import MAX_SEQUENCES
 from target_service.core.kv_cache import KVCache, WindowedLayers
 from target_service.core.sequence import MAX_PASSES
-from target_service.model.forward import Attention, ForwardInput, ForwardPass, PassContext
+from target_service.model.forward import Attention, ForwardInput, ForwardPass, pass_over
 from target_service.model.head_projection import DraftHead
 from target_service.model.hidden_state_hooks import LayerHooks
 from target_service.model.network import TargetNetwork
@@ -32,6 +32,7 @@ from tree_kernels.node_table.layout import LOOKUP
 from tree_kernels.recurrence import RecurrenceBackend, RecurrentPass, RecurrentStates, TreeRecurrence
 from tree_kernels.verification import DRAWN_BY_POSITION, RECORD, move_kv, records_of
 from tree_models.building import build
+from tree_models.layers.paged import PagedPass
 from tree_models.layers.placing import Placement
 from tree_models.reference import published_tensors
 
@@ -271,11 +272,11 @@ class ModelRunner:
         if self.cache.frames is not None:
             self.cache.frames.send()
         plan = self.attention.plan(batch.attention)
-        step = PassContext.over(self.attention, plan, slots, self.cache, recurrent)
+        step = pass_over(self.attention, plan, slots, self.cache, recurrent)
         # A tree may reach past the end of position tables; no such row can be committed.
         return self._compute(token_ids, positions.clamp_(max=self._last_position), step, rows)
 
-    def _compute(self, token_ids: Tensor, positions: Tensor, step: PassContext, rows: Tensor | int = 0) -> Tensor:
+    def _compute(self, token_ids: Tensor, positions: Tensor, step: PagedPass, rows: Tensor | int = 0) -> Tensor:
         """Logits of the given rows, 0 for all; token ids and positions are [R] integers."""
         return self.network(token_ids, positions, step, rows)
 

@@ -15,13 +15,13 @@ from transformers import AttentionInterface, PreTrainedModel
 from outrider.errors import NotSupported
 from target_service.model.cache_shape import cache_shape
 from target_service.model.current_pass import computing, current_pass
-from target_service.model.forward import PassContext
 from target_service.model.rotary import hold_frequencies
 from target_service.model.support import ModelRefused, longest_context
 from tree_kernels.attention import TreeAttention
 from tree_kernels.paging import write_kv
 from tree_models.layers.decoder import CacheShape, Tap
 from tree_models.layers.linear import PackedWeight
+from tree_models.layers.paged import PagedPass
 from tree_models.slots import Copy, TensorSpec, WeightSlot, in_place
 
 ATTENTION = "outrider_tree"
@@ -37,7 +37,7 @@ def attend(
     attention_mask: Tensor | None,
     scaling: float | None = None,
     *,
-    outrider_step: PassContext | None = None,
+    outrider_step: PagedPass | None = None,
     softcap: float | None = None,
     s_aux: Tensor | None = None,
     **_: Any,
@@ -118,7 +118,7 @@ class TransformersNetwork:
     def cache_shape(self) -> CacheShape:
         return self._cache_shape
 
-    def __call__(self, token_ids: Tensor, positions: Tensor, step: PassContext, rows: Tensor | int = 0) -> Tensor:
+    def __call__(self, token_ids: Tensor, positions: Tensor, step: PagedPass, rows: Tensor | int = 0) -> Tensor:
         inputs = {"input_ids": token_ids[None], "position_ids": positions[None]}
         with computing(step):
             output = self.model(**inputs, use_cache=False, logits_to_keep=rows, outrider_step=step)

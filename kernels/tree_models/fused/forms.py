@@ -6,7 +6,7 @@ A product's launch norms, rotates, writes to the cache, adds the residual or mul
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor
@@ -18,10 +18,12 @@ from tree_kernels.linear import (
     ActivationKind,
     HeadForm,
     HeadRows,
+    Int8Weight,
     Norm,
     RowLinears,
     ScaledRows,
     SumForm,
+    Weight,
 )
 from tree_models.layers.attention import HeadAttention
 from tree_models.layers.decoder import DecoderLayer
@@ -51,13 +53,27 @@ class LinearsByRows:
 
 
 @dataclass(frozen=True, slots=True)
+class QuantizedWeight:
+    """A copy of a weight in int8, and the bias."""
+
+    weight: Weight
+    bias: Tensor | None
+
+    @classmethod
+    def of(cls, product: PlainWeight) -> QuantizedWeight:
+        """The weight itself where it has an odd number of columns, which int8 weights cannot have."""
+        weight = product.weight.detach()
+        return cls(weight if weight.shape[1] % 2 else Int8Weight.of(weight), product.bias)
+
+
+@dataclass(frozen=True, slots=True)
 class MLPParts:
     """Weights of an MLP, and what it computes between them."""
 
-    gate_up: PlainWeight
+    gate_up: PlainWeight | QuantizedWeight
     activation: Activation
     gated: bool
-    down: PlainWeight
+    down: PlainWeight | QuantizedWeight
 
 
 @dataclass(frozen=True, slots=True)
@@ -78,14 +94,25 @@ class LayerParts:
     scaling: float
     variant: AttentionVariant
     before_attention: Norm | None
-    qkv: PlainWeight
+    qkv: PlainWeight | QuantizedWeight
     heads: HeadForm
-    out: PlainWeight
+    out: PlainWeight | QuantizedWeight
     attention_sum: SumForm
     before_mlp: Norm | None
     parallel: bool
     mlp: MLPParts | ExpertParts
     mlp_sum: SumForm
+
+    def quantized(self) -> LayerParts:
+        """The layer with copies of its weights in int8; experts stay as they are."""
+        mlp = self.mlp
+        if isinstance(mlp, MLPParts):
+            mlp = replace(mlp, gate_up=_quantized(mlp.gate_up), down=_quantized(mlp.down))
+        return replace(self, qkv=_quantized(self.qkv), out=_quantized(self.out), mlp=mlp)
+
+
+def _quantized(product: PlainWeight | QuantizedWeight) -> QuantizedWeight:
+    return product if isinstance(product, QuantizedWeight) else QuantizedWeight.of(product)
 
 
 def parts_of(layer: DecoderLayer) -> LayerParts | None:
@@ -192,7 +219,7 @@ class FusedForm:
         parts = self.parts
         step = pass_of(parts.variant, step)
         keys, values = step.cache.keys[parts.cache_layer], step.cache.values[parts.cache_layer]
-        angles = angles or self._unturned(len(scaled.rows))
+        angles = angles or self._unturned(len(scaled.rows), step)
         heads = HeadRows(angles.cosines, angles.sines, step.slots, keys, values)
         # The weight behind attention is not prefetched: that slows this product by more than it saves there, 3 % of a
         # layer of 1 to 64 rows (benchmarks/results/2026-11-27-h100-vectors.md).
@@ -202,21 +229,40 @@ class FusedForm:
         attended: Tensor = step.attention.run(step.plan, query, keys, values, parts.scaling, parts.variant)
         return attended.flatten(1)
 
-    def _unturned(self, rows: int) -> Angles:
+    def _unturned(self, rows: int, step: PagedPass) -> Angles:
         """Angles of zero, for a layer that embeds no positions. Made once for many rows, since a launch costs time."""
         if self._still is None or len(self._still.cosines) < rows:
-            weight, width = self.parts.qkv.weight, self.parts.head_width
-            shape = max(rows, _UNTURNED_ROWS), width
+            shape, device = (max(rows, _UNTURNED_ROWS), self.parts.head_width), step.slots.device
             with torch.inference_mode(False):
-                self._still = Angles(torch.ones(shape, device=weight.device), torch.zeros(shape, device=weight.device))
+                self._still = Angles(torch.ones(shape, device=device), torch.zeros(shape, device=device))
         return Angles(self._still.cosines[:rows], self._still.sines[:rows])
+
+
+class QuantizedForm:
+    """A layer whose passes of few rows read copies of its weights in int8, since they take as long as reading; those of
+    more rows are its own form's. See `tree_models.layers.decoder.LayerForm`."""
+
+    def __init__(self, own: FusedForm, few: LinearsByRows) -> None:
+        """`few` computes passes of few rows."""
+        self._own, self._few = own, FusedForm(own.parts.quantized(), few, own.experts)
+        self._few.next_norm = own.next_norm
+
+    def compute_layer(
+        self, hidden: Tensor, carried: ScaledRows | None, angles: Angles | None, step: PagedPass
+    ) -> tuple[Tensor, ScaledRows | None] | None:
+        """See `tree_models.layers.decoder.LayerForm`."""
+        few = self._few.compute_layer(hidden, carried, angles, step)
+        return few or self._own.compute_layer(hidden, carried, angles, step)
 
 
 class FinalRows:
     """The last norm in one launch, and perhaps the head; see `tree_models.layers.decoder.FinalForm`."""
 
     def __init__(
-        self, norm: Norm, linears: LinearsByRows, head: tuple[LinearsByRows, PlainWeight] | None = None
+        self,
+        norm: Norm | None,
+        linears: LinearsByRows,
+        head: tuple[LinearsByRows, PlainWeight | QuantizedWeight] | None = None,
     ) -> None:
         """With `head`, its product is computed so for the numbers of rows that are named there."""
         self._norm, self._linears, self._head = norm, linears, head
@@ -224,7 +270,7 @@ class FinalRows:
     def norm(self, hidden: Tensor) -> Tensor | None:
         """See `tree_models.layers.decoder.FinalForm`."""
         linears = self._linears.of(len(hidden))
-        return None if linears is None else linears.norm_rows(hidden, self._norm)
+        return None if linears is None or self._norm is None else linears.norm_rows(hidden, self._norm)
 
     def head(self, rows: Tensor) -> Tensor | None:
         """See `tree_models.layers.decoder.FinalForm`."""

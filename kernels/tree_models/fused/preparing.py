@@ -1,4 +1,4 @@
-"""A decoder made ready for captured steps: fused forms for the layers that have one, the others compiled.
+"""Layers made ready for captured steps: fused forms for the layers that have one, the others compiled.
 
 Each layer's form is run beside its plain form on random rows first: one that computes anything else, or fails on this
 device, leaves that layer plain.
@@ -18,11 +18,30 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from tree_kernels.attention import AttentionBatch, AttentionPlan
 from tree_kernels.experts import RowExperts, row_experts
-from tree_kernels.linear import RowLinears, many_row_linears, reads_in_registers, row_linears, single_row_linears
+from tree_kernels.linear import (
+    RowLinears,
+    ScaledRows,
+    many_row_linears,
+    reads_in_registers,
+    row_linears,
+    single_row_linears,
+)
 from tree_models.agreement import agree
-from tree_models.fused.forms import FinalRows, FusedForm, LayerParts, LinearsByRows, norm_of, parts_of
-from tree_models.layers.decoder import Decoder
+from tree_models.fused.forms import (
+    FinalRows,
+    FusedForm,
+    LinearsByRows,
+    QuantizedForm,
+    QuantizedWeight,
+    norm_of,
+    parts_of,
+)
+from tree_models.layers.decoder import Decoder, LayerStack
+from tree_models.layers.linear import Linear
+from tree_models.layers.norm import Normalization
+from tree_models.layers.paged import PagedPass
 from tree_models.layers.rotary import Angles
 from tree_models.spec import AttentionSpec
 
@@ -46,6 +65,7 @@ class LayerOptions:
     fused: bool = True  # run passes of few rows through `tree_kernels.linear`
     many: bool = True  # and passes of more rows as cuBLAS's products with kernels between them
     invariant: bool = False  # no bit of a row's result depends on the number of rows: all products run by the kernels
+    int8: bool = False  # passes of few rows read copies of the weights in int8
 
 
 def prepare_decoder(decoder: Decoder, options: LayerOptions) -> int:
@@ -53,71 +73,83 @@ def prepare_decoder(decoder: Decoder, options: LayerOptions) -> int:
 
     Raises `ValueError` where a layer cannot be made `invariant`.
     """
-    linears = row_linears(decoder.device, invariant=options.invariant)
-    ranges: list[tuple[float, RowLinears]] = [(inf if options.invariant else MAX_ROWS, linears)]
-    if not options.invariant:
-        ranges.insert(0, (1, single_row_linears(decoder.device)))
-        ranges += [(MANY_ROWS, many_row_linears(decoder.device))] if options.many else []
-    by_rows = LinearsByRows(tuple(ranges))
     for rotary in decoder.rotaries:
         rotary.tabulate(decoder.longest_context)
-    experts = row_experts(decoder.device, invariant=options.invariant)
-    fused = _fuse(decoder, by_rows, experts) if options.fused or options.invariant else 0
-    final, head = norm_of(decoder.norm), decoder.head.plain
+    return prepare_layers(decoder, decoder.norm, decoder.head, options)
+
+
+def prepare_layers(stack: LayerStack, norm: Normalization | None, head: Linear, options: LayerOptions) -> int:
+    """Prepare layers, and the last norm and the head behind them, in place and for good. Returns how many layers are
+    fused. Raises `ValueError` where a layer cannot be made `invariant`."""
+    device = stack.place.device
+    linears = row_linears(device, invariant=options.invariant)
+    ranges: list[tuple[float, RowLinears]] = [(inf if options.invariant else MAX_ROWS, linears)]
+    if not options.invariant:
+        ranges.insert(0, (1, single_row_linears(device)))
+        ranges += [(MANY_ROWS, many_row_linears(device))] if options.many else []
+    by_rows = LinearsByRows(tuple(ranges))
+    experts = row_experts(device, invariant=options.invariant)
+    fused = _fuse(stack, by_rows, experts) if options.fused or options.invariant else 0
+    final, product = None if norm is None else norm_of(norm), head.plain
     if options.invariant:
-        if fused < decoder.layer_count or final is None or head is None:
+        if fused < len(stack.layers) or final is None or product is None:
             raise ValueError("its layers cannot be made independent of the batch")
-        decoder.final_form = FinalRows(final, by_rows, (by_rows, head))
+        stack.final_form = FinalRows(final, by_rows, (by_rows, product))
+    elif fused and options.int8 and product is not None:
+        few = LinearsByRows(((MAX_ROWS, linears),))
+        stack.forms = [QuantizedForm(form, few) if isinstance(form, FusedForm) else form for form in stack.forms]
+        stack.final_form = FinalRows(final, by_rows, (few, QuantizedWeight.of(product)))
     elif fused and final is not None:
         # Up to 64 rows it takes 3 to 7 % less than by cuBLAS (benchmarks/results/2026-11-27-h100-64-rows.md).
-        few = None if head is None or not reads_in_registers(head.weight) else LinearsByRows(by_rows.ranges[:2])
-        decoder.final_form = FinalRows(final, by_rows, None if head is None or few is None else (few, head))
+        in_registers = product is not None and reads_in_registers(product.weight)
+        of_head = (LinearsByRows(by_rows.ranges[:2]), product) if product is not None and in_registers else None
+        stack.final_form = FinalRows(final, by_rows, of_head)
     if options.compiled and not options.invariant:
-        for layer in (*decoder.layers, decoder.norm):
+        for layer in (*stack.layers, *([] if norm is None else [norm])):
             layer.compile(dynamic=False)
     return fused
 
 
-def _fuse(decoder: Decoder, linears: LinearsByRows, experts: RowExperts) -> int:
+def _fuse(stack: LayerStack, linears: LinearsByRows, experts: RowExperts) -> int:
     """Give forms to the layers that can have one. May be called again."""
     forms: list[FusedForm | None] = []
-    for index, layer in enumerate(decoder.layers):
+    for index, layer in enumerate(stack.layers):
         parts = parts_of(layer)
-        form = None if parts is None or not _can_be_launched(parts) else FusedForm(parts, linears, experts)
-        if form is not None and not computes_the_same(decoder, index, form):
+        form = None if parts is None or not _can_be_launched(layer) else FusedForm(parts, linears, experts)
+        if form is not None and not computes_the_same(stack, index, form):
             form = None
         forms.append(form)
     for form, after in pairwise(forms):
         if form is not None and after is not None:
             form.next_norm = after.parts.before_attention
-    decoder.forms = list(forms)
+    stack.forms = list(forms)
     fused = sum(form is not None for form in forms)
     log.info("%d of %d layers run in fused form", fused, len(forms))
     return fused
 
 
-def _can_be_launched(parts: LayerParts) -> bool:
-    weight = parts.qkv.weight
+def _can_be_launched(layer: Any) -> bool:
+    weight = layer.attention.out.weight
     # Matrix units shorten fp32.
     return not weight.is_cuda or weight.element_size() == 2
 
 
 @torch.inference_mode()
-def computes_the_same(decoder: Decoder, index: int, form: FusedForm) -> bool:
+def computes_the_same(stack: LayerStack, index: int, form: FusedForm) -> bool:
     """Whether a layer's form, by each of its linears, and its plain form agree on random rows: output, keys and
     values. False where a kernel fails."""
-    layer: Any = decoder.layers[index]
-    weight, spec = form.parts.qkv.weight, layer.attention.spec
+    layer: Any = stack.layers[index]
+    spec = layer.attention.spec
     with torch.compiler.set_stance("force_eager"):
         for most, linears in form.linears.ranges:
-            hidden, angles = _probe_rows(decoder, index, weight, int(min(_PROBE_ROWS, most)))
-            expected = _outcome(partial(layer, hidden, angles), hidden, spec, form.parts.cache_layer)
+            hidden, given, angles = _probe_rows(stack, index, int(min(_PROBE_ROWS, most)))
+            expected = _outcome(partial(layer, hidden, angles, given=given), hidden, spec, form.parts.cache_layer)
             alone = FusedForm(form.parts, LinearsByRows(((inf, linears),)), form.experts)
             try:
-                found = _outcome(partial(_run, alone, hidden, angles), hidden, spec, form.parts.cache_layer)
+                found = _outcome(partial(_run, alone, hidden, given, angles), hidden, spec, form.parts.cache_layer)
             except Exception:
                 # A device or a compiler may not take the kernels: the plain form serves.
-                log.warning("layer %d cannot be fused on %s", index, weight.device, exc_info=True)
+                log.warning("layer %d cannot be fused on %s", index, hidden.device, exc_info=True)
                 return False
             if not agree(found, expected):
                 log.warning("layer %d computes something else in fused form, and stays plain", index)
@@ -125,18 +157,22 @@ def computes_the_same(decoder: Decoder, index: int, form: FusedForm) -> bool:
     return True
 
 
-def _probe_rows(decoder: Decoder, index: int, weight: Tensor, rows: int) -> tuple[Tensor, Angles | None]:
-    """Random rows, and the angles of a layer at positions of theirs."""
+def _probe_rows(stack: LayerStack, index: int, rows: int) -> tuple[Tensor, Tensor | None, Angles | None]:
+    """Random rows, what attention reads in their place if that is given, and angles of their positions."""
+    layer: Any = stack.layers[index]
+    weight, vectors = layer.attention.out.weight, layer.spec.read_vectors
     generator = torch.Generator().manual_seed(0)
+    width, (device, dtype) = weight.shape[0], (weight.device, weight.dtype)
     # Small beside what the layer adds, which is what is compared.
-    hidden = 0.05 * torch.randn(rows, weight.shape[1], generator=generator)
-    positions = _PROBE_STRIDE * torch.arange(1, rows + 1, device=weight.device)
-    positions = positions.clamp(max=decoder.longest_context - 1)
-    return hidden.to(weight.device, weight.dtype), decoder.angles_of(index, positions)
+    hidden = 0.05 * torch.randn(rows, width, generator=generator)
+    given = torch.randn(rows, vectors * width, generator=generator).to(device, dtype) if vectors > 1 else None
+    positions = _PROBE_STRIDE * torch.arange(1, rows + 1, device=device)
+    positions = positions.clamp(max=stack.longest_context - 1)
+    return hidden.to(device, dtype), given, stack.angles_of(index, positions)
 
 
-def _run(form: FusedForm, hidden: Tensor, angles: Angles | None, step: Any) -> Tensor:
-    done = form.compute_layer(hidden, None, angles, step)
+def _run(form: FusedForm, hidden: Tensor, given: Tensor | None, angles: Angles | None, step: Any) -> Tensor:
+    done = form.compute_layer(hidden, None if given is None else ScaledRows(given, None, 0.0), angles, step)
     assert done is not None, "its linears take any number of rows"
     return done[0]
 
@@ -144,7 +180,7 @@ def _run(form: FusedForm, hidden: Tensor, angles: Angles | None, step: Any) -> T
 def _outcome(run: Any, hidden: Tensor, spec: AttentionSpec, cache_layer: int) -> Sequence[Tensor]:
     """What a layer adds to `hidden`, and the keys and values that it writes."""
     step = _probe_step(hidden, spec, cache_layer)
-    output = run(step)
+    output = run(step=step)
     return output - hidden, step.cache.keys[cache_layer], step.cache.values[cache_layer]
 
 
@@ -162,10 +198,11 @@ class _ProbeAttention:
         return (8 * scale * query * key + value).contiguous()
 
 
-def _probe_step(hidden: Tensor, spec: AttentionSpec, cache_layer: int) -> SimpleNamespace:
+def _probe_step(hidden: Tensor, spec: AttentionSpec, cache_layer: int) -> PagedPass:
     """A `PagedPass` with empty caches, and slots in another order than the rows'."""
     rows = len(hidden)
     keys, values = (hidden.new_zeros(1, rows, spec.kv_heads, spec.head_width) for _ in range(2))
     slots = torch.arange(rows, device=hidden.device).flip(0)
     cache = SimpleNamespace(keys={cache_layer: keys}, values={cache_layer: values})
-    return SimpleNamespace(attention=_ProbeAttention(slots), plan=None, slots=slots, cache=cache, windowed=None)
+    plan = AttentionPlan(AttentionBatch((0, rows), (0,), ((0,),), rows, (None,)))
+    return PagedPass(_ProbeAttention(slots), plan, slots, cache)

@@ -10,7 +10,7 @@ from torch import Tensor, nn
 from tree_kernels.attention import AttentionVariant
 from tree_models.layers.linear import Linear
 from tree_models.layers.norm import HeadNorm
-from tree_models.layers.paged import PagedPass, attend
+from tree_models.layers.paged import PagedPass, UncachedPass, attend
 from tree_models.layers.placing import Placement
 from tree_models.layers.rotary import Angles, halves_order, rotate_heads, scaled_queries
 from tree_models.names import WeightNames
@@ -22,16 +22,22 @@ class HeadAttention(nn.Module):
     """See `AttentionSpec`. Queries, gates, keys and values are one product."""
 
     def __init__(
-        self, spec: AttentionSpec, hidden_size: int, layer: int, place: Placement, cache_layer: int | None = None
+        self,
+        spec: AttentionSpec,
+        hidden_size: int,
+        layer: int,
+        place: Placement,
+        cache_layer: int | None = None,
+        read_vectors: int = 1,
     ) -> None:
-        """`cache_layer` counts layers with keys and values, if others have none."""
+        """`cache_layer` counts layers with keys and values, if others have none; see `LayerSpec.read_vectors`."""
         super().__init__()
         self.spec, self.layer = spec, layer
         self.cache_layer = layer if cache_layer is None else cache_layer
         width = spec.head_width
         queries = 2 * spec.heads if spec.gated else spec.heads
         parts = [heads * width for heads in (queries, spec.kv_heads, spec.kv_heads)]
-        self.qkv = Linear(hidden_size, parts, place, bias=spec.qkv_bias)
+        self.qkv = Linear(read_vectors * hidden_size, parts, place, bias=spec.qkv_bias)
         self.out = Linear(spec.heads * width, [hidden_size], place, bias=spec.out_bias)
         norm = spec.head_norm
         self.query_norm = HeadNorm(norm, spec.heads, width, place) if norm else None
@@ -39,8 +45,8 @@ class HeadAttention(nn.Module):
         self.sinks = place.empty(spec.heads, dtype=torch.float32) if spec.sinks else None
         self.variant = AttentionVariant(spec.window, spec.score_cap, self.sinks)
 
-    def forward(self, rows: Tensor, angles: Angles | None, step: PagedPass) -> Tensor:
-        """[R, H] -> [R, H]. `angles` are None where the layer embeds no positions."""
+    def forward(self, rows: Tensor, angles: Angles | None, step: PagedPass | UncachedPass) -> Tensor:
+        """[R, read_vectors * H] -> [R, H]. `angles` are None where the layer embeds no positions."""
         spec = self.spec
         product: Tensor = self.qkv(rows)
         heads, gate = product.view(len(rows), -1, spec.head_width), None

@@ -10,6 +10,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
+from tree_kernels.linear import ScaledRows
 from tree_kernels.recurrence import StateShape
 from tree_models.layers.attention import HeadAttention
 from tree_models.layers.experts import MixtureOfExperts
@@ -17,7 +18,7 @@ from tree_models.layers.latent import LatentHeads
 from tree_models.layers.linear import Linear
 from tree_models.layers.mlp import MLP
 from tree_models.layers.norm import Normalization
-from tree_models.layers.paged import PagedPass
+from tree_models.layers.paged import PagedPass, UncachedPass
 from tree_models.layers.placing import Placement
 from tree_models.layers.recurrent import GatedConvolution, GatedDeltaNet, StateSpace, state_shape
 from tree_models.layers.rotary import Angles, RotaryEmbedding
@@ -49,9 +50,9 @@ class DecoderLayer(nn.Module):
         of = hidden_size, layer, place
         self.attention: HeadAttention | LatentHeads | GatedConvolution | GatedDeltaNet | StateSpace
         if isinstance(spec.attention, AttentionSpec):
-            self.attention = HeadAttention(spec.attention, *of, kept)
+            self.attention = HeadAttention(spec.attention, *of, kept, spec.read_vectors)
         elif isinstance(spec.attention, LatentSpec):
-            self.attention = LatentHeads(spec.attention, *of)
+            self.attention = LatentHeads(spec.attention, *of, kept)
         elif isinstance(spec.attention, GatedConvolutionSpec):
             self.attention = GatedConvolution(spec.attention, *of, kept)
         elif isinstance(spec.attention, DeltaNetSpec):
@@ -66,9 +67,13 @@ class DecoderLayer(nn.Module):
         made = (None if norm is None else Normalization(norm, hidden_size, place) for norm in norms)
         self.before_attention, self.after_attention, self.before_mlp, self.after_mlp = made
 
-    def forward(self, hidden: Tensor, angles: Angles | None, step: PagedPass) -> Tensor:
-        """[R, H] -> [R, H]."""
-        rows = hidden if self.before_attention is None else self.before_attention(hidden)
+    def forward(
+        self, hidden: Tensor, angles: Angles | None, step: PagedPass | UncachedPass, given: Tensor | None = None
+    ) -> Tensor:
+        """[R, H] -> [R, H]. `given` [R, read_vectors * H] is what attention reads in place of normed hidden rows."""
+        rows = given
+        if rows is None:
+            rows = hidden if self.before_attention is None else self.before_attention(hidden)
         attended: Tensor = self.attention(rows, angles, step)
         if self.spec.parallel:
             return self._added(self._added(hidden, attended, self.after_attention), self.mlp(rows), self.after_mlp)
@@ -133,40 +138,109 @@ class CacheShape(NamedTuple):
     value_width: int
 
 
-class Decoder(nn.Module):
-    """See `DecoderSpec`: token ids to logits. Weights are unwritten until every slot of `slots` has been."""
+class LayerStack(nn.Module):
+    """Decoder layers one behind another, of a model or of a head that drafts for one."""
 
-    def __init__(self, spec: DecoderSpec, names: WeightNames, place: Placement) -> None:
-        """Raises `FamilyRefused` for what is described and not computed."""
+    def __init__(
+        self, specs: Sequence[LayerSpec], hidden_size: int, longest_context: int, place: Placement, kept: int = 0
+    ) -> None:
+        """`kept` layers of others come before these in the cache. Raises `FamilyRefused` for what is described and not
+        computed."""
         super().__init__()
-        self.spec, self.names, self.place = spec, names, place
-        self.embedding = place.empty(spec.vocabulary_size, spec.hidden_size)
-        # Rounded as the rows are: the square root of 3,072, which Gemma takes, is 55.5 in bf16.
-        self._embedding_scale = float(torch.tensor(spec.embedding_scale, dtype=place.dtype))
-        recurrent = [isinstance(layer.attention, RecurrentSpec) for layer in spec.layers]
+        self.place, self.layer_specs, self.longest_context = place, tuple(specs), longest_context
+        recurrent = [isinstance(layer.attention, RecurrentSpec) for layer in specs]
         made = [
-            DecoderLayer(layer, spec.hidden_size, index, place, recurrent[:index].count(recurrent[index]))
-            for index, layer in enumerate(spec.layers)
+            DecoderLayer(layer, hidden_size, index, place, kept + recurrent[:index].count(recurrent[index]))
+            for index, layer in enumerate(specs)
         ]
         if recurrent and all(recurrent):
             raise FamilyRefused("no layer attends to earlier tokens")
         self.layers: Sequence[DecoderLayer] = nn.ModuleList(made)  # type: ignore[assignment]
-        self.norm = Normalization(spec.final_norm, spec.hidden_size, place)
-        self.head = Linear(spec.hidden_size, [spec.vocabulary_size], place, bias=spec.head_bias)
-        if spec.tied and self.head.plain is not None:
-            self.head.plain.weight = self.embedding
         # One for each kind that there is, and the place of each layer's among them; None where it has none.
-        kinds = list(dict.fromkeys(kind for layer in spec.layers if (kind := layer.attention.rotary) is not None))
+        kinds = list(dict.fromkeys(kind for layer in specs if (kind := layer.attention.rotary) is not None))
         self.rotaries: Sequence[RotaryEmbedding]
         self.rotaries = nn.ModuleList(RotaryEmbedding(kind, place.device) for kind in kinds)  # type: ignore[assignment]
         self._rotary_places = [
-            None if (kind := layer.attention.rotary) is None else kinds.index(kind) for layer in spec.layers
+            None if (kind := layer.attention.rotary) is None else kinds.index(kind) for layer in specs
         ]
         # Other ways to compute layers, the last norm and the head.
         self.forms: list[LayerForm | None] = [None] * len(made)
         self.final_form: FinalForm | None = None
         # By layer, from 0; the number of layers stands for the rows after the last norm.
         self._taps: dict[int, list[Tap]] = {}
+
+    @property
+    def cached_layers(self) -> int:
+        """Layers with keys and values, or latents."""
+        return len(self._attending)
+
+    @property
+    def expanded_shape(self) -> CacheShape:
+        """Of a cache with keys and values of heads, of every layer that has some."""
+        attending = self._attending[0]
+        if isinstance(attending, AttentionSpec):
+            return CacheShape(attending.kv_heads, attending.head_width, attending.head_width)
+        return CacheShape(attending.heads, attending.query_width, attending.value)
+
+    @property
+    def _attending(self) -> list[AttentionSpec | LatentSpec]:
+        specs = [layer.attention for layer in self.layer_specs]
+        return [spec for spec in specs if not isinstance(spec, RecurrentSpec)]
+
+    def angles(self, positions: Tensor) -> list[Angles]:
+        """Of positions [R], by each kind of rotary embedding."""
+        return [rotary(positions) for rotary in self.rotaries]
+
+    def angles_of(self, layer: int, positions: Tensor) -> Angles | None:
+        """Angles of a layer's rotary embedding at positions [R]; None where it has none."""
+        kind = self._rotary_places[layer]
+        return None if kind is None else self.rotaries[kind](positions)
+
+    def compute_layers(
+        self,
+        hidden: Tensor,
+        every: Sequence[Angles],
+        step: PagedPass | UncachedPass,
+        given: ScaledRows | None = None,
+    ) -> Tensor:
+        """[R, H] of hidden rows [R, H], with `angles` of their positions. `given` [R, read_vectors * H] is what the
+        first layer's attention reads, normed whole, where that is not its own norm of the hidden rows."""
+        carried: Any = given
+        for index, (layer, form, kind) in enumerate(zip(self.layers, self.forms, self._rotary_places, strict=True)):
+            angles = None if kind is None else every[kind]
+            # Its own forms read what a pass has; without a cache layers are plain.
+            done = None
+            if form is not None and isinstance(step, PagedPass):
+                done = form.compute_layer(hidden, carried, angles, step)
+            if done is None:
+                rows = given.rows if given is not None and index == 0 else None
+                done = layer(hidden, angles, step, rows), None
+            hidden, carried = done
+            for tap in self._taps.get(index, ()):
+                tap(hidden)
+        return hidden
+
+    def tap(self, layer: int, keep: Tap) -> Callable[[], None]:
+        """Give the output of a layer to `keep` in every pass; the number of layers stands for the rows after the last
+        norm. Returns what ends that."""
+        self._taps.setdefault(layer, []).append(keep)
+        return lambda: self._taps[layer].remove(keep)
+
+
+class Decoder(LayerStack):
+    """See `DecoderSpec`: token ids to logits. Weights are unwritten until every slot of `slots` has been."""
+
+    def __init__(self, spec: DecoderSpec, names: WeightNames, place: Placement) -> None:
+        """Raises `FamilyRefused` for what is described and not computed."""
+        super().__init__(spec.layers, spec.hidden_size, spec.max_positions, place)
+        self.spec, self.names = spec, names
+        self.embedding = place.empty(spec.vocabulary_size, spec.hidden_size)
+        # Rounded as the rows are: the square root of 3,072, which Gemma takes, is 55.5 in bf16.
+        self._embedding_scale = float(torch.tensor(spec.embedding_scale, dtype=place.dtype))
+        self.norm = Normalization(spec.final_norm, spec.hidden_size, place)
+        self.head = Linear(spec.hidden_size, [spec.vocabulary_size], place, bias=spec.head_bias)
+        if spec.tied and self.head.plain is not None:
+            self.head.plain.weight = self.embedding
 
     @property
     def device(self) -> torch.device:
@@ -199,19 +273,9 @@ class Decoder(nn.Module):
         return [spec.window if isinstance(spec, AttentionSpec) else None for spec in self._attending]
 
     @property
-    def longest_context(self) -> int:
-        """Tokens of the longest text."""
-        return self.spec.max_positions
-
-    @property
     def latent(self) -> bool:
         """Whether latents are cached."""
         return self.place.latent and all(isinstance(layer.attention, LatentSpec) for layer in self.spec.layers)
-
-    @property
-    def cached_layers(self) -> int:
-        """Layers with keys and values, or latents."""
-        return len(self._attending)
 
     @property
     def recurrent_layers(self) -> tuple[int, StateShape] | None:
@@ -224,25 +288,12 @@ class Decoder(nn.Module):
         return (len(shapes), shapes[0]) if shapes else None
 
     @property
-    def _attending(self) -> list[AttentionSpec | LatentSpec]:
-        specs = [layer.attention for layer in self.spec.layers]
-        return [spec for spec in specs if not isinstance(spec, RecurrentSpec)]
-
-    @property
     def cache_shape(self) -> CacheShape:
         """Of the cache of every layer that has keys and values."""
         attending = self._attending[0]
         if isinstance(attending, LatentSpec) and self.latent:
             return CacheShape(1, attending.latent + attending.rotary.width, 0)
         return self.expanded_shape
-
-    @property
-    def expanded_shape(self) -> CacheShape:
-        """Of a cache with keys and values of heads."""
-        attending = self._attending[0]
-        if isinstance(attending, AttentionSpec):
-            return CacheShape(attending.kv_heads, attending.head_width, attending.head_width)
-        return CacheShape(attending.heads, attending.query_width, attending.value)
 
     def forward(self, token_ids: Tensor, positions: Tensor, step: PagedPass, rows: Tensor | int = 0) -> Tensor:
         """Logits [.., V] of the given rows, 0 for all, of token ids [R] and positions [R]."""
@@ -251,25 +302,13 @@ class Decoder(nn.Module):
 
     def hidden(self, token_ids: Tensor, positions: Tensor, step: PagedPass) -> Tensor:
         """[R, H] after the last norm."""
-        hidden, carried = self.embedded(token_ids), None
-        every = [rotary(positions) for rotary in self.rotaries]
-        for index, (layer, form, kind) in enumerate(zip(self.layers, self.forms, self._rotary_places, strict=True)):
-            angles = None if kind is None else every[kind]
-            done = None if form is None else form.compute_layer(hidden, carried, angles, step)
-            hidden, carried = (layer(hidden, angles, step), None) if done is None else done
-            for tap in self._taps.get(index, ()):
-                tap(hidden)
+        hidden = self.compute_layers(self.embedded(token_ids), self.angles(positions), step)
         normed = None if self.final_form is None else self.final_form.norm(hidden)
         if normed is None:
             normed = self.norm(hidden)
         for tap in self._taps.get(len(self.layers), ()):
             tap(normed)
         return normed
-
-    def angles_of(self, layer: int, positions: Tensor) -> Angles | None:
-        """Angles of a layer's rotary embedding at positions [R]; None where it has none."""
-        kind = self._rotary_places[layer]
-        return None if kind is None else self.rotaries[kind](positions)
 
     def embedded(self, token_ids: Tensor) -> Tensor:
         """[R, H] of token ids [R]."""
@@ -290,12 +329,6 @@ class Decoder(nn.Module):
         if self.spec.logits_cap is not None:
             logits = (logits / self.spec.logits_cap).tanh() * self.spec.logits_cap
         return logits
-
-    def tap(self, layer: int, keep: Tap) -> Callable[[], None]:
-        """Give the output of a layer to `keep` in every pass; the number of layers stands for the rows after the last
-        norm. Returns what ends that."""
-        self._taps.setdefault(layer, []).append(keep)
-        return lambda: self._taps[layer].remove(keep)
 
     def slots(self, copy: Copy = Tensor.copy_) -> list[WeightSlot]:
         """Slots of every tensor of a checkpoint, by the names of the decoder's family."""

@@ -36,9 +36,13 @@ from tree_models.spec import LatentSpec, NormSpec
 class LatentHeads(nn.Module):
     """See `LatentSpec`. The products that make latents are one."""
 
-    def __init__(self, spec: LatentSpec, hidden_size: int, layer: int, place: Placement) -> None:
+    def __init__(
+        self, spec: LatentSpec, hidden_size: int, layer: int, place: Placement, cache_layer: int | None = None
+    ) -> None:
+        """`cache_layer` counts layers with latents or keys and values, if others have none."""
         super().__init__()
-        self.spec, self.layer, self.cache_layer, self.variant = spec, layer, layer, PLAIN
+        self.spec, self.layer, self.variant = spec, layer, PLAIN
+        self.cache_layer = layer if cache_layer is None else cache_layer
         queries = spec.heads * spec.query_width
         latents = spec.latent + spec.rotary.width
         norm = NormSpec("rms", spec.latent_epsilon)
@@ -96,7 +100,7 @@ class LatentHeads(nn.Module):
         projections = HeadProjections.of(weight.weight, spec.heads, spec.plain)
         rows = LatentRows(vectors, query, norm, spec.latent_epsilon)
         absorbed = query.new_empty(len(query), spec.heads, vectors.shape[-1])
-        cache = step.cache.keys[self.layer].squeeze(2)
+        cache = step.cache.keys[self.cache_layer].squeeze(2)
         norm_rope_write(rows, rotary, cache, step.slots, absorbed)
         absorb_into(absorbed, query[..., : spec.plain], projections)
         attended = step.attention.run(step.plan, absorbed, cache, spec.latent, spec.scaling)

@@ -111,6 +111,12 @@ class Linear(nn.Module):
         """The weight where it lies as published; None in another format."""
         return self.format if isinstance(self.format, PlainWeight) else None
 
+    @property
+    def weight(self) -> nn.Parameter:
+        """[sum of `parts`, in], which must not be packed."""
+        assert self.plain is not None, "the weight is packed"
+        return self.plain.weight
+
     def slots(self, names: Sequence[str], copy: Copy, order: Tensor | None = None) -> Iterator[WeightSlot]:
         """Slots of the published tensors `names`, one for each part or one for all. `order` of the output rows, if it
         is not that of the tensors."""

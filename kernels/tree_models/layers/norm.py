@@ -53,7 +53,8 @@ class Normalization(nn.Module):
             (tensor,) = tensors
             copy(memory, tensor + offset if offset else tensor)
 
-        return WeightSlot({name: TensorSpec(tuple(memory.shape), memory.dtype)}, write)
+        held = None if offset else memory.detach()
+        return WeightSlot({name: TensorSpec(tuple(memory.shape), memory.dtype)}, write, held)
 
 
 class HeadNorm(nn.Module):

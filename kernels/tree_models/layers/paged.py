@@ -1,8 +1,9 @@
-"""Attention of a pass's rows over the paged cache, as every kind of attention layer calls it."""
+"""Attention of a pass's rows, as every kind of attention layer calls it: over the paged cache, or without a cache."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import dataclass
 from typing import Any, Protocol
 
 import torch
@@ -24,8 +25,10 @@ class PagedCache(Protocol):
         """Of each layer, [pages, page_size, heads, width]."""
 
 
-class PagedPass(Protocol):
-    """What every layer of one pass needs."""
+@dataclass(eq=False)
+class PagedPass:
+    """What every layer of one pass needs. Not frozen: the compiler looks into frozen dataclasses, and whatever it read
+    here it would compile layers and passes separately for."""
 
     # `tree_kernels.attention.TreeAttention`, or `tree_kernels.latent_attention.LatentAttention` where layers keep
     # latents.
@@ -33,8 +36,17 @@ class PagedPass(Protocol):
     plan: AttentionPlan
     slots: Tensor  # [R], where each row's key and value go
     cache: Any  # a `PagedCache`
-    recurrent: Any  # a `tree_kernels.recurrence.RecurrentPass` where layers keep states, else None
-    windowed: Any  # the `PagedPass` of layers with a window, where those keep keys and values elsewhere; else None
+    recurrent: Any = None  # a `tree_kernels.recurrence.RecurrentPass` where layers keep states
+    windowed: PagedPass | None = None  # the same for layers with a window, where those keep keys and values elsewhere
+
+
+class UncachedPass:
+    """A pass whose keys and values no cache holds, as in training."""
+
+    def attend(self, layer: int, query: Tensor, key: Tensor, value: Tensor, scaling: float) -> Tensor:
+        """[R, Hq, Dv]: attention of query [R, Hq, D] to key and value [R, Hkv, D] of the rows of one layer, counted
+        among those with keys and values."""
+        raise NotImplementedError
 
 
 class AttendingLayer(Protocol):
@@ -50,16 +62,22 @@ class AttendingLayer(Protocol):
 
 def pass_of(variant: AttentionVariant, step: PagedPass) -> PagedPass:
     """The pass as a layer of this kind has it."""
-    if variant.window is None or step.windowed is None:
-        return step
-    within: PagedPass = step.windowed
-    return within
+    return step if variant.window is None or step.windowed is None else step.windowed
+
+
+def attend(owner: AttendingLayer, query: Tensor, key: Tensor, value: Tensor, step: PagedPass | UncachedPass) -> Tensor:
+    """[R, Hq, Dv]: attention of the rows' query [R, Hq, D], with their key and value [R, Hkv, D]."""
+    if isinstance(step, UncachedPass):
+        attended: Tensor = step.attend(owner.cache_layer, query, key, value, owner.spec.scaling)
+        return attended
+    out: Tensor = _attend_cached(owner, query, key, value, step)
+    return out
 
 
 # Not compiled: layers differ in their number, which is read here alone, and not in the parts around it.
 @torch.compiler.disable  # type: ignore[untyped-decorator]
-def attend(owner: AttendingLayer, query: Tensor, key: Tensor, value: Tensor, step: PagedPass) -> Tensor:
-    """[R, Hq, Dv]: write keys and values [R, Hkv, D] of the rows into the cache, and attend with query [R, Hq, D]."""
+def _attend_cached(owner: AttendingLayer, query: Tensor, key: Tensor, value: Tensor, step: PagedPass) -> Tensor:
+    """Write keys and values of the rows into the cache, and attend."""
     step = pass_of(owner.variant, step)
     keys, values = step.cache.keys[owner.cache_layer], step.cache.values[owner.cache_layer]
     write_kv(key, value, keys, values, step.slots)

@@ -6,7 +6,9 @@ another order: the scores are the same sums.
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
+from typing import Self
 
 import torch
 from torch import Tensor, nn
@@ -34,6 +36,13 @@ class RotaryEmbedding(nn.Module):
         self.register_buffer("_frequencies", frequencies, persistent=False)
         self._frequencies: Tensor
         self._table: Angles | None = None
+
+    def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> Self:
+        # No cast makes frequencies less exact.
+        exact = self._frequencies
+        super()._apply(fn, recurse)  # type: ignore[no-untyped-call]
+        self._frequencies = exact.to(self._frequencies.device)
+        return self
 
     def tabulate(self, positions: int) -> None:
         """Make the table for positions below `positions`."""

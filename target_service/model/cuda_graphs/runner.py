@@ -21,7 +21,7 @@ from outrider.errors import NotSupported
 from target_service.core.kv_cache import KVCache
 from target_service.model.cuda_graphs.sizes import Bucket, buckets_up_to, choose_bucket
 from target_service.model.cuda_graphs.step_buffer import StepBuffer
-from target_service.model.forward import ForwardInput, ForwardPass, PassContext, rows_of
+from target_service.model.forward import ForwardInput, ForwardPass, pass_over, rows_of
 from target_service.model.hidden_state_hooks import LayerHooks
 from target_service.model.preparing import prepare_network
 from target_service.model.runner import Begin, ModelRunner
@@ -253,7 +253,7 @@ class CapturedRunner(ModelRunner):
         if self._recurrence is not None and states is not None:
             plan = self._recurrence.capturable.plan_on_device(buffer.plan.batch, buffer.recurrent_tensors, states)
             recurrent = RecurrentPass(self._recurrence, plan, states)
-        step = PassContext.over(self.attention, buffer.plan, buffer.slots, self.cache, recurrent)
+        step = pass_over(self.attention, buffer.plan, buffer.slots, self.cache, recurrent)
         token_ids = fill_pending(buffer.token_ids, self.pending, buffer.slots, self.cache.tokens)
         logits = self._compute(token_ids, buffer.positions, step)
         return logits, token_ids, None if recurrent is None else recurrent.plan.node_slots

@@ -11,12 +11,13 @@ from torch import Tensor
 from transformers import PreTrainedModel
 
 from target_service.core.kv_cache import KVCache
-from target_service.model.forward import ForwardInput, PassContext
+from target_service.model.forward import ForwardInput
 from target_service.model.runner import ModelRunner
 from target_service.model.support import ModelRefused
 from tree_kernels.attention import AttentionBatch, TreeAttention
 from tree_kernels.recurrence import RecurrentPass, RecurrentStates, TreeRecurrence
 from tree_models.layers.decoder import Decoder
+from tree_models.layers.paged import PagedPass
 
 # Of the text: no multiple of a page, a tile or a group of heads, so that none of them hides a fault. Chosen.
 _TOKENS = 13
@@ -55,7 +56,7 @@ def plain_logits(decoder: Decoder) -> Tensor:
         states = RecurrentStates(count, 1, _TOKENS, of_state, decoder.dtype, decoder.device)
         recurrence = TreeRecurrence("torch", decoder.device)
         recurrent = RecurrentPass(recurrence, recurrence.plan(plan.batch, (1,), states), states)
-    logits: Tensor = decoder(ids, places, PassContext(attention, plan, places, cache, recurrent))
+    logits: Tensor = decoder(ids, places, PagedPass(attention, plan, places, cache, recurrent))
     return logits
 
 
