@@ -14,10 +14,18 @@ import grpc
 
 from outrider.runtime import end_tasks
 from outrider.v1 import target_pb2 as pb
+from outrider_client.connection import TENANT_KEY, TOKEN_KEY
 
 Metadata = Iterable[tuple[str, str | bytes]]
 _CODES: dict[int, grpc.StatusCode] = {code.value[0]: code for code in grpc.StatusCode}
 _BINARY = "-bin"
+# Bytes of a request, above which it is a call of its own, and of a message, after which the next one begins: with
+# those of other calls it must not become longer than the target takes. Chosen: an eighth of what it takes by default.
+_MOST_BYTES = 128 * 1024
+# Entries of each list of a message: fewer than the target takes.
+_MOST_ORDERS = 1024
+# Metadata that say who calls.
+_CREDENTIALS = (TENANT_KEY, TOKEN_KEY)
 # Events that one call may keep here unread before the target keeps them. Chosen: several steps of a fast engine.
 _MOST_UNREAD = 64
 
@@ -148,6 +156,7 @@ class _Begun:
 
     def __init__(self, metadata: Metadata, timeout: float | None) -> None:
         self.metadata, self.timeout = tuple(metadata), timeout
+        self.caller = tuple(pair for pair in self.metadata if pair[0] in _CREDENTIALS)
         now = asyncio.get_running_loop().time()
         self._until = None if timeout is None else now + timeout
 
@@ -155,17 +164,57 @@ class _Begun:
         return None if self._until is None else max(0.0, self._until - asyncio.get_running_loop().time())
 
 
+class _Orders:
+    """What the target is to be told on one stream, in messages that are short enough."""
+
+    def __init__(self) -> None:
+        self.changed = asyncio.Event()
+        self._begin, self._cancel = deque[pb.CarriedCall](), deque[int]()
+        # By call, whether it is paused: only the latest counts.
+        self._paused: dict[int, bool] = {}
+
+    def add_call(self, call: pb.CarriedCall) -> None:
+        self._begin.append(call)
+        self.changed.set()
+
+    def cancel(self, number: int) -> None:
+        self._paused.pop(number, None)
+        self._cancel.append(number)
+        self.changed.set()
+
+    def pause(self, number: int, paused: bool) -> None:
+        self._paused[number] = paused
+        self.changed.set()
+
+    def next_message(self) -> pb.GenerateManyRequest | None:
+        """The next message. A call is begun in the same or an earlier one than what else is said of it."""
+        message, size = pb.GenerateManyRequest(), 0
+        while self._begin and size < _MOST_BYTES and len(message.begin) < _MOST_ORDERS:
+            call = self._begin.popleft()
+            size += call.ByteSize()
+            message.begin.append(call)
+        if not self._begin:
+            while self._cancel and len(message.cancel) < _MOST_ORDERS:
+                message.cancel.append(self._cancel.popleft())
+            while self._paused and len(message.pause) + len(message.resume) < _MOST_ORDERS:
+                number, paused = self._paused.popitem()
+                (message.pause if paused else message.resume).append(number)
+        return message if message.ByteSize() else None
+
+
 class CallCarrier:
-    """Begins calls on a stream of the connection, which the first of them opens in its caller's name."""
+    """Begins calls on a stream of the connection, which the first of them opens in its caller's name. Until the target
+    has answered on it, calls of others are calls of their own: it may refuse that caller, and late."""
 
     def __init__(self, stub: Any) -> None:
         """`stub` is a `TargetServiceStub` on the connection."""
         self._stub = stub
         self._calls: dict[int, CarriedGenerate] = {}
         self._number = 0
-        self._orders = pb.GenerateManyRequest()
-        self._ordered = asyncio.Event()
+        self._orders = _Orders()
         self._stream: asyncio.Task[None] | None = None
+        # Who opened the stream, until the target has answered on it.
+        self._opener: Metadata | None = None
         # Whether the target has no such stream.
         self._unknown = False
 
@@ -174,18 +223,19 @@ class CallCarrier:
     ) -> CarriedGenerate | Any:
         """The call, begun: as the stub's own method."""
         begun = _Begun(metadata, timeout)
-        if self._unknown:
+        if self._unknown or request.ByteSize() > _MOST_BYTES or self._opener not in (None, begun.caller):
             return self.alone(request, begun)
         self._number += 1
         call = CarriedGenerate(self, self._number, request, begun)
         self._calls[self._number] = call
-        order = self._orders.begin.add(call=self._number, request=request.SerializeToString())
+        order = pb.CarriedCall(call=self._number, request=request.SerializeToString())
         for key, value in begun.metadata:
             order.metadata.add(key=key, value=value if isinstance(value, bytes) else value.encode("ascii"))
         if timeout is not None:
             order.timeout_nanoseconds = max(0, round(timeout * 1e9))
-        self._ordered.set()
+        self._orders.add_call(order)
         if self._stream is None:
+            self._opener = begun.caller
             self._stream = asyncio.create_task(self._run(begun.metadata))
         return call
 
@@ -196,18 +246,16 @@ class CallCarrier:
     def cancel(self, number: int) -> None:
         """End a call; nothing more is heard of it."""
         if self._calls.pop(number, None) is not None:
-            self._orders.cancel.append(number)
-            self._ordered.set()
+            self._orders.cancel(number)
 
     def pause(self, number: int) -> None:
         """Have the target keep a call's events."""
-        self._orders.pause.append(number)
-        self._ordered.set()
+        self._orders.pause(number, True)
 
     def resume(self, number: int) -> None:
         """Have it send them again."""
-        self._orders.resume.append(number)
-        self._ordered.set()
+        if number in self._calls:
+            self._orders.pause(number, False)
 
     async def close(self) -> None:
         """Cancel all calls, and end the stream."""
@@ -216,7 +264,7 @@ class CallCarrier:
 
     async def _run(self, metadata: Metadata) -> None:
         stream = self._stub.GenerateMany(metadata=metadata)
-        writer = asyncio.create_task(self._write(stream))
+        writer = asyncio.create_task(self._write(stream, self._orders))
         error = _error(grpc.StatusCode.UNAVAILABLE, "the stream of calls has ended")
         try:
             await self._read(stream)
@@ -226,8 +274,8 @@ class CallCarrier:
         finally:
             stream.cancel()
             # At once: calls that begin from here on get another stream.
-            self._stream, calls, self._calls = None, self._calls, {}
-            self._orders, self._ordered = pb.GenerateManyRequest(), asyncio.Event()
+            self._stream = self._opener = None
+            calls, self._calls, self._orders = self._calls, {}, _Orders()
             await end_tasks(writer)
             for call in calls.values():
                 call.lose(error)
@@ -235,6 +283,7 @@ class CallCarrier:
     async def _read(self, stream: Any) -> None:
         calls = self._calls
         while (message := await stream.read()) is not grpc.aio.EOF:
+            self._opener = None
             for number, response in zip(message.calls, message.responses, strict=True):
                 call = calls.get(number)
                 if call is not None:
@@ -244,14 +293,13 @@ class CallCarrier:
                 if call is not None:
                     call.finish(end)
 
-    async def _write(self, stream: Any) -> None:
-        ordered = self._ordered
+    async def _write(self, stream: Any, orders: _Orders) -> None:
         try:
             while True:
-                await ordered.wait()
-                ordered.clear()
-                orders, self._orders = self._orders, pb.GenerateManyRequest()
-                await stream.write(orders)
+                await orders.changed.wait()
+                orders.changed.clear()
+                while (message := orders.next_message()) is not None:
+                    await stream.write(message)
         except (grpc.aio.AioRpcError, asyncio.InvalidStateError):
             # The reader sees why.
             return

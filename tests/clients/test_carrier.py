@@ -17,7 +17,6 @@ from waits import HUNG_SECONDS, until
 from outrider.errors import DeadlineExceeded, InvalidField, QuotaExceeded, Unauthenticated, UnknownModel
 from outrider.sampling import SamplingParams
 from outrider.serving import Authenticator, Caller
-from outrider.serving.calls import CallLimits
 from outrider.v1 import target_pb2 as pb
 from outrider.v1 import target_pb2_grpc
 from outrider.wire.trees import error_of_rpc
@@ -219,21 +218,4 @@ async def test_what_a_taker_raises_ends_its_own_call() -> None:
         with pytest.raises(RuntimeError, match="a bug"):
             await reading[0]
         assert (await reading[1]).completion_tokens == 200
-        await target.idle()
-
-
-async def test_calls_past_the_limit_of_a_connection_wait_their_turn() -> None:
-    limits = CallLimits(130)
-    engine = ScriptedEngine(max_sequences=128)
-    async with target_over(engine, TEXTUAL, limits=limits) as target, carrying(target) as client:
-        target.engine.paused.set()
-        most = limits.per_connection
-        generations = [client.generate(text="a", sampling=sampling(3)) for _ in range(most + 4)]
-        reading = [asyncio.create_task(one.result()) for one in generations]
-        await until(lambda: target.engine.open_sequences == most)
-        # One that waits can be left too.
-        generations[-1].cancel()
-        target.engine.go_on()
-        results = await asyncio.gather(*reading, return_exceptions=True)
-        assert [one.completion_tokens for one in results[:-1] if isinstance(one, Result)] == [3] * (most + 3)
         await target.idle()

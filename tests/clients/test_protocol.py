@@ -22,7 +22,7 @@ from draft_service.config import DraftConfig
 from draft_service.drafters.base import create
 from outrider.errors import all_errors
 from outrider.sampling import MAX_LOGPROBS
-from outrider.serving.server import MAX_METADATA_BYTES
+from outrider.serving.calls import MAX_METADATA_BYTES
 from outrider.settings import MAX_MESSAGE_BYTES
 from outrider.tree import MAX_DISTRIBUTION_SUPPORT, MAX_DISTRIBUTION_WEIGHT
 from outrider.v1 import draft_pb2, target_pb2, tree_pb2

@@ -16,8 +16,7 @@ from waits import HUNG_SECONDS
 
 from outrider.errors import OutriderError, StepSkipped, all_errors
 from outrider.serving import Authenticator, Caller, GrpcServer, Service, ServingOptions, check_free
-from outrider.serving.calls import CallLimits
-from outrider.serving.server import MAX_METADATA_BYTES
+from outrider.serving.calls import MAX_METADATA_BYTES, CallLimits
 from outrider.settings import SettingsError
 from outrider.wire.trees import error_of_rpc
 

@@ -378,10 +378,11 @@ func (*GenerateRequest_Chat) isGenerateRequest_Input() {}
 func (*GenerateRequest_Tokens) isGenerateRequest_Input() {}
 
 // GenerateManyRequest begins calls, and says what becomes of those that run. What it says of a call that has ended
-// changes nothing.
+// changes nothing. A list of more than 4096 entries ends the stream with INVALID_ARGUMENT.
 type GenerateManyRequest struct {
 	state protoimpl.MessageState `protogen:"open.v1"`
-	// begin starts calls.
+	// begin starts calls. One more than run at once on a connection ends with RESOURCE_EXHAUSTED, and what the caller
+	// writes behind it may be read later.
 	Begin []*CarriedCall `protobuf:"bytes,1,rep,name=begin,proto3" json:"begin,omitempty"`
 	// cancel ends the calls of these numbers, as callers cancel calls. Nothing more comes of them.
 	Cancel []uint64 `protobuf:"varint,2,rep,packed,name=cancel,proto3" json:"cancel,omitempty"`
@@ -459,7 +460,7 @@ type CarriedCall struct {
 	Call uint64 `protobuf:"varint,1,opt,name=call,proto3" json:"call,omitempty"`
 	// request is the GenerateRequest, serialised: one that is malformed harms no other call.
 	Request []byte `protobuf:"bytes,2,opt,name=request,proto3" json:"request,omitempty"`
-	// metadata of the call: the caller's token, tenant and trace.
+	// metadata of the call: the caller's token, tenant and trace. At most 16 KiB, or the call ends with INVALID_ARGUMENT.
 	Metadata []*CallMetadata `protobuf:"bytes,3,rep,name=metadata,proto3" json:"metadata,omitempty"`
 	// timeout_nanoseconds after which it ends with DEADLINE_EXCEEDED. Default none.
 	TimeoutNanoseconds *uint64 `protobuf:"varint,4,opt,name=timeout_nanoseconds,json=timeoutNanoseconds,proto3,oneof" json:"timeout_nanoseconds,omitempty"`

@@ -11,6 +11,9 @@ from outrider.admission.shares import TENANT_FACTOR, Shares
 from outrider.errors import QuotaExceeded
 from outrider.settings import FIRST_MESSAGE_SECONDS, MAX_MESSAGE_BYTES
 
+# Of one call, as HTTP/2 counts them.
+MAX_METADATA_BYTES = 16 * 1024
+
 
 @dataclass(frozen=True)
 class CallLimits:

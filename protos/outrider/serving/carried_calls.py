@@ -16,19 +16,28 @@ from contextvars import ContextVar
 from typing import Any, NoReturn
 
 import grpc
+from grpc_status import rpc_status
 
-from outrider.errors import InvalidField, QuotaExceeded
+from outrider.admission.pacing import RefusalPace
+from outrider.errors import InvalidField, OutriderError, QuotaExceeded
 from outrider.runtime import end_tasks, until_first_ends
+from outrider.serving.calls import MAX_METADATA_BYTES
 from outrider.serving.interceptors import Context, Continuation, Handler, guarded
 from outrider.v1 import target_pb2 as pb
+from outrider.wire.trees import status_of
 
 logger = logging.getLogger(__name__)
 _SERVICE = f"/{pb.DESCRIPTOR.services_by_name['TargetService'].full_name}"
 _CARRIER, _CARRIED = f"{_SERVICE}/GenerateMany", f"{_SERVICE}/Generate"
 # After so many bytes a message is sent; what else is ready goes into the next. Chosen: far below what clients take.
 _MOST_BYTES = 1 << 20
-# Calls of one stream that wait for their turn, and bytes of their requests. Chosen: the gateway lets in fewer.
-_MOST_HELD, _MOST_HELD_BYTES = 4096, 64 * 1024 * 1024
+# Entries of each list in one message of the caller, as documented in target.proto: reading small ones takes long, and a
+# hundred times their bytes. Chosen: our clients write fewer.
+_MOST_ORDERS = 4096
+# Ends that are not sent before further calls begin: a caller that reads none holds no more. Chosen, not measured.
+_MOST_UNSENT = 256
+# Bytes that HTTP/2 counts for an entry of metadata beside its own.
+_ENTRY_BYTES = 32
 # The metadata key suffix of values that are bytes.
 _BINARY = "-bin"
 Metadata = Iterable[tuple[str, str | bytes]]
@@ -41,7 +50,7 @@ class CarriedContext(grpc.aio.ServicerContext[Any, Any]):
 
     def __init__(self, call: pb.CarriedCall, handler: Handler, carrier: Context, mark: Callable[[], None]) -> None:
         """`mark` is called when there is something to send."""
-        self.number, self.size = call.call, len(call.request)
+        self.number = call.call
         self.paused = self.cancelled_by_caller = self.expired = False
         self.end: pb.CarriedEnd | None = None
         self.task: asyncio.Task[None] | None = None
@@ -108,6 +117,17 @@ class CarriedContext(grpc.aio.ServicerContext[Any, Any]):
         details = self._details if self._code is not None else message
         self.end = pb.CarriedEnd(call=self.number, code=final.value[0], message=details, trailing_metadata=trailing)
         self._mark()
+
+    def refuse(self, error: OutriderError) -> None:
+        """End a call that no handler will see."""
+        self.drop_request()
+        status = rpc_status.to_status(status_of(error))
+        self._trailing = tuple(status.trailing_metadata)
+        self.ended(status.code, status.details)
+
+    def drop_request(self) -> None:
+        """Free what nobody will read."""
+        self._request = None
 
     # What handlers and interceptors use of gRPC's context.
 
@@ -186,83 +206,102 @@ class CarriedContext(grpc.aio.ServicerContext[Any, Any]):
 
 
 class CarriedCalls:
-    """The calls on one stream. As many run at once as on a connection without it, and further ones wait."""
+    """The calls on one stream. As many run at once as on a connection without it; further ones are refused, each by
+    itself, and the stream is read no faster than refusals are sent."""
 
     def __init__(self, handler: Handler, context: Context, most: int) -> None:
         self._handler, self._context, self._most = handler, context, most
         self._running: dict[int, CarriedContext] = {}
-        # Those whose turn has not come, and the bytes of their requests.
-        self._held: dict[int, CarriedContext] = {}
-        self._held_bytes = 0
         self._latest = 0
         # Those with something to send, each once.
         self._ready: dict[int, CarriedContext] = {}
-        self._changed = asyncio.Event()
+        self._changed, self._sent = asyncio.Event(), asyncio.Event()
         self._finishing = False
+        # One at a time waits.
+        self._pace = RefusalPace(1)
 
     async def serve(self) -> None:
         """Run the calls until all have ended, once there are no further ones or `finish` was called."""
         try:
             await until_first_ends(self._read(), self._write())
         finally:
-            self._held.clear()
             await end_tasks(*[call.task for call in self._running.values() if call.task is not None])
 
     def finish(self) -> None:
-        """End the stream when no call runs any more."""
+        """End the stream when no call on it runs any more."""
         self._finishing = True
         self._changed.set()
 
     async def _read(self) -> None:
         while (orders := await self._context.read()) is not grpc.aio.EOF:
-            for call in orders.begin:
-                self._begin(call)
-            for number in orders.cancel:
-                if (held := self._held.pop(number, None)) is not None:
-                    self._held_bytes -= held.size
-            for call in self._named(orders.cancel):
-                call.cancelled_by_caller = True
-                assert call.task is not None
-                call.task.cancel()
-            for call in self._named(orders.pause):
-                call.pause()
-            for call in self._named(orders.resume):
-                call.resume()
+            await self._follow(orders)
+            # Else it would be kept until the next one.
+            del orders
         # Nobody can say so any more.
-        for call in (*self._running.values(), *self._held.values()):
+        for call in self._running.values():
             call.resume()
         self.finish()
         # Until those that run have ended, which ends this too.
         await asyncio.get_running_loop().create_future()
 
+    async def _follow(self, orders: pb.GenerateManyRequest) -> None:
+        lists = {"begin": orders.begin, "cancel": orders.cancel, "pause": orders.pause, "resume": orders.resume}
+        for name, entries in lists.items():
+            if len(entries) > _MOST_ORDERS:
+                raise InvalidField(name, f"has more than {_MOST_ORDERS} entries in one message")
+        for call in orders.begin:
+            await self._begin(call)
+        for running in self._named(orders.cancel):
+            # Once: a second time would disturb what it does at its end.
+            if not running.cancelled_by_caller and running.task is not None:
+                running.cancelled_by_caller = True
+                running.task.cancel()
+        for running in self._named(orders.pause):
+            running.pause()
+        for running in self._named(orders.resume):
+            running.resume()
+
     def _named(self, numbers: Iterable[int]) -> list[CarriedContext]:
         return [self._running[number] for number in numbers if number in self._running]
 
-    def _begin(self, begun: pb.CarriedCall) -> None:
+    async def _begin(self, begun: pb.CarriedCall) -> None:
         if begun.call <= self._latest:
             raise InvalidField("begin.call", "must be larger than all before it")
         self._latest = number = begun.call
+        # Those that run are at most `_most` of them.
+        while len(self._ready) >= self._most + _MOST_UNSENT:
+            self._sent.clear()
+            await self._sent.wait()
 
         def mark() -> None:
             if not self._ready:
                 self._changed.set()
             self._ready[number] = call
 
+        fits = _fits(begun.metadata)
+        if not fits:
+            del begun.metadata[:]
         call = CarriedContext(begun, self._handler, self._context, mark)
-        if len(self._running) < self._most:
+        if fits and len(self._running) < self._most:
             self._start(call)
             return
-        self._held[number] = call
-        self._held_bytes += call.size
-        if len(self._held) > _MOST_HELD or self._held_bytes > _MOST_HELD_BYTES:
-            raise QuotaExceeded("too many calls wait on one stream", limit=_MOST_HELD)
+        many = QuotaExceeded("too many calls at once on one stream", limit=self._most)
+        call.refuse(many if fits else InvalidField("metadata", f"has more than {MAX_METADATA_BYTES} bytes"))
+        await self._pace.wait("")
 
     def _start(self, call: CarriedContext) -> None:
         self._running[call.number] = call
         call.task = asyncio.create_task(self._run(call))
+        # Not in the task: one that is cancelled with the message that begins it never runs.
+        call.task.add_done_callback(lambda _: self._forget(call))
+
+    def _forget(self, call: CarriedContext) -> None:
+        del self._running[call.number]
+        # For `finish`.
+        self._changed.set()
 
     async def _run(self, call: CarriedContext) -> None:
-        """Run a call to its end, and note that."""
+        """Run a call to its end."""
         loop, left = asyncio.get_running_loop(), call.seconds_left()
         deadline = None if left is None else loop.call_later(left, _expire, call)
         try:
@@ -284,24 +323,17 @@ class CarriedCalls:
         finally:
             if deadline is not None:
                 deadline.cancel()
-            del self._running[call.number]
-            if self._held:
-                number = next(iter(self._held))
-                held = self._held.pop(number)
-                self._held_bytes -= held.size
-                self._start(held)
-            # For `finish`.
-            self._changed.set()
 
     async def _write(self) -> None:
         """Send what is ready, in one message at a time: what becomes ready meanwhile goes into the next."""
-        while not (self._finishing and not self._running and not self._held and not self._ready):
+        while not (self._finishing and not self._running and not self._ready):
             await self._changed.wait()
             self._changed.clear()
             while self._ready:
                 message = self._collected()
                 if message is not None:
                     await self._context.write(message)
+                self._sent.set()
 
     def _collected(self) -> pb.GenerateManyResponse | None:
         calls, responses, ends, size = list[int](), list[bytes](), list[pb.CarriedEnd](), 0
@@ -386,6 +418,13 @@ def _expire(call: CarriedContext) -> None:
     call.expired = True
     if call.task is not None:
         call.task.cancel()
+
+
+def _fits(metadata: Sequence[pb.CallMetadata]) -> bool:
+    """Whether a call's metadata are as few as those of a call of its own."""
+    if len(metadata) > MAX_METADATA_BYTES // _ENTRY_BYTES:
+        return False
+    return sum(len(pair.key) + len(pair.value) + _ENTRY_BYTES for pair in metadata) <= MAX_METADATA_BYTES
 
 
 def _entry(pair: pb.CallMetadata) -> tuple[str, str | bytes]:

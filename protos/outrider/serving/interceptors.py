@@ -5,11 +5,12 @@ from __future__ import annotations
 import asyncio
 import inspect
 import logging
+import traceback
 from collections.abc import AsyncIterator, Awaitable, Callable, Mapping
 from contextlib import AbstractAsyncContextManager, aclosing, asynccontextmanager
 from contextvars import ContextVar
 from dataclasses import dataclass
-from typing import Any, TypeAlias
+from typing import Any, Protocol, TypeAlias, runtime_checkable
 
 import grpc
 from google.protobuf.message import DecodeError
@@ -38,6 +39,15 @@ Parser = Callable[[bytes], Any]
 Guard = Callable[[Any, Context], AbstractAsyncContextManager[Any]]
 Handler: TypeAlias = "grpc.RpcMethodHandler[Any, Any]"
 Continuation: TypeAlias = "Callable[[grpc.HandlerCallDetails], Awaitable[Handler | None]]"
+
+
+@runtime_checkable
+class HoldsRequest(Protocol):
+    """A context that has its call's request before anybody reads it."""
+
+    def drop_request(self) -> None:
+        """Free it: nobody will read it."""
+
 
 # Stands for the tenant of callers without a valid token, where their refusals are paced. No tenant has this name.
 _UNKNOWN_CALLER = ""
@@ -170,6 +180,14 @@ async def _abort(context: Context, error: OutriderError) -> None:
     await context.abort(status.code, status.details, (*status.trailing_metadata, *(context.trailing_metadata() or ())))
 
 
+def _drop_request(error: OutriderError, context: Context) -> None:
+    """Free what was read of a call that `error` refuses, while its refusal waits: the error's traceback has the frames
+    of handlers, and these the message. 20 messages of 3 MB with 1.5 million turns each held 3.3 GB together."""
+    traceback.clear_frames(error.__traceback__)
+    if isinstance(context, HoldsRequest):
+        context.drop_request()
+
+
 class ErrorInterceptor(grpc.aio.ServerInterceptor):
     """Turns `OutriderError` into its status with `google.rpc` details, and any bug into a bare INTERNAL."""
 
@@ -264,6 +282,7 @@ class AuthInterceptor(grpc.aio.ServerInterceptor):
                 size = _request_bytes.get()
                 refused_large = size > LARGE_BYTES and error.code not in _NOT_THE_CALLERS_FAULT
                 if isinstance(error, QuotaExceeded | Unauthenticated) or refused_large:
+                    _drop_request(error, context)
                     await self._pace.wait(tenant, size)
                 raise
 

@@ -21,7 +21,7 @@ from outrider.errors import Draining, OutriderError
 from outrider.host_names import is_loopback
 from outrider.ports import port_refusal
 from outrider.serving import health
-from outrider.serving.calls import CallLimits, Calls
+from outrider.serving.calls import MAX_METADATA_BYTES, CallLimits, Calls
 from outrider.serving.carried_calls import CarryingInterceptor
 from outrider.serving.credentials import TlsFiles
 from outrider.serving.health import HealthServicer
@@ -31,7 +31,6 @@ from outrider.serving.tenancy import Authenticator
 from outrider.settings import ServiceSettings, SettingsError
 
 logger = logging.getLogger(__name__)
-MAX_METADATA_BYTES = 16 * 1024
 # Seconds to send the statuses of calls that a stop ends; a caller that reads nothing gets none. Chosen, not measured.
 LAST_WORDS_SECONDS = 5.0
 

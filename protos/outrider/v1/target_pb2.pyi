@@ -212,7 +212,7 @@ global___GenerateRequest = GenerateRequest
 @typing.final
 class GenerateManyRequest(google.protobuf.message.Message):
     """GenerateManyRequest begins calls, and says what becomes of those that run. What it says of a call that has ended
-    changes nothing.
+    changes nothing. A list of more than 4096 entries ends the stream with INVALID_ARGUMENT.
     """
 
     DESCRIPTOR: google.protobuf.descriptor.Descriptor
@@ -223,7 +223,9 @@ class GenerateManyRequest(google.protobuf.message.Message):
     RESUME_FIELD_NUMBER: builtins.int
     @property
     def begin(self) -> google.protobuf.internal.containers.RepeatedCompositeFieldContainer[global___CarriedCall]:
-        """begin starts calls."""
+        """begin starts calls. One more than run at once on a connection ends with RESOURCE_EXHAUSTED, and what the caller
+        writes behind it may be read later.
+        """
 
     @property
     def cancel(self) -> google.protobuf.internal.containers.RepeatedScalarFieldContainer[builtins.int]:
@@ -269,7 +271,7 @@ class CarriedCall(google.protobuf.message.Message):
     """timeout_nanoseconds after which it ends with DEADLINE_EXCEEDED. Default none."""
     @property
     def metadata(self) -> google.protobuf.internal.containers.RepeatedCompositeFieldContainer[global___CallMetadata]:
-        """metadata of the call: the caller's token, tenant and trace."""
+        """metadata of the call: the caller's token, tenant and trace. At most 16 KiB, or the call ends with INVALID_ARGUMENT."""
 
     def __init__(
         self,

@@ -123,13 +123,14 @@ export const GenerateRequestSchema: GenMessage<GenerateRequest> = /*@__PURE__*/
 
 /**
  * GenerateManyRequest begins calls, and says what becomes of those that run. What it says of a call that has ended
- * changes nothing.
+ * changes nothing. A list of more than 4096 entries ends the stream with INVALID_ARGUMENT.
  *
  * @generated from message outrider.v1.GenerateManyRequest
  */
 export type GenerateManyRequest = Message<"outrider.v1.GenerateManyRequest"> & {
   /**
-   * begin starts calls.
+   * begin starts calls. One more than run at once on a connection ends with RESOURCE_EXHAUSTED, and what the caller
+   * writes behind it may be read later.
    *
    * @generated from field: repeated outrider.v1.CarriedCall begin = 1;
    */
@@ -186,7 +187,7 @@ export type CarriedCall = Message<"outrider.v1.CarriedCall"> & {
   request: Uint8Array;
 
   /**
-   * metadata of the call: the caller's token, tenant and trace.
+   * metadata of the call: the caller's token, tenant and trace. At most 16 KiB, or the call ends with INVALID_ARGUMENT.
    *
    * @generated from field: repeated outrider.v1.CallMetadata metadata = 3;
    */
