@@ -9,6 +9,7 @@ from pathlib import Path
 from outrider.addresses import address_problem
 from outrider.admission.prompt_limits import MOST_CONTEXT
 from outrider.checkpoints.folder import Checkpoint, check_tokenizer
+from outrider.checkpoints.formats import DEQUANTISED_FORMATS
 from outrider.devices import check_device_name
 from outrider.drafting.link import INPROCESS_SCHEME, ChannelTls, Connect, LinkOptions, bearer_metadata, prepare_draft
 from outrider.errors import OutriderError
@@ -95,7 +96,7 @@ def check_sources(config: TargetConfig) -> None:
     the model's folder is not whole."""
     check_head(config.draft_head, config.model)
     try:
-        check_tokenizer(Checkpoint.of_folder(resolve(config.model)).folder)
+        check_tokenizer(Checkpoint.of_folder(resolve(config.model), DEQUANTISED_FORMATS).folder)
     except (OSError, ValueError) as error:
         raise EngineRefused(1, f"cannot serve {config.model}: {error}") from None
 

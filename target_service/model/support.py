@@ -5,6 +5,7 @@ from __future__ import annotations
 from transformers import PretrainedConfig, PreTrainedModel
 
 from outrider.checkpoints.causal_lm import said
+from outrider.checkpoints.formats import DEQUANTISED_FORMATS
 from outrider.checkpoints.plain_attention import attention_refusal
 from tree_models.families import Description, describe
 from tree_models.families.common import longest_context
@@ -19,6 +20,7 @@ __all__ = [
     "kv_bytes",
     "kv_shape",
     "longest_context",
+    "quantisation_method",
     "text_part",
 ]
 
@@ -61,10 +63,10 @@ def check_supported(config: PretrainedConfig, model: PreTrainedModel | None = No
         return
     if reason := attention_refusal(config, variants=description_of(config) is not None):
         raise ModelRefused(f"{kind}: {reason}")
-    if quantised := getattr(config, "quantization_config", None):
-        method = quantised.get("quant_method") if isinstance(quantised, dict) else None
+    method = quantisation_method(config)
+    if method and not _is_dequantised(config, method):
         # Passes multiply plain matrices; no test holds the layers of a quantisation method to the model's.
-        raise ModelRefused(f"{kind}: quantised weights ({method or 'of some kind'}) are not served")
+        raise ModelRefused(f"{kind}: quantised weights ({method}) are not served")
     if description_of(config) is not None:
         return
     if model is None:
@@ -79,6 +81,20 @@ def check_supported(config: PretrainedConfig, model: PreTrainedModel | None = No
         raise ModelRefused(f"{kind}: a sliding window of {min(windows)} tokens is not served")
     if any("sinks" in name for name, _ in model.named_parameters()):
         raise ModelRefused(f"{kind}: attention sinks are not served")
+
+
+def quantisation_method(config: PretrainedConfig) -> str:
+    """What a configuration calls its format of weights; empty where they are plain."""
+    quantised = getattr(config, "quantization_config", None)
+    if not quantised:
+        return ""
+    return str(quantised.get("quant_method") or "of some kind") if isinstance(quantised, dict) else "of some kind"
+
+
+def _is_dequantised(config: PretrainedConfig, method: str) -> bool:
+    """Whether weights in this format become plain ones when they are read."""
+    description = description_of(config)
+    return method in DEQUANTISED_FORMATS and description is not None and description.names.experts_transposed
 
 
 def has_latents(config: PretrainedConfig) -> bool:

@@ -10,6 +10,7 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from typing import Protocol
 
+import torch
 from torch import Tensor
 
 from tree_models.names import WeightNames
@@ -59,10 +60,7 @@ class TensorsInMemory:
 
     def __init__(self, tensors: Mapping[str, Tensor]) -> None:
         self._tensors = tensors
-        kinds = {True: "F32", False: "I64"}
-        self.stored = {
-            name: Stored(tuple(tensor.shape), kinds[tensor.is_floating_point()]) for name, tensor in tensors.items()
-        }
+        self.stored = {name: Stored(tuple(tensor.shape), _kind(tensor)) for name, tensor in tensors.items()}
 
     def read(self, name: str) -> Tensor:
         """See `TensorSource.read`."""
@@ -106,6 +104,12 @@ def some(names: Iterable[str], most: int = 10) -> str:
     listed = sorted(names)
     more = len(listed) - most
     return ", ".join(listed[:most]) + (f" and {more} more" if more > 0 else "")
+
+
+def _kind(tensor: Tensor) -> str:
+    if tensor.is_floating_point():
+        return "F32"
+    return "U8" if tensor.dtype == torch.uint8 else "I64"
 
 
 def _text_name(name: str) -> str:

@@ -7,7 +7,7 @@ What is read of a folder, and what is ignored, is a rule:
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
@@ -58,13 +58,15 @@ class Checkpoint:
     tensors: Mapping[str, TensorEntry]
 
     @classmethod
-    def of_folder(cls, folder: str | Path) -> Checkpoint:
+    def of_folder(cls, folder: str | Path, formats: Collection[str] = ()) -> Checkpoint:
         """Read config.json, the index and the headers. Raises `CheckpointRefused`, in one line, for anything that is
-        no whole causal language model with plain weights in safetensors."""
+        no whole causal language model in safetensors, with plain weights or in one of the quantised `formats` that the
+        caller reads, by the name that config.json has for it."""
         path = Path(folder)
-        config = read_config(path)
+        config = read_config(path, formats)
         tensors = read_headers(path)
-        if method := quantised_format(path, config, tensors):
+        method = quantised_format(path, config, tensors)
+        if method and method not in formats:
             raise CheckpointRefused(quantised_refusal(method))
         check_sizes(config, len(tensors))
         return cls(path, config, tensors)
@@ -80,9 +82,9 @@ def quantised_refusal(method: str) -> str:
     return f"quantised weights ({method}) are not served: use the model's own weights in 16 bits"
 
 
-def read_config(folder: Path) -> dict[str, Any]:
+def read_config(folder: Path, formats: Collection[str] = ()) -> dict[str, Any]:
     """The entries of config.json. Raises `CheckpointRefused` where the folder holds something else than a causal
-    language model, by its files and by config.json alone; weights may be missing."""
+    language model, by its files and by config.json alone; weights may be missing. `formats` as in `of_folder`."""
     check_files(folder)
     if not (folder / "config.json").exists():
         raise CheckpointRefused(_without_config(folder))
@@ -98,7 +100,8 @@ def read_config(folder: Path) -> dict[str, Any]:
         # transformers would guess one from the folder's name.
         raise CheckpointRefused("config.json has no model_type that is a name")
     _check_architectures(config.get("architectures"))
-    if method := quantised_format(folder, config, {}):
+    method = quantised_format(folder, config, {})
+    if method and method not in formats:
         raise CheckpointRefused(quantised_refusal(method))
     check_sizes(config)
     return config

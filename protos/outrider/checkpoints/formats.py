@@ -14,6 +14,8 @@ from typing import Any
 from outrider.checkpoints.headers import TensorEntry
 from outrider.checkpoints.regular_files import read_json_object
 
+# By config.json's names, those that a target reads as plain numbers: `tree_models.weights.mxfp4`.
+DEQUANTISED_FORMATS = ("mxfp4",)
 # Files that only a quantised folder has, with the format that writes them where their content does not name one.
 _SIDE_FILES = {
     "hf_quant_config.json": "ModelOpt",

@@ -6,6 +6,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from outrider.checkpoints.folder import Checkpoint, read_config
+from outrider.checkpoints.formats import DEQUANTISED_FORMATS
 from outrider.checkpoints.refusal import CheckpointRefused
 from outrider.checkpoints.regular_files import read_json_object
 
@@ -50,7 +51,7 @@ def refusal_of(folder: Path) -> str:
     from target_service.model.support import check_supported, text_part
 
     try:
-        read_config(folder)
+        read_config(folder, DEQUANTISED_FORMATS)
         config = read_configuration(folder)
         check_supported(config)
     # Of both kinds: not whole, or not served.
@@ -67,7 +68,7 @@ def refusal_of(folder: Path) -> str:
 
 def _refusal_of_weights(folder: Path) -> str:
     try:
-        Checkpoint.of_folder(folder)
+        Checkpoint.of_folder(folder, DEQUANTISED_FORMATS)
     except CheckpointRefused as refused:
         return str(refused)
     return ""

@@ -14,6 +14,7 @@ from transformers import PretrainedConfig
 
 from outrider.checkpoints.causal_lm import load_causal_lm, read_configuration, read_generation_config, said
 from outrider.checkpoints.folder import Checkpoint, check_tokenizer
+from outrider.checkpoints.formats import DEQUANTISED_FORMATS
 from outrider.checkpoints.plain_attention import attention_refusal
 from outrider.checkpoints.refusal import CheckpointRefused
 from outrider.checkpoints.tensors import read_tensor
@@ -25,7 +26,15 @@ from target_service.model.loading.self_check import check_runner, own_logits, pl
 from target_service.model.loading.store import resolve
 from target_service.model.network import TargetNetwork
 from target_service.model.runner import ModelRunner, end_tokens_of, runner_over, takes_latents
-from target_service.model.support import ModelRefused, check_supported, description_of, has_latents, kv_bytes, text_part
+from target_service.model.support import (
+    ModelRefused,
+    check_supported,
+    description_of,
+    has_latents,
+    kv_bytes,
+    quantisation_method,
+    text_part,
+)
 from target_service.model.transformers_network import TransformersNetwork, pack_linears
 from target_service.text.loading import load_tokenizer
 from tree_kernels.attention import Backend
@@ -40,6 +49,7 @@ from tree_models.layers.rank_group import RankGroup
 from tree_models.ranks.decoder import build_rank
 from tree_models.reference import layers_that_differ
 from tree_models.weights.checkpoint import Stored, TensorSource, TextPart, WeightsRefused, WholeNames
+from tree_models.weights.mxfp4 import DequantisedExperts
 
 log = logging.getLogger(__name__)
 # Default context, chosen so that a laptop stays usable with models of a million tokens; `--max-context` sets more.
@@ -67,7 +77,7 @@ def load_runner(config: TargetConfig, ranks: ServingRanks | None = None) -> Mode
     choose_device(config.device)
     _set_threads(config, ranks)
     folder = resolve(config.model)
-    checkpoint = Checkpoint.of_folder(folder)
+    checkpoint = Checkpoint.of_folder(folder, DEQUANTISED_FORMATS)
     whole = read_configuration(folder)
     check_supported(whole)
     settings = text_part(whole)
@@ -132,6 +142,10 @@ def _network(
         )
     if is_part:
         raise ModelRefused(f"{settings.model_type}: the layers of its part for text are not those of transformers")
+    if method := quantisation_method(settings):
+        raise ModelRefused(
+            f"{settings.model_type}: quantised weights ({method}) are not served by transformers' layers"
+        )
     if reason := attention_refusal(settings):
         # Transformers' layers get no windows here, and a short text does not show that.
         raise ModelRefused(f"{settings.model_type}: {reason} by transformers' layers")
@@ -196,6 +210,9 @@ def _decoder(
         if is_part:
             source = TextPart(source)
         source = WholeNames(source, description.names)
+        if method := quantisation_method(settings):
+            log.info("experts in %s are dequantised: passes multiply plain matrices", method)
+            source = DequantisedExperts(source)
         decoder = (build if ranks is None else build_rank)(description, source, place)
         with _running_transformers():
             differing = layers_that_differ(decoder, settings, source)
