@@ -11,26 +11,32 @@ from typing import Any
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource, compile
 
-from tree_kernels.recurrence import triton_kernels
+from tree_kernels.recurrence import triton_kernels, triton_mixing
 
-HALF = ("inputs", "ring", "windows", "weight", "bias", "output", "folded", "rows")
-OTHERS = {"gates": "*fp32", "ring_gates": "*fp32", "states": "*fp32", "words": "*i64", "stride": "i32"}
+HALF = ("inputs", "ring", "windows", "weight", "bias", "output", "folded", "rows", "queries", "keys", "reading")
+HALF += ("values", "scores")
+OTHERS = dict.fromkeys(("gates", "ring_gates", "folded_gates", "states", "reached"), "*fp32")
+OTHERS |= {"words": "*i64", "stride": "i32"}
 
 
 def kernels() -> Iterator[tuple[str, Any, dict[str, Any]]]:
     """Name, kernel and constants."""
     yield "plan", triton_kernels.plan_kernel, {"WINDOW": 64, "BLOCK": 64}
     delta = {"WINDOW": 64, "CHANNELS": 8192, "HEADS": 32, "GROUP": 2, "DK": 128, "DV": 128, "QUERY_AT": 0}
-    delta |= {"KEY_AT": 2048, "VALUE_AT": 4096, "NORMED": True, "SCALING": 128**-0.5, "BLOCK_K": 128, "BLOCK_V": 32}
-    delta |= {"FEW": 16, "MOST": 64, "PRECISION": "tf32x3"}
-    yield "mix delta", triton_kernels.mix_kernel, delta | {"DELTA": True}
-    yield "mix sum", triton_kernels.mix_kernel, delta | {"DELTA": False, "NORMED": False}
+    delta |= {"KEY_AT": 2048, "VALUE_AT": 4096, "NORMED": True, "SCALING": 128**-0.5, "BLOCK_K": 128}
+    delta |= {"FEW": 16, "PRECISION": "tf32x3"}
+    kept = {"BLOCK_V": 32, "TAPS": 4, "KEPT": 64, "STAGES": 2}
+    kept |= {"BLOCK_R": 16, "BLOCK_C": 64, "BLOCK_T": 4, "BLOCK_G": 64}
+    for rule, own in (("delta", {"DELTA": True}), ("sum", {"DELTA": False, "NORMED": False})):
+        for most in (1, 16, 64):
+            yield f"mix {rule} {most}", triton_mixing.mix_kernel, delta | kept | own | {"MOST": most}
+        yield f"prepare {rule}", triton_mixing.prepare_kernel, delta | own | {"BLOCK_V": 128}
     for name, channels, taps, gates in (("delta", 8192, 4, 64), ("short", 2048, 3, 0)):
-        sizes = {"WINDOW": 64, "CHANNELS": channels, "TAPS": taps, "BLOCK_R": 16}
-        own = {"SILU": name == "delta", "BIAS": name == "short", "BLOCK_C": 128}
+        sizes = {"WINDOW": 64, "CHANNELS": channels, "TAPS": taps, "BLOCK_R": 16, "GATES": gates}
+        own = {"SILU": name == "delta", "BIAS": name == "short", "BLOCK_C": 128, "BLOCK_G": max(1, gates)}
         yield f"convolve {name}", triton_kernels.convolve_kernel, sizes | own
-        own = {"GATES": gates, "BLOCK_C": 256, "BLOCK_T": 4 if taps == 4 else 2, "BLOCK_G": max(1, gates)}
-        yield f"keep {name}", triton_kernels.keep_kernel, sizes | own
+    sizes = {"WINDOW": 64, "CHANNELS": 2048, "TAPS": 3, "BLOCK_R": 16, "BLOCK_C": 256, "BLOCK_T": 2}
+    yield "keep", triton_kernels.keep_kernel, sizes
 
 
 def compiled(name: str, kernel: Any, constants: dict[str, Any]) -> int:

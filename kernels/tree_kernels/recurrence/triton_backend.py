@@ -1,4 +1,5 @@
-"""Recurrent layers over trees in Triton: one launch plans the pass, three compute a layer; nothing is read back."""
+"""Recurrent layers over trees in Triton: one launch plans the pass, and two compute a layer, or three where a sequence
+may have more than 16 rows. Nothing is read back."""
 
 from __future__ import annotations
 
@@ -6,6 +7,7 @@ from array import array
 from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import pairwise
+from typing import Any
 
 import torch
 import triton
@@ -13,7 +15,8 @@ from torch import Tensor
 
 from tree_kernels.attention.batch import AttentionBatch
 from tree_kernels.recurrence.states import RecurrentStates
-from tree_kernels.recurrence.triton_kernels import convolve_kernel, keep_kernel, mix_kernel, plan_kernel
+from tree_kernels.recurrence.triton_kernels import convolve_kernel, keep_kernel, plan_kernel
+from tree_kernels.recurrence.triton_mixing import CHUNK, mix_kernel, prepare_kernel
 from tree_kernels.recurrence.types import (
     MOST_NODES,
     Convolved,
@@ -21,10 +24,13 @@ from tree_kernels.recurrence.types import (
     RecurrencePlan,
     ShortConvolution,
     StateRule,
+    StateShape,
 )
 
 # Tiles are chosen, not measured.
 _ROWS, _CHANNELS, _KEPT_CHANNELS, _FEW_ROWS, _COLUMNS = 16, 128, 256, 16, 32
+# Chunks in flight: those of 16-bit numbers fit the shared memory twice.
+_STAGES_16_BITS = 2
 
 
 @dataclass(frozen=True, slots=True)
@@ -55,6 +61,19 @@ class TritonConvolved(Convolved):
 
     inputs: Tensor
     folded: Tensor  # [B, window, C]
+    folded_gates: Tensor  # [B, window, G]
+
+
+@dataclass(frozen=True, slots=True)
+class PreparedRows:
+    """What `prepare_kernel` makes; `reading` is not used where the rule is a sum."""
+
+    queries: Tensor
+    keys: Tensor
+    reading: Tensor
+    values: Tensor
+    scores: Tensor
+    reached: Tensor
 
 
 class TritonRecurrence:
@@ -112,20 +131,25 @@ class TritonRecurrence:
             inputs = inputs.contiguous()
         output = inputs.new_empty(len(inputs), shape.channels)
         folded = inputs.new_empty(count, states.window, shape.channels)
-        ring, windows = states.inputs[layer], states.windows[layer]
-        sizes = {"WINDOW": states.window, "CHANNELS": shape.channels, "TAPS": shape.taps}
+        folded_gates = gates.new_empty(count, states.window, shape.gates)
         bias = convolution.weight if convolution.bias is None else convolution.bias
         grid = count, triton.cdiv(shape.channels, _CHANNELS), triton.cdiv(plan.most_rows + states.window, _ROWS)
         convolve_kernel[grid](
-            inputs, ring, windows, convolution.weight, bias, output, folded, tensors.query_starts,
-            tensors.prefix_lengths, tensors.slots, tensors.causal, tensors.parents, plan.pending, inputs.stride(0),
-            SILU=convolution.silu, BIAS=convolution.bias is not None, BLOCK_R=_ROWS, BLOCK_C=_CHANNELS, num_warps=4,
-            **sizes,
+            inputs, states.inputs[layer], states.gates[layer], states.windows[layer], convolution.weight, bias, output,
+            folded, folded_gates, tensors.query_starts, tensors.prefix_lengths, tensors.slots, tensors.causal,
+            tensors.parents, plan.pending, inputs.stride(0), WINDOW=states.window, CHANNELS=shape.channels,
+            TAPS=shape.taps, GATES=shape.gates, SILU=convolution.silu, BIAS=convolution.bias is not None,
+            BLOCK_R=_ROWS, BLOCK_C=_CHANNELS, BLOCK_G=triton.next_power_of_2(max(1, shape.gates)), num_warps=4,
         )  # fmt: skip
-        convolved = TritonConvolved(output, inputs, folded)
         if not shape.heads:
-            self._keep(plan, states, layer, inputs, gates)
-        return convolved
+            # Behind what reads the pending keys.
+            keep_kernel[(count, triton.cdiv(shape.channels, _KEPT_CHANNELS))](
+                inputs, states.inputs[layer], states.windows[layer], tensors.query_starts, tensors.prefix_lengths,
+                tensors.slots, plan.pending, inputs.stride(0), WINDOW=states.window, CHANNELS=shape.channels,
+                TAPS=shape.taps, BLOCK_R=_ROWS, BLOCK_C=_KEPT_CHANNELS,
+                BLOCK_T=triton.next_power_of_2(shape.taps - 1), num_warps=4,
+            )  # fmt: skip
+        return TritonConvolved(output, inputs, folded, folded_gates)
 
     def mix(
         self,
@@ -138,28 +162,54 @@ class TritonRecurrence:
     ) -> Tensor:
         assert isinstance(plan, TritonRecurrencePlan) and isinstance(convolved, TritonConvolved)
         shape, tensors, rows, gates = states.shape, plan.tensors, convolved.rows, gates.contiguous()
-        output = rows.new_empty(len(rows), shape.heads, shape.value_width)
-        block_k, block_v = max(16, triton.next_power_of_2(shape.key_width)), _COLUMNS
-        mix_kernel[(plan.batch.sequences, shape.heads, triton.cdiv(shape.value_width, block_v))](
-            rows, convolved.folded, gates, states.gates[layer], states.states[layer], output, tensors.query_starts,
-            tensors.prefix_lengths, tensors.slots, plan.pending, plan.words, plan.depths, WINDOW=states.window,
-            CHANNELS=shape.channels, HEADS=shape.heads, GROUP=shape.heads // layout.key_heads, DK=shape.key_width,
-            DV=shape.value_width, QUERY_AT=layout.query_at, KEY_AT=layout.key_at, VALUE_AT=layout.value_at,
-            NORMED=layout.normed, SCALING=layout.scaling, DELTA=layout.rule is StateRule.DELTA, BLOCK_K=block_k,
-            BLOCK_V=block_v, FEW=_FEW_ROWS, MOST=MOST_NODES, PRECISION=self._precision, num_warps=4,
+        output, inputs = rows.new_empty(len(rows), shape.heads, shape.value_width), convolved.inputs
+        few = min(_FEW_ROWS, states.window)
+        most = 1 if plan.most_rows == 1 else _FEW_ROWS if plan.most_rows <= few else CHUNK.value
+        prepared = self._prepared(plan, shape, rows, gates, layout, states.window, many=most > _FEW_ROWS)
+        parts = triton.cdiv(shape.value_width, _COLUMNS)
+        kept = triton.cdiv(shape.channels, shape.heads * parts)
+        mix_kernel[(plan.batch.sequences, shape.heads, parts)](
+            inputs, states.inputs[layer], states.windows[layer], rows, convolved.folded, convolved.folded_gates, gates,
+            states.gates[layer], states.states[layer], output, prepared.queries, prepared.keys, prepared.reading,
+            prepared.values, prepared.scores, prepared.reached, tensors.query_starts, tensors.prefix_lengths,
+            tensors.slots, plan.pending, plan.words, plan.depths, inputs.stride(0), MOST=most, TAPS=shape.taps,
+            BLOCK_V=_COLUMNS, STAGES=_STAGES_16_BITS if rows.element_size() == 2 else 1, KEPT=kept, BLOCK_R=_ROWS,
+            BLOCK_C=triton.next_power_of_2(kept), BLOCK_T=triton.next_power_of_2(shape.taps - 1),
+            BLOCK_G=triton.next_power_of_2(shape.gates), num_warps=4, **self._constants(shape, layout, states.window),
         )  # fmt: skip
-        self._keep(plan, states, layer, convolved.inputs, gates)
         return output
 
-    def _keep(
-        self, plan: TritonRecurrencePlan, states: RecurrentStates, layer: int, inputs: Tensor, gates: Tensor
-    ) -> None:
-        """Behind everything that reads the pending keys."""
-        shape, tensors = states.shape, plan.tensors
-        keep_kernel[(plan.batch.sequences, triton.cdiv(shape.channels, _KEPT_CHANNELS))](
-            inputs, gates, states.inputs[layer], states.gates[layer], states.windows[layer], tensors.query_starts,
-            tensors.prefix_lengths, tensors.slots, plan.pending, inputs.stride(0), WINDOW=states.window,
-            CHANNELS=shape.channels, TAPS=shape.taps, GATES=shape.gates, BLOCK_R=_ROWS, BLOCK_C=_KEPT_CHANNELS,
-            BLOCK_T=triton.next_power_of_2(shape.taps - 1), BLOCK_G=triton.next_power_of_2(max(1, shape.gates)),
-            num_warps=4,
+    def _prepared(
+        self,
+        plan: TritonRecurrencePlan,
+        shape: StateShape,
+        rows: Tensor,
+        gates: Tensor,
+        layout: HeadsLayout,
+        window: int,
+        *,
+        many: bool,
+    ) -> PreparedRows:
+        """What is solved ahead of sequences of many rows; without such, tensors that are not read."""
+        if not many:
+            return PreparedRows(rows, rows, rows, rows, rows, gates)
+        constants = self._constants(shape, layout, window)
+        count, heads = len(rows), shape.heads
+        queries, keys, reading = (rows.new_empty(count, heads, constants["BLOCK_K"]) for _ in range(3))
+        values, scores = (rows.new_empty(count, heads, width) for width in (shape.value_width, CHUNK.value))
+        prepared = PreparedRows(queries, keys, reading, values, scores, gates.new_empty(count, heads))
+        prepare_kernel[(plan.batch.sequences, heads, triton.cdiv(plan.most_rows, CHUNK.value))](
+            rows, gates, queries, keys, reading, values, scores, prepared.reached, plan.tensors.query_starts,
+            plan.words, BLOCK_V=max(16, triton.next_power_of_2(shape.value_width)), num_warps=8, **constants,
         )  # fmt: skip
+        return prepared
+
+    def _constants(self, shape: StateShape, layout: HeadsLayout, window: int) -> dict[str, Any]:
+        """What both kernels are compiled for."""
+        return {
+            "WINDOW": window, "CHANNELS": shape.channels, "HEADS": shape.heads,
+            "GROUP": shape.heads // layout.key_heads, "DK": shape.key_width, "DV": shape.value_width,
+            "QUERY_AT": layout.query_at, "KEY_AT": layout.key_at, "VALUE_AT": layout.value_at, "NORMED": layout.normed,
+            "SCALING": layout.scaling, "DELTA": layout.rule is StateRule.DELTA, "FEW": _FEW_ROWS,
+            "BLOCK_K": max(16, triton.next_power_of_2(shape.key_width)), "PRECISION": self._precision,
+        }  # fmt: skip

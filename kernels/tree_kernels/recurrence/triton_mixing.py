@@ -1,0 +1,286 @@
+"""Triton: the states of heads, in one launch: fold what was accepted, read the state at each row, keep the rows.
+
+Sequences of up to 16 rows are solved here. Of more rows `prepare_kernel` solves what does not need the state first, 64
+rows at a time: a tree, or a chunk of a prompt (the WY representation of arXiv 2412.06464, of any tree's ancestors).
+"""
+
+from __future__ import annotations
+
+import triton
+import triton.language as tl
+
+from tree_kernels.recurrence.triton_kernels import keep_rows
+
+_EPSILON = tl.constexpr(1e-6)
+# Rows that are prepared together.
+CHUNK = tl.constexpr(64)
+# Rows whose system is solved by substitution, one after the other; blocks of them by products.
+_BLOCK = tl.constexpr(16)
+
+
+@triton.jit
+def _part(rows, row, at, WIDTH: tl.constexpr, BLOCK: tl.constexpr, CHANNELS: tl.constexpr, there):  # type: ignore[no-untyped-def]
+    """[n, BLOCK] fp32: numbers `at` on of rows [n]."""
+    k = tl.arange(0, BLOCK)
+    here = there[:, None] & (k < WIDTH)[None, :]
+    return tl.load(rows + row.to(tl.int64)[:, None] * CHANNELS + at + k[None, :], mask=here, other=0.0).to(tl.float32)
+
+
+@triton.jit
+def _of_length_one(heads, NORMED: tl.constexpr):  # type: ignore[no-untyped-def]
+    if NORMED:
+        heads = heads * tl.rsqrt(tl.sum(heads * heads, 1) + _EPSILON)[:, None]
+    return heads
+
+
+@triton.jit
+def _one_part(row, at, WIDTH: tl.constexpr, BLOCK: tl.constexpr, NORMED: tl.constexpr):  # type: ignore[no-untyped-def]
+    """[BLOCK] fp32: numbers `at` on of one row, as `_part` and `_of_length_one` have them."""
+    k = tl.arange(0, BLOCK)
+    part = tl.load(row + at + k, mask=k < WIDTH, other=0.0).to(tl.float32)
+    if NORMED:
+        part = part * tl.rsqrt(tl.sum(part * part, 0) + _EPSILON)
+    return part
+
+
+@triton.jit
+def _with_token(state, key, value, decay, beta, DELTA: tl.constexpr):  # type: ignore[no-untyped-def]
+    """A state [Dk, Dv] behind one more token."""
+    state = state * decay
+    if DELTA:
+        value = value - tl.sum(key[:, None] * state, 0)
+    return state + key[:, None] * (beta * value)[None, :]
+
+
+@triton.jit
+def _inverse(system, PRECISION: tl.constexpr):  # type: ignore[no-untyped-def]
+    """(I + system)^-1 of a strictly lower triangular system [64, 64]: blocks of 16 on its diagonal by substitution, row
+    after row, then blocks of blocks. Each value is final before another is made of it, so none grows beyond what it
+    is, as powers of the system would."""
+    blocks: tl.constexpr = CHUNK // _BLOCK
+    i, block = tl.arange(0, _BLOCK), tl.arange(0, blocks)
+    same = (block[:, None] == block[None, :])[:, None, :, None]
+    whole = tl.reshape(system, [blocks, _BLOCK, blocks, _BLOCK])
+    # [4, 16, 16], the blocks on the diagonal, and their inverses, of which each row is made of those above it.
+    diagonal = tl.sum(tl.where(same, whole, 0.0), 2)
+    inverse = tl.zeros([blocks, _BLOCK, _BLOCK], tl.float32)
+    inverse += tl.where((i[:, None] == i[None, :])[None, :, :], 1.0, 0.0)
+    for row in range(1, _BLOCK):
+        here = (i == row)[None, :, None]
+        of_row = tl.sum(tl.where(here, diagonal, 0.0), 1)
+        made = tl.sum(of_row[:, :, None] * tl.where((i < row)[None, :, None], inverse, 0.0), 1)
+        inverse = tl.where(here, inverse - made[:, None, :], inverse)
+    spread = tl.where(same, inverse[:, :, None, :], 0.0) + tl.zeros([blocks, _BLOCK, blocks, _BLOCK], tl.float32)
+    first = tl.reshape(spread, [CHUNK, CHUNK])
+    below = tl.reshape(tl.where(same, 0.0, whole), [CHUNK, CHUNK])
+    below = tl.dot(first, below, input_precision=PRECISION)
+    found = first
+    for _ in range(blocks - 1):
+        found = first - tl.dot(below, found, input_precision=PRECISION)
+    return found
+
+
+@triton.jit
+def prepare_kernel(  # type: ignore[no-untyped-def]
+    rows, gates, queries, keys, reading, values, scores, reached, query_starts, words, WINDOW: tl.constexpr,
+    CHANNELS: tl.constexpr, HEADS: tl.constexpr, GROUP: tl.constexpr, DK: tl.constexpr, DV: tl.constexpr,
+    QUERY_AT: tl.constexpr, KEY_AT: tl.constexpr, VALUE_AT: tl.constexpr, NORMED: tl.constexpr, SCALING: tl.constexpr,
+    DELTA: tl.constexpr, BLOCK_K: tl.constexpr, BLOCK_V: tl.constexpr, FEW: tl.constexpr, PRECISION: tl.constexpr,
+):  # fmt: skip
+    """Program (sequence, head, chunk), for sequences of more than `FEW` rows or of known ones: what `mix_kernel`
+    multiplies the state S before a chunk with. A node's output is queries S + scores u, with u = values - reading S,
+    and the state behind a chain's chunk is reached (of its last row) S + keys^T u. See `torch_backend` for the
+    formulas.
+
+    `queries`, `keys`, `reading` [R, H, BLOCK_K], `values` [R, H, DV], `scores` [R, H, 64] have the type of rows;
+    `reached` [R, H] is fp32.
+    """
+    b, head, first = tl.program_id(0), tl.program_id(1), tl.program_id(2) * CHUNK
+    start = tl.load(query_starts + b)
+    count = tl.load(query_starts + b + 1) - start
+    if ((count > FEW) | (count > WINDOW)) & (first < count):
+        i, k, column = tl.arange(0, CHUNK), tl.arange(0, BLOCK_K), tl.arange(0, BLOCK_V)
+        row, there = (start + first + i).to(tl.int64), first + i < count
+        mask = i[:, None] >= i[None, :]
+        if count <= WINDOW:
+            word = tl.load(words + row, mask=there, other=0)
+            mask = ((word[:, None] >> i.to(tl.int64)[None, :]) & 1) != 0
+        of_key = head // GROUP * DK
+        query = _of_length_one(_part(rows, row, QUERY_AT + of_key, DK, BLOCK_K, CHANNELS, there), NORMED) * SCALING
+        key = _of_length_one(_part(rows, row, KEY_AT + of_key, DK, BLOCK_K, CHANNELS, there), NORMED)
+        value = _part(rows, row, VALUE_AT + head * DV, DV, BLOCK_V, CHANNELS, there)
+        log = tl.load(gates + row * 2 * HEADS + head, mask=there, other=0.0)
+        beta = tl.load(gates + row * 2 * HEADS + HEADS + head, mask=there, other=0.0)
+        # Not finite: of no effect on nodes that do not descend from it.
+        broken = (tl.sum(key - key, 1) != 0.0) | (tl.sum(value - value, 1) != 0.0) | (log - log + beta - beta != 0.0)
+        key, value = tl.where(broken[:, None], 0.0, key), tl.where(broken[:, None], 0.0, value)
+        log, beta = tl.where(broken, 0.0, log), tl.where(broken, 0.0, beta)
+        sums = tl.sum(tl.where(mask, log[None, :], 0.0), 1)
+        weights = tl.where(mask, tl.exp(sums[:, None] - sums[None, :]), 0.0)
+        kind = rows.dtype.element_ty
+        of_state = row * HEADS + head
+        wide = of_state[:, None] * BLOCK_K + k[None, :]
+        rounded = key.to(kind)
+        of_keys = tl.dot(query.to(kind), tl.trans(rounded), input_precision=PRECISION) * weights
+        spoiled = tl.sum(tl.where(mask & broken[None, :], 1, 0), 1) > 0
+        of_keys = tl.where(spoiled[:, None], float("nan"), of_keys)
+        tl.store(scores + of_state[:, None] * CHUNK + i[None, :], of_keys, mask=there[:, None])
+        tl.store(queries + wide, query * tl.exp(sums)[:, None], mask=there[:, None])
+        tl.store(reached + of_state, tl.exp(sums), mask=there)
+        # Decays of a chain from each row to the last.
+        tl.store(keys + wide, key * tl.exp(tl.sum(log, 0) - sums)[:, None], mask=there[:, None])
+        added = beta[:, None] * value
+        if DELTA:
+            system = beta[:, None] * tl.dot(rounded, tl.trans(rounded), input_precision=PRECISION) * weights
+            inverse = _inverse(tl.where(i[:, None] > i[None, :], system, 0.0), PRECISION).to(kind)
+            read = (beta * tl.exp(sums))[:, None] * key
+            tl.store(reading + wide, tl.dot(inverse, read.to(kind), input_precision=PRECISION), mask=there[:, None])
+            added = tl.dot(inverse, added.to(kind), input_precision=PRECISION)
+        here = there[:, None] & (column < DV)[None, :]
+        tl.store(values + of_state[:, None] * DV + column[None, :], added, mask=here)
+
+
+@triton.jit
+def _mix_prepared(  # type: ignore[no-untyped-def]
+    state, queries, keys, reading, values, scores, reached, output, start, count, head, column, HEADS: tl.constexpr,
+    DV: tl.constexpr, DELTA: tl.constexpr, BLOCK_K: tl.constexpr, STAGES: tl.constexpr, PRECISION: tl.constexpr,
+):  # fmt: skip
+    """Write the outputs of prepared rows behind a state [BLOCK_K, BLOCK_V], chunk after chunk; and return the state
+    behind the last one, if the rows are a chain."""
+    i, k = tl.arange(0, CHUNK), tl.arange(0, BLOCK_K)
+    kind = values.dtype.element_ty
+    for first in tl.range(0, count, CHUNK, num_stages=STAGES):
+        there = first + i < count
+        of_state = (start + first + i).to(tl.int64) * HEADS + head
+        here = there[:, None] & (column < DV)[None, :]
+        wide = of_state[:, None] * BLOCK_K + k[None, :]
+        of_value = of_state[:, None] * DV + column[None, :]
+        rounded = state.to(kind)
+        added = tl.load(values + of_value, mask=here, other=0.0)
+        if DELTA:
+            read = tl.load(reading + wide, mask=there[:, None], other=0.0)
+            added = (added.to(tl.float32) - tl.dot(read, rounded, input_precision=PRECISION)).to(kind)
+        query = tl.load(queries + wide, mask=there[:, None], other=0.0)
+        of_keys = tl.load(scores + of_state[:, None] * CHUNK + i[None, :], mask=there[:, None], other=0.0)
+        made = tl.dot(query, rounded, input_precision=PRECISION)
+        made += tl.dot(of_keys, added, input_precision=PRECISION)
+        tl.store(output + of_value, made, mask=here)
+        last = (start + tl.minimum(first + CHUNK, count) - 1).to(tl.int64) * HEADS + head
+        key = tl.load(keys + wide, mask=there[:, None], other=0.0)
+        state = state * tl.load(reached + last) + tl.dot(tl.trans(key), added, input_precision=PRECISION)
+    return state
+
+
+@triton.jit
+def _solve_few(  # type: ignore[no-untyped-def]
+    state, rows, gates, output, row, there, mask, depth, head, column, HEADS: tl.constexpr, GROUP: tl.constexpr,
+    DK: tl.constexpr, DV: tl.constexpr, QUERY_AT: tl.constexpr, KEY_AT: tl.constexpr, VALUE_AT: tl.constexpr,
+    CHANNELS: tl.constexpr, NORMED: tl.constexpr, SCALING: tl.constexpr, DELTA: tl.constexpr, BLOCK_K: tl.constexpr,
+    PRECISION: tl.constexpr,
+):  # fmt: skip
+    """Write the outputs of nodes `row` [n] behind a state [BLOCK_K, BLOCK_V], whose ancestors `mask` [n, n] has.
+    `depth` substitutions suffice: node after node, each gets its ancestors' final values."""
+    of_key = head // GROUP * DK
+    query = _of_length_one(_part(rows, row, QUERY_AT + of_key, DK, BLOCK_K, CHANNELS, there), NORMED) * SCALING
+    key = _of_length_one(_part(rows, row, KEY_AT + of_key, DK, BLOCK_K, CHANNELS, there), NORMED)
+    here = there[:, None] & (column < DV)[None, :]
+    value_at = row.to(tl.int64)[:, None] * CHANNELS + VALUE_AT + head * DV + column[None, :]
+    value = tl.load(rows + value_at, mask=here, other=0.0).to(tl.float32)
+    log = tl.load(gates + row.to(tl.int64) * 2 * HEADS + head, mask=there, other=0.0)
+    beta = tl.load(gates + row.to(tl.int64) * 2 * HEADS + HEADS + head, mask=there, other=0.0)
+    # Not finite: of no effect on nodes that do not descend from it.
+    broken = (tl.sum(key - key, 1) != 0.0) | (tl.sum(value - value, 1) != 0.0) | (log - log + beta - beta != 0.0)
+    key, value = tl.where(broken[:, None], 0.0, key), tl.where(broken[:, None], 0.0, value)
+    log, beta = tl.where(broken, 0.0, log), tl.where(broken, 0.0, beta)
+    sums = tl.sum(tl.where(mask, log[None, :], 0.0), 1)
+    weights = tl.where(mask, tl.exp(sums[:, None] - sums[None, :]), 0.0)
+    reached = tl.exp(sums)
+    added = value
+    if DELTA:
+        added = value - reached[:, None] * tl.dot(key, state, input_precision=PRECISION)
+    added = beta[:, None] * added
+    solved = added
+    if DELTA:
+        i = tl.arange(0, mask.shape[0])
+        system = beta[:, None] * tl.dot(key, tl.trans(key), input_precision=PRECISION) * weights
+        system = tl.where(i[:, None] > i[None, :], system, 0.0)
+        for _ in range(depth):
+            solved = added - tl.dot(system, solved, input_precision=PRECISION)
+    made = reached[:, None] * tl.dot(query, state, input_precision=PRECISION)
+    of_keys = tl.dot(query, tl.trans(key), input_precision=PRECISION) * weights
+    made += tl.dot(of_keys, solved, input_precision=PRECISION)
+    spoiled = tl.sum(tl.where(mask & broken[None, :], 1, 0), 1) > 0
+    made = tl.where(spoiled[:, None], float("nan"), made)
+    output_at = (row.to(tl.int64) * HEADS + head)[:, None] * DV + column[None, :]
+    tl.store(output + output_at, made, mask=here)
+
+
+@triton.jit(do_not_specialize=["stride"])
+def mix_kernel(  # type: ignore[no-untyped-def]
+    inputs, ring, windows, rows, folded, folded_gates, gates, ring_gates, states, output, queries, keys, reading,
+    values, scores, reached, query_starts, prefix_lengths, slots, pending_keys, words, depths, stride,
+    MOST: tl.constexpr, WINDOW: tl.constexpr, CHANNELS: tl.constexpr, TAPS: tl.constexpr, HEADS: tl.constexpr,
+    GROUP: tl.constexpr, DK: tl.constexpr, DV: tl.constexpr, QUERY_AT: tl.constexpr, KEY_AT: tl.constexpr,
+    VALUE_AT: tl.constexpr, NORMED: tl.constexpr, SCALING: tl.constexpr, DELTA: tl.constexpr, BLOCK_K: tl.constexpr,
+    BLOCK_V: tl.constexpr, FEW: tl.constexpr, STAGES: tl.constexpr, KEPT: tl.constexpr, BLOCK_R: tl.constexpr,
+    BLOCK_C: tl.constexpr, BLOCK_T: tl.constexpr, BLOCK_G: tl.constexpr, PRECISION: tl.constexpr,
+):  # fmt: skip
+    """Program (sequence, head, columns of values): fold pending keys into the state, then the outputs of all rows. And
+    `keep_rows` of `KEPT` channels. Sequences have up to `MOST` rows: 1, 16, or any number.
+
+    What runs for one row is short: each launch of a step reads its code from memory, as other layers' weights have
+    passed through the cache since.
+    """
+    b, head, part = tl.program_id(0), tl.program_id(1), tl.program_id(2)
+    start = tl.load(query_starts + b)
+    count = tl.load(query_starts + b + 1) - start
+    if count > 0:
+        prefix, slot = tl.load(prefix_lengths + b), tl.load(slots + b).to(tl.int64)
+        pending = tl.load(pending_keys + b)
+        k, column = tl.arange(0, BLOCK_K), part * BLOCK_V + tl.arange(0, BLOCK_V)
+        of_key, of_value = head // GROUP * DK, VALUE_AT + head * DV + column
+        here = (k < DK)[:, None] & (column < DV)[None, :]
+        at = states + (slot * HEADS + head) * DK * DV + k[:, None] * DV + column[None, :]
+        state = tl.load(at, mask=here & (prefix + tl.zeros_like(k) > 0)[:, None], other=0.0)
+        for t in range(pending):
+            place = b.to(tl.int64) * WINDOW + t
+            decay = tl.exp(tl.load(folded_gates + place * 2 * HEADS + head))
+            beta = tl.load(folded_gates + place * 2 * HEADS + HEADS + head)
+            key = _one_part(folded + place * CHANNELS, KEY_AT + of_key, DK, BLOCK_K, NORMED)
+            value = tl.load(folded + place * CHANNELS + of_value, mask=column < DV, other=0.0).to(tl.float32)
+            state = _with_token(state, key, value, decay, beta, DELTA)
+        if count <= WINDOW:
+            tl.store(at, state, mask=here)
+        if count == 1:
+            row = start.to(tl.int64)
+            decay = tl.exp(tl.load(gates + row * 2 * HEADS + head))
+            beta = tl.load(gates + row * 2 * HEADS + HEADS + head)
+            key = _one_part(rows + row * CHANNELS, KEY_AT + of_key, DK, BLOCK_K, NORMED)
+            query = _one_part(rows + row * CHANNELS, QUERY_AT + of_key, DK, BLOCK_K, NORMED) * SCALING
+            value = tl.load(rows + row * CHANNELS + of_value, mask=column < DV, other=0.0).to(tl.float32)
+            made = tl.sum(query[:, None] * _with_token(state, key, value, decay, beta, DELTA), 0)
+            tl.store(output + (row * HEADS + head) * DV + column, made, mask=column < DV)
+        elif MOST > 1:
+            if (count <= FEW) & (count <= WINDOW):
+                i = tl.arange(0, FEW)
+                word = tl.load(words + start + i, mask=i < count, other=0)
+                mask = ((word[:, None] >> i.to(tl.int64)[None, :]) & 1) != 0
+                depth = tl.max(tl.load(depths + start + i, mask=i < count, other=0), 0)
+                _solve_few(
+                    state, rows, gates, output, start + i, i < count, mask, depth, head, column, HEADS, GROUP, DK, DV,
+                    QUERY_AT, KEY_AT, VALUE_AT, CHANNELS, NORMED, SCALING, DELTA, BLOCK_K, PRECISION,
+                )  # fmt: skip
+            elif MOST > FEW:
+                state = _mix_prepared(
+                    state, queries, keys, reading, values, scores, reached, output, start, count, head, column, HEADS,
+                    DV, DELTA, BLOCK_K, STAGES, PRECISION,
+                )  # fmt: skip
+                if count > WINDOW:
+                    tl.store(at, state, mask=here)
+        program = head * tl.num_programs(2) + part
+        channel = program * KEPT + tl.arange(0, BLOCK_C)
+        keep_rows(
+            inputs, gates, ring, ring_gates, windows, start, count, prefix, slot, pending,
+            tl.where(tl.arange(0, BLOCK_C) < KEPT, channel, CHANNELS), program == 0, stride, WINDOW, CHANNELS, TAPS,
+            2 * HEADS, BLOCK_R, BLOCK_T, BLOCK_G,
+        )  # fmt: skip
