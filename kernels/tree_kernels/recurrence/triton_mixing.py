@@ -34,6 +34,19 @@ def _of_length_one(heads, NORMED: tl.constexpr):  # type: ignore[no-untyped-def]
 
 
 @triton.jit
+def _broken(numbers):  # type: ignore[no-untyped-def]
+    """1 where a number is not finite. Not by `x - x`: where x is a product, a GPU makes one operation of both, and the
+    result is what rounding took from x."""
+    return tl.where(tl.abs(numbers) < float("inf"), 0, 1)
+
+
+@triton.jit
+def _broken_rows(rows):  # type: ignore[no-untyped-def]
+    """[n] whether a row of [n, m] has numbers that are not finite."""
+    return tl.max(_broken(rows), 1) > 0
+
+
+@triton.jit
 def _one_part(row, at, WIDTH: tl.constexpr, BLOCK: tl.constexpr, NORMED: tl.constexpr):  # type: ignore[no-untyped-def]
     """[BLOCK] fp32: numbers `at` on of one row, as `_part` and `_of_length_one` have them."""
     k = tl.arange(0, BLOCK)
@@ -111,8 +124,8 @@ def prepare_kernel(  # type: ignore[no-untyped-def]
         value = _part(rows, row, VALUE_AT + head * DV, DV, BLOCK_V, CHANNELS, there)
         log = tl.load(gates + row * 2 * HEADS + head, mask=there, other=0.0)
         beta = tl.load(gates + row * 2 * HEADS + HEADS + head, mask=there, other=0.0)
-        # Not finite: of no effect on nodes that do not descend from it.
-        broken = (tl.sum(key - key, 1) != 0.0) | (tl.sum(value - value, 1) != 0.0) | (log - log + beta - beta != 0.0)
+        # Of no effect on nodes that do not descend from it.
+        broken = _broken_rows(key) | _broken_rows(value) | (_broken(log) + _broken(beta) > 0)
         key, value = tl.where(broken[:, None], 0.0, key), tl.where(broken[:, None], 0.0, value)
         log, beta = tl.where(broken, 0.0, log), tl.where(broken, 0.0, beta)
         sums = tl.sum(tl.where(mask, log[None, :], 0.0), 1)
@@ -188,8 +201,8 @@ def _solve_few(  # type: ignore[no-untyped-def]
     value = tl.load(rows + value_at, mask=here, other=0.0).to(tl.float32)
     log = tl.load(gates + row.to(tl.int64) * 2 * HEADS + head, mask=there, other=0.0)
     beta = tl.load(gates + row.to(tl.int64) * 2 * HEADS + HEADS + head, mask=there, other=0.0)
-    # Not finite: of no effect on nodes that do not descend from it.
-    broken = (tl.sum(key - key, 1) != 0.0) | (tl.sum(value - value, 1) != 0.0) | (log - log + beta - beta != 0.0)
+    # Of no effect on nodes that do not descend from it.
+    broken = _broken_rows(key) | _broken_rows(value) | (_broken(log) + _broken(beta) > 0)
     key, value = tl.where(broken[:, None], 0.0, key), tl.where(broken[:, None], 0.0, value)
     log, beta = tl.where(broken, 0.0, log), tl.where(broken, 0.0, beta)
     sums = tl.sum(tl.where(mask, log[None, :], 0.0), 1)
