@@ -113,9 +113,9 @@ class _ReplayedAnswer:
     def candidates(self, entries: Tensor | None, most: int) -> list[NodeCandidate]:
         """The best rows of the next pass."""
         text = [*self.answer.prompt, *self.answer.tokens[: self.done]]
-        place, before, borrowed, is_end = stand(self.nodes, text, len(text) - 1)
+        place, before, reused, is_end = stand(self.nodes, text, len(text) - 1)
         recycled = recycled_nodes(entries, _OWNER, text[-1]) if is_end and entries is not None else None
-        every = candidates(self.nodes, place, look_up(text, LOOKUP), before, borrowed, recycled)
+        every = candidates(self.nodes, place, look_up(text, LOOKUP), before, reused, recycled)
         self.nodes = self.trees[self.done - 1] if self.trees else _NO_TREE
         return best(every, most)
 

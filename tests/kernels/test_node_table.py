@@ -33,20 +33,20 @@ from tree_kernels.node_table import Mailboxes, NodeTable, StepIntegers, layout, 
 from tree_kernels.node_table import torch_backend as _torch_node_table
 from tree_kernels.node_table.layout import (
     COST_OF_HALVING,
+    INSERTION_COST,
     KEPT,
     KEYS_PER_COST,
     LONGEST,
     LOOKUP,
     MAX_PATH,
-    MEND_BORROWED,
-    MEND_EXCHANGED,
-    MEND_INSERTED,
     MOST_COST,
     NO_KEY,
     NODES,
     PROSPECTS,
     REPORT,
     REPORT_TOKENS,
+    REUSE_COST,
+    SUBSTITUTION_COST,
     TABLE,
 )
 from tree_kernels.node_table.torch_backend import (
@@ -56,7 +56,7 @@ from tree_kernels.node_table.torch_backend import (
     best,
     bound_for,
     candidates,
-    lender,
+    donor,
     look_up,
     nodes_of,
     walk,
@@ -222,7 +222,7 @@ def check_best(found: list[NodeCandidate], limit: int) -> None:
 
 
 @given(SEEDS, st.integers(0, 240), CHAINS, st.integers(0, 80))
-def test_a_tree_is_mended(seed: int, walked: int, chain: LookupChain, limit: int) -> None:
+def test_a_tree_is_realigned(seed: int, walked: int, chain: LookupChain, limit: int) -> None:
     """Behind a token that is no child of a node: what its likeliest child has below it, its children, and the chain."""
     nodes = nodes_of(torch.from_numpy(preorder(*tree_of(seed), 1)))
     every = paths_of(nodes.tokens, nodes.parents)
@@ -230,7 +230,7 @@ def test_a_tree_is_mended(seed: int, walked: int, chain: LookupChain, limit: int
     before = every[walked % len(every)]
     children = [path for path in every if path[:-1] == before and path]
     # By paths in the table.
-    wanted = {path: (path[-1:], costs[path] - costs[before] + MEND_INSERTED) for path in children}
+    wanted = {path: (path[-1:], costs[path] - costs[before] + INSERTION_COST) for path in children}
     if children:
         # Of equally likely ones the first.
         likeliest = min(children, key=lambda path: costs[path])
@@ -238,11 +238,13 @@ def test_a_tree_is_mended(seed: int, walked: int, chain: LookupChain, limit: int
         for path in every:
             if path[:depth] == likeliest and depth < len(path) <= depth + MAX_PATH:
                 assert path not in wanted
-                wanted[path] = path[depth:], costs[path] - costs[likeliest] + MEND_EXCHANGED
+                wanted[path] = path[depth:], costs[path] - costs[likeliest] + SUBSTITUTION_COST
     found = candidates(nodes, -1, chain, walked % len(every))
     paths = paths_down(found)
-    mended = {every[one.number]: (path, one.cost) for one, path in zip(found, paths, strict=True) if one.number < NODES}
-    assert mended == wanted
+    realigned = {
+        every[one.number]: (path, one.cost) for one, path in zip(found, paths, strict=True) if one.number < NODES
+    }
+    assert realigned == wanted
     chained = [(path, one.cost) for one, path in zip(found, paths, strict=True) if one.number >= NODES]
     assert chained == [
         (tuple(chain.tokens[: k + 1]), chain.first + k * chain.following) for k in range(len(chain.tokens))
@@ -252,31 +254,33 @@ def test_a_tree_is_mended(seed: int, walked: int, chain: LookupChain, limit: int
 
 
 @given(SEEDS, st.integers(-1, 240), st.integers(0, 9), CHAINS, st.integers(0, 80))
-def test_a_tree_lends(seed: int, walked: int, token: int, chain: LookupChain, limit: int) -> None:
+def test_a_tree_reuses_what_is_below_another_node(
+    seed: int, walked: int, token: int, chain: LookupChain, limit: int
+) -> None:
     """What is below the likeliest node of a token hangs below the root, and in no other way; the rest is as it was."""
     nodes = nodes_of(torch.from_numpy(preorder(*tree_of(seed), 1)))
     before = walked % len(nodes.tokens) if walked >= 0 else -1
-    borrowed = lender(nodes, token)
+    reused = donor(nodes, token)
     having = [
         place for place in range(1, len(nodes.tokens)) if nodes.tokens[place] == token and place in nodes.parents[1:]
     ]
-    assert borrowed == min(having, key=lambda place: nodes.costs[place], default=-1)
-    found = candidates(nodes, -1, chain, before, borrowed)
-    lent = range(borrowed + 1, nodes.ends[borrowed]) if borrowed >= 0 else range(0)
-    others = [one for one in candidates(nodes, -1, chain, before) if one.number not in lent]
-    assert [one for one in found if one.number not in lent] == others
-    for one in (one for one in found if one.number in lent):
-        assert one.parent == (-1 if nodes.parents[one.number] == borrowed else nodes.parents[one.number])
-        assert one.depth == nodes.depths[one.number] - nodes.depths[borrowed]
-        assert one.cost == nodes.costs[one.number] - nodes.costs[borrowed] + MEND_BORROWED
-    deep = [place for place in lent if nodes.depths[place] - nodes.depths[borrowed] <= MAX_PATH]
-    assert sorted(one.number for one in found if one.number in lent) == deep
+    assert reused == min(having, key=lambda place: nodes.costs[place], default=-1)
+    found = candidates(nodes, -1, chain, before, reused)
+    again = range(reused + 1, nodes.ends[reused]) if reused >= 0 else range(0)
+    others = [one for one in candidates(nodes, -1, chain, before) if one.number not in again]
+    assert [one for one in found if one.number not in again] == others
+    for one in (one for one in found if one.number in again):
+        assert one.parent == (-1 if nodes.parents[one.number] == reused else nodes.parents[one.number])
+        assert one.depth == nodes.depths[one.number] - nodes.depths[reused]
+        assert one.cost == nodes.costs[one.number] - nodes.costs[reused] + REUSE_COST
+    deep = [place for place in again if nodes.depths[place] - nodes.depths[reused] <= MAX_PATH]
+    assert sorted(one.number for one in found if one.number in again) == deep
     check_best(found, limit)
 
 
-def test_what_mending_costs() -> None:
-    assert round(-COST_OF_HALVING * torch.tensor(0.3).double().log2().item()) == MEND_EXCHANGED == MEND_BORROWED
-    assert MEND_INSERTED == MEND_EXCHANGED + COST_OF_HALVING
+def test_costs_of_realigning() -> None:
+    assert round(-COST_OF_HALVING * torch.tensor(0.3).double().log2().item()) == SUBSTITUTION_COST == REUSE_COST
+    assert INSERTION_COST == SUBSTITUTION_COST + COST_OF_HALVING
 
 
 @given(SEEDS, st.integers(0, 240), CHAINS)
@@ -361,7 +365,7 @@ def check_layout(step: StepIntegers, table: NodeTable, case: Case) -> None:
         assert end - first <= min(case.rows[b], KEPT + 1)
         parents, tokens = step.parents[first:end].tolist(), step.token_ids[first:end].tolist()
         paths = paths_of(tokens, parents)
-        # Of a tree that is mended siblings may say the same, and beside a chain of one that lends.
+        # Of a tree that is realigned siblings may say the same, and beside a chain of one that is reused.
         links = table.ranked[b, 1, : end - first - 1].tolist()
         own = [path for path, link in zip(paths[1:], links, strict=True) if link >> 16]
         assert len(set(own)) == len(own) or table.ages[b] < 0
@@ -438,7 +442,7 @@ def test_a_tree_keeps_what_hangs_below_what_was_said(seed: int) -> None:
         deepest = laid_out[path[-1]] if path else ()
         assert reports_of(table, 0, turn)[REPORT_TOKENS:] == [*deepest, token, *path]
         committed = (*committed, *deepest, token)
-        # Below a leaf, or where the tree is left, others lend.
+        # Below a leaf, or where the tree is left, others are reused.
         if not any(len(path) > len(committed) and path[: len(committed)] == committed for path in by_path):
             break
     assert int(table.passes[0]) == turn + 1 and int(table.accepted[0]) <= len(committed)
@@ -453,7 +457,7 @@ def test_a_tree_keeps_what_hangs_below_what_was_said(seed: int) -> None:
         (4, -1, [(0, 7), (0, 8), (0, 6), (0, 5), (0, 7)]),
     ],
 )
-def test_mending_by_hand(fed: int, age: int, rows: list[tuple[int, int]]) -> None:
+def test_realigning_by_hand(fed: int, age: int, rows: list[tuple[int, int]]) -> None:
     step, text = one_sequence(64, 20)
     step.token_ids[0] = fed
     # The token before the root.
@@ -468,7 +472,7 @@ def test_mending_by_hand(fed: int, age: int, rows: list[tuple[int, int]]) -> Non
     assert found == rows and int(table.ages[0]) == age
     costs = [100, 150]
     if age < 0:
-        costs = [MEND_EXCHANGED + cost for cost in costs] + [MEND_INSERTED + cost for cost in (200, 300, 400)]
+        costs = [SUBSTITUTION_COST + cost for cost in costs] + [INSERTION_COST + cost for cost in (200, 300, 400)]
     assert (table.keys[0, : end - 1] // KEYS_PER_COST).tolist() == costs
     verdicts = Verdicts.over(torch.zeros(2 * MAX_SEQUENCES + 64).int(), MAX_SEQUENCES)
     run_pass(table, step, verdicts)
@@ -482,16 +486,16 @@ def test_mending_by_hand(fed: int, age: int, rows: list[tuple[int, int]]) -> Non
     ("base", "fed", "age", "rows", "costs"),
     [
         # A leaf is held, and 9 stands elsewhere too, with 7 and 8 below it.
-        (20, 9, 1, [(0, 7), (1, 8)], [MEND_BORROWED + cost for cost in (50, 90)]),
-        # Of a token that is not held too, beside what stood in its place and behind it; 6 is below what is lent.
-        (20, 3, -1, [(0, 6), (0, 9), (0, 5)], [MEND_BORROWED + 10] + [MEND_INSERTED + cost for cost in (100, 200)]),
+        (20, 9, 1, [(0, 7), (1, 8)], [REUSE_COST + cost for cost in (50, 90)]),
+        # Of a token that is not held too, beside what stood in its place and behind it; 6 is below what is again.
+        (20, 3, -1, [(0, 6), (0, 9), (0, 5)], [REUSE_COST + 10] + [INSERTION_COST + cost for cost in (100, 200)]),
         # The tree was left two tokens ago.
-        (19, 3, -1, [(0, 6)], [MEND_BORROWED + 10]),
+        (19, 3, -1, [(0, 6)], [REUSE_COST + 10]),
         # The table is not of this text: its base lies ahead.
         (40, 3, -1, [], []),
     ],
 )
-def test_borrowing_by_hand(base: int, fed: int, age: int, rows: list[tuple[int, int]], costs: list[int]) -> None:
+def test_reusing_by_hand(base: int, fed: int, age: int, rows: list[tuple[int, int]], costs: list[int]) -> None:
     step, text = one_sequence(64, 20)
     step.token_ids[0] = fed
     # The token before the root, and where the base is that, the one before which nothing is known.
@@ -587,29 +591,29 @@ def test_getting_ready_leaves_what_is_there() -> None:
 
 
 def test_random_cases_are_what_they_should_be(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Walks go on, tables are left and mended, and nodes are laid out beside chains and accepted."""
-    mended: list[tuple[int, int, int, bool]] = []
+    """Walks go on, tables are left and realigned, and nodes are laid out beside chains and accepted."""
+    realigned: list[tuple[int, int, int, bool]] = []
     # Whether the last token, or the one before, has a place, and whether another lends.
-    lent: set[tuple[bool, bool, bool]] = set()
+    again: set[tuple[bool, bool, bool]] = set()
 
     # The same of those that have a recycled tree, and of those that have none since their table is large.
     beside_recycled: set[tuple[bool, bool, bool]] = set()
     too_large = 0
 
     def watched(
-        nodes: Nodes, root: int, chain: LookupChain, before: int, borrowed: int, recycled: Nodes | None
+        nodes: Nodes, root: int, chain: LookupChain, before: int, reused: int, recycled: Nodes | None
     ) -> list[NodeCandidate]:
         nonlocal too_large
         found = candidates(nodes, root, chain, before)
-        lent.add((root >= 0, before >= 0, borrowed >= 0))
+        again.add((root >= 0, before >= 0, reused >= 0))
         if recycled:
-            beside_recycled.add((root >= 0, before >= 0, borrowed >= 0))
+            beside_recycled.add((root >= 0, before >= 0, reused >= 0))
         too_large += root < 0 and len(nodes.tokens) > recycling.FIRST
         if before >= 0:
             own = [one for one in best(found, KEPT) if one.number < NODES]
             beside = any(one.number >= NODES for one in found)
-            mended.append((nodes.depths[before], len(own), max((one.depth for one in own), default=0), beside))
-        return candidates(nodes, root, chain, before, borrowed, recycled)
+            realigned.append((nodes.depths[before], len(own), max((one.depth for one in own), default=0), beside))
+        return candidates(nodes, root, chain, before, reused, recycled)
 
     monkeypatch.setattr(_torch_node_table, "candidates", watched)
     reports: list[list[int]] = []
@@ -632,12 +636,12 @@ def test_random_cases_are_what_they_should_be(monkeypatch: pytest.MonkeyPatch) -
     assert any(one[6] < 0 < one[5] for one in reports)
     # The token before stands at the table's root or far below it, and is a leaf or not; with a chain or none.
     for deep, leaf, chained in itertools.product((False, True), repeat=3):
-        assert any((d > 5, not rows, beside) == (deep, leaf, chained) for d, rows, _, beside in mended)
-    assert any(d == 0 and rows > 5 for d, rows, *_ in mended) and any(depth > 3 for _, _, depth, _ in mended)
+        assert any((d > 5, not rows, beside) == (deep, leaf, chained) for d, rows, _, beside in realigned)
+    assert any(d == 0 and rows > 5 for d, rows, *_ in realigned) and any(depth > 3 for _, _, depth, _ in realigned)
     # Many nodes, some, and none.
     assert min(filled) == 0 and max(filled) > 40 and len({*filled}) > 5 and too_large > 3
     ways = {(held, before, True) for held, before in ((True, False), (False, True), (False, False))}
-    assert ways <= lent and ways | {(False, False, False), (False, True, False)} <= beside_recycled
+    assert ways <= again and ways | {(False, False, False), (False, True, False)} <= beside_recycled
 
 
 def check(found: list[object]) -> None:

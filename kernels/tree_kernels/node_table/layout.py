@@ -6,20 +6,20 @@ used, and 0 is no tree. Nodes are in depth-first order: parents[i] < i, and belo
 Siblings' tokens differ. Depths count from the root. A node's cost is -log2(probability of its path from the root) *
 `COST_OF_HALVING`, an integer that rises by 1 at least along every edge; the root costs 0.
 
-Where the table does not hold the sequence's last token, but the one before it, its tree is mended: P is the node of the
-one before, C the likeliest of P's children (of the smallest cost, then place). Below the root hang what is below C, as
-if the last token stood in C's place, for `MEND_EXCHANGED` more than it costs below C; and P's children, C too, as if it
-had been put before them, for `MEND_INSERTED` more than they cost below P and without what is below them. A child of P
-may then have the token of a child of C, and the chain, which is not merged with them, that of either. Walks that match
-a target's own choices tolerate that: they go on below the first, thus likelier row of that token, and the output is the
-same.
+Where the table does not hold the sequence's last token, but the one before it, its tree is realigned: P is the node of
+the one before, C the likeliest of P's children (of the smallest cost, then place). Below the root hang what is below C,
+as if the last token stood in C's place, for `SUBSTITUTION_COST` more than it costs below C; and P's children, C too, as
+if it had been put before them, for `INSERTION_COST` more than they cost below P and without what is below them. A child
+of P may then have the token of a child of C, and the chain, which is not merged with them, that of either. Walks that
+match a target's own choices tolerate that: they go on below the first, thus likelier row of that token, and the output
+is the same.
 
 Where the table does not hold the last token, or holds nothing below it, and is `MAX_PATH` tokens old at most, it also
-borrows: what is below the likeliest other node of that token that has anything below it hangs below the root, for
-`MEND_BORROWED` more than it costs below that node, and in no other way.
+reuses: what is below the likeliest other node of that token that has anything below it hangs below the root, for
+`REUSE_COST` more than it costs below that node, and in no other way.
 
 A table that holds nothing below the last token, or not that token, or no tree, may have a tree of recycled tokens
-beside it, rooted at the last token (`recycling`): the chain is merged with it, mended and borrowed nodes are not.
+beside it, rooted at the last token (`recycling`): the chain is merged with it, realigned and reused nodes are not.
 
 Rows of a pass are the nodes with the smallest keys: cost * `KEYS_PER_COST` + the node's number, its place in the
 table, `recycling.FIRST` + its place in the recycled tree, or `NODES` + its place in the chain that was looked up. A
@@ -49,10 +49,10 @@ MOST_COST = 1 << 16
 KEYS_PER_COST = 1024
 # Above the key of whatever may be chosen.
 NO_KEY = MOST_COST * KEYS_PER_COST
-# What a mended tree costs beyond its nodes' own costs, where the last token is taken to stand in the place of the
+# What a realigned tree costs beyond its nodes' own costs, where the last token is taken to stand in the place of the
 # likeliest, before it, or anywhere else: of the chances that served best on recorded answers, INSTEAD, BEFORE and
 # ELSEWHERE of `benchmarks/running_ahead/walk.py`.
-MEND_EXCHANGED, MEND_INSERTED, MEND_BORROWED = (
+SUBSTITUTION_COST, INSERTION_COST, REUSE_COST = (
     round(-math.log2(chance) * COST_OF_HALVING) for chance in (0.3, 0.15, 0.3)
 )
 # Integers of a table, and where in it the arrays begin.
@@ -89,12 +89,14 @@ class ReportField(IntEnum):
 
     ACCEPTED = 0  # rows
     DRAFTED = 1  # rows
-    DRAFTED_FROM_TABLE = 2  # those that are nodes of the table, also where lookup drafts the same, and of a mended tree
+    DRAFTED_FROM_TABLE = (
+        2  # those that are nodes of the table, also where lookup drafts the same, and of a realigned tree
+    )
     EXPECTED = 3  # tokens that drafted rows are expected to bring
     FIRST_ROW = 4
     ACCEPTED_FROM_TABLE = 5  # rows that are nodes of the table
-    # Tokens between the table's root and the pass's; -1 where there was no table or it does not hold the text, mended
-    # or not.
+    # Tokens between the table's root and the pass's; -1 where there was no table or it does not hold the text,
+    # realigned or not.
     AGE = 6
     EXPECTED_FROM_TABLE = 7  # tokens that rows of the table are expected to bring
     # And what the best `PROSPECTS` candidates of the sequence would, whether or not there was room for them.

@@ -62,11 +62,11 @@ class LookupChain(NamedTuple):
 
 class Standing(NamedTuple):
     """Where a text stands in a table, as places of nodes, -1 for none: of its last token; where the table does not hold
-    that, of the token before; where it holds nothing below it, of a node to borrow from."""
+    that, of the token before; where it holds nothing below it, of a node to reuse from."""
 
     root: int
     before: int
-    borrowed: int
+    reused: int
     # Whether nothing is below the last token.
     is_end: bool
 
@@ -194,8 +194,8 @@ def stand(nodes: Nodes, text: Sequence[int], last: int) -> Standing:
     root = walk(nodes, text, last)
     before = walk(nodes, text[:-1], last - 1) if root < 0 else -1
     is_end = root < 0 or nodes.ends[root] == root + 1
-    borrows = is_end and 0 <= last + 1 - nodes.base <= layout.MAX_PATH
-    return Standing(root, before, lender(nodes, text[-1]) if borrows else -1, is_end)
+    reuses = is_end and 0 <= last + 1 - nodes.base <= layout.MAX_PATH
+    return Standing(root, before, donor(nodes, text[-1]) if reuses else -1, is_end)
 
 
 def look_up(text: Sequence[int], limit: int) -> LookupChain:
@@ -208,19 +208,19 @@ def look_up(text: Sequence[int], limit: int) -> LookupChain:
     return LookupChain(tokens, layout.FIRST_COST[run.length], layout.NEXT_COST[run.length])
 
 
-def lender(nodes: Nodes, token: int) -> int:
+def donor(nodes: Nodes, token: int) -> int:
     """The place of the likeliest node of a token with anything below it, the root left out; -1 where there is none."""
     places = range(1, len(nodes.tokens))
-    lenders = [place for place in places if nodes.tokens[place] == token and nodes.ends[place] > place + 1]
-    return min(lenders, key=lambda place: (nodes.costs[place], place), default=-1)
+    donors = [place for place in places if nodes.tokens[place] == token and nodes.ends[place] > place + 1]
+    return min(donors, key=lambda place: (nodes.costs[place], place), default=-1)
 
 
 def candidates(
-    nodes: Nodes, root: int, chain: LookupChain, before: int = -1, borrowed: int = -1, recycled: Nodes | None = None
+    nodes: Nodes, root: int, chain: LookupChain, before: int = -1, reused: int = -1, recycled: Nodes | None = None
 ) -> list[NodeCandidate]:
-    """What may follow the node at place `root` of the table: the nodes below it, and the chain. Without one, the mended
-    nodes behind the node at place `before`. What is below the node at place `borrowed` is borrowed. `recycled` nodes,
-    where there are none below `root`, hang beside all. Places are those of `Standing`.
+    """What may follow the node at place `root` of the table: the nodes below it, and the chain. Without one, the
+    realigned nodes behind the node at place `before`. What is below the node at place `reused` is reused. `recycled`
+    nodes, where there are none below `root`, hang beside all. Places are those of `Standing`.
 
     A node below `root`, or a recycled one, that is also in the chain has the smaller cost of both; the rest of the
     chain hangs below the last such node, or below the root.
@@ -229,10 +229,10 @@ def candidates(
     if root >= 0:
         hung = _hung(nodes, root, 0)
     elif before >= 0:
-        hung = _mended(nodes, before)
-    if borrowed >= 0:
-        below = range(borrowed + 1, nodes.ends[borrowed])
-        hung = [one for one in hung if one.number not in below] + _hung(nodes, borrowed, layout.MEND_BORROWED)
+        hung = _realigned(nodes, before)
+    if reused >= 0:
+        below = range(reused + 1, nodes.ends[reused])
+        hung = [one for one in hung if one.number not in below] + _hung(nodes, reused, layout.REUSE_COST)
     tree, place, first = nodes, root, 0
     if recycled:
         tree, place, first = recycled, 0, recycling.FIRST
@@ -285,7 +285,7 @@ def _hung(nodes: Nodes, root: int, added: int) -> list[NodeCandidate]:
     return found
 
 
-def _mended(nodes: Nodes, before: int) -> list[NodeCandidate]:
+def _realigned(nodes: Nodes, before: int) -> list[NodeCandidate]:
     """What may follow a token that is no child of the node at place `before`: see `tree_kernels.node_table.layout`."""
     children = [place for place in range(before + 1, nodes.ends[before]) if nodes.parents[place] == before]
     if not children:
@@ -293,11 +293,11 @@ def _mended(nodes: Nodes, before: int) -> list[NodeCandidate]:
     likeliest = min(children, key=lambda place: (nodes.costs[place], place))
     inserted = [
         NodeCandidate(
-            place, nodes.tokens[place], -1, 1, nodes.costs[place] - nodes.costs[before] + layout.MEND_INSERTED
+            place, nodes.tokens[place], -1, 1, nodes.costs[place] - nodes.costs[before] + layout.INSERTION_COST
         )
         for place in children
     ]
-    return inserted + _hung(nodes, likeliest, layout.MEND_EXCHANGED)
+    return inserted + _hung(nodes, likeliest, layout.SUBSTITUTION_COST)
 
 
 def _find(table: NodeTable, step: StepIntegers, b: int, root: int, moves: int) -> None:
@@ -313,14 +313,14 @@ def _find(table: NodeTable, step: StepIntegers, b: int, root: int, moves: int) -
     keys = torch.arange(max(0, prefix - layout.WINDOW - layout.LONGEST), prefix, device=table.tokens.device)
     text = [*table.tokens[_slots(table, step, b, keys).long()].tolist(), root]
     nodes = nodes_of(table.tables[slot]) if slot >= 0 else _NO_TREE
-    place, before, borrowed, is_end = stand(nodes, text, prefix)
+    place, before, reused, is_end = stand(nodes, text, prefix)
     recycled, owner, limit = None, int(table.owners[b]), int(table.limits[b])
     has_room = len(nodes.tokens) <= recycling.FIRST
     if is_end and has_room and table.recycles_in(step) and owner >= 0 and limit > 0:
         recycled = recycled_nodes(table.entries, owner, root)
     of_table = recycling.FIRST if recycled else NODES
     chain = look_up(text, table.lookup_tokens)
-    kept = best(candidates(nodes, place, chain, before, borrowed, recycled), limit)
+    kept = best(candidates(nodes, place, chain, before, reused, recycled), limit)
     table.counts[b], table.roots[b] = len(kept), root
     table.ages[b] = nodes.depths[place] if place >= 0 else -1
     rows = {-1: 0} | {one.number: 1 + rank for rank, one in enumerate(kept)}

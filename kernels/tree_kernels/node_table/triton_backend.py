@@ -56,8 +56,8 @@ _RECYCLED, _RECYCLED_NODES = tl.constexpr(recycling.FIRST), tl.constexpr(recycli
 _TOKENS, _PARENTS, _ENDS = tl.constexpr(layout.TOKENS), tl.constexpr(layout.PARENTS), tl.constexpr(layout.ENDS)
 _DEPTHS, _COSTS = tl.constexpr(layout.DEPTHS), tl.constexpr(layout.COSTS)
 _MAX_PATH = tl.constexpr(layout.MAX_PATH)
-_MEND_EXCHANGED, _MEND_INSERTED = tl.constexpr(layout.MEND_EXCHANGED), tl.constexpr(layout.MEND_INSERTED)
-_MEND_BORROWED = tl.constexpr(layout.MEND_BORROWED)
+_SUBSTITUTION_COST, _INSERTION_COST = tl.constexpr(layout.SUBSTITUTION_COST), tl.constexpr(layout.INSERTION_COST)
+_REUSE_COST = tl.constexpr(layout.REUSE_COST)
 _PROSPECTS = tl.constexpr(len(layout.PROSPECTS))
 _PROSPECTS_BLOCK = tl.constexpr(triton.next_power_of_2(len(layout.PROSPECTS)))
 _MOST_COST, _KEYS_PER_COST = tl.constexpr(layout.MOST_COST), tl.constexpr(layout.KEYS_PER_COST)
@@ -115,8 +115,8 @@ def _end_and_cost(table, place):  # type: ignore[no-untyped-def]
 
 @triton.jit
 def _nearest(on_path, depth, age, i):  # type: ignore[no-untyped-def]
-    """The last token's place or else, of the token before, one that is to be mended, -1 without either; and whether it
-    is the former, which is the larger of both."""
+    """The last token's place or else, of the token before, one that is to be realigned, -1 without either; and whether
+    it is the former, which is the larger of both."""
     near = tl.where(on_path & (depth == age - 1), 2 * i, -2)
     near = tl.max(tl.where(on_path & (depth == age), 2 * i + 1, near), axis=0)
     return near >> 1, (near & 1) == 1
@@ -130,20 +130,20 @@ def _top(table, near, near_end, near_cost, lost, children, cost, i):  # type: ig
     if lost:
         top = _likeliest(children, cost, i)
         end, own_cost = _end_and_cost(table, top)
-        own_cost -= _MEND_EXCHANGED
+        own_cost -= _SUBSTITUTION_COST
     return top, end, own_cost
 
 
 @triton.jit
-def _lender(table, borrows, having, cost, i):  # type: ignore[no-untyped-def]
+def _donor(table, reuses, having, cost, i):  # type: ignore[no-untyped-def]
     """The likeliest of the nodes `having` [CANDIDATES] a token and anything below it, -1 for none and the root left
-    out: its place, its end, its depth, and its cost less what borrowing costs. None unless it `borrows`."""
+    out: its place, its end, its depth, and its cost less what reusing costs. None unless it `reuses`."""
     place, end, depth, own_cost = tl.full([], -1, tl.int32), 0, 0, 0
-    if borrows:
+    if reuses:
         place = _likeliest(having & (i > 0), cost, i)
         end, own_cost = _end_and_cost(table, place)
         depth = tl.load(table + _DEPTHS + place, mask=place >= 0, other=0)
-        own_cost -= _MEND_BORROWED
+        own_cost -= _REUSE_COST
     return place, end, depth, own_cost
 
 
@@ -266,19 +266,19 @@ def _rank(  # type: ignore[no-untyped-def]
     top, top_end, top_cost = _top(table, near, near_end, near_cost, lost, inserted, own_cost, i)
     # What is below another node of the last token hangs nowhere else.
     nothing_below = (held == 0) | (near_end == near + 1)
-    borrows = nothing_below & (nodes > 0) & (age >= 0) & (age <= _MAX_PATH)
+    reuses = nothing_below & (nodes > 0) & (age >= 0) & (age <= _MAX_PATH)
     having = node & (own_token == root) & (own_end > i + 1)
-    lender, lender_end, lender_depth, lender_cost = _lender(table, borrows, having, own_cost, i)
-    borrowed = node & (lender >= 0) & (i > lender) & (i < lender_end)
-    inserted = inserted & (borrowed == 0)
+    donor, donor_end, donor_depth, donor_cost = _donor(table, reuses, having, own_cost, i)
+    reused = node & (donor >= 0) & (i > donor) & (i < donor_end)
+    inserted = inserted & (reused == 0)
 
-    # None of a mended tree is on the text's path.
-    below = node & (top >= 0) & (i > top) & (i < top_end) & (borrowed == 0)
+    # None of a realigned tree is on the text's path.
+    below = node & (top >= 0) & (i > top) & (i < top_end) & (reused == 0)
     depth = tl.where(in_chain, i - _NODES + 1, tl.where(inserted, 1, own_depth - age))
-    depth = tl.where(borrowed, own_depth - lender_depth, depth)
-    cost = tl.where(inserted, own_cost - near_cost + _MEND_INSERTED, own_cost - top_cost)
-    cost = tl.where(borrowed, own_cost - lender_cost, cost)
-    of_root = tl.where(borrowed, own_parent == lender, (own_parent == top) | inserted)
+    depth = tl.where(reused, own_depth - donor_depth, depth)
+    cost = tl.where(inserted, own_cost - near_cost + _INSERTION_COST, own_cost - top_cost)
+    cost = tl.where(reused, own_cost - donor_cost, cost)
+    of_root = tl.where(reused, own_parent == donor, (own_parent == top) | inserted)
     of_table = tl.full([], _NODES, tl.int32)
     if RECYCLES:
         owner = tl.load(owners + b)
@@ -293,7 +293,7 @@ def _rank(  # type: ignore[no-untyped-def]
         of_root = tl.where(of_tree, tree_parent == _RECYCLED, of_root)
         of_table = tl.where(wanted, _RECYCLED, of_table)
     cost, last, last_depth = _with_chain(below & on_path & (depth <= chain), in_chain, cost, depth, first, following, i)
-    hangs = (below | inserted | borrowed) & (depth <= _MAX_PATH)
+    hangs = (below | inserted | reused) & (depth <= _MAX_PATH)
     candidate = tl.where(in_chain, (depth > last_depth) & (depth <= chain), hangs)
     key = tl.where(candidate & (cost < _MOST_COST), cost * _KEYS_PER_COST + i, NO_KEY)
 
