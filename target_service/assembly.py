@@ -41,7 +41,7 @@ def load_model(config: TargetConfig) -> ModelRunner:
     except SettingsError as error:
         raise EngineRefused(2, f"error: --device: {error}") from None
     try:
-        return in_passing_thread(lambda: load_ranks(config) if config.tensor_parallel > 1 else load_runner(config))
+        return in_passing_thread(lambda: load_ranks(config)[0] if config.tensor_parallel > 1 else load_runner(config))
     except torch.OutOfMemoryError as error:
         raise EngineRefused(1, f"cannot serve {config.model}: {error} ({_LESS_MEMORY})") from None
     except (OSError, ValueError, NotSupported, MemoryError) as error:

@@ -48,6 +48,9 @@ class ThreadRank:
     def joined(self, part: Tensor) -> Tensor:
         return torch.cat(self._parts(part), dim=-1)
 
+    def least(self, number: int) -> int:
+        return int(torch.stack(self._parts(torch.tensor(number))).min())
+
     def _parts(self, part: Tensor) -> list[Tensor]:
         self.calls.append(tuple(part.shape))
         self.exchange.parts[self.rank] = part

@@ -16,12 +16,12 @@ from typing import Literal, NamedTuple
 import torch
 from torch import Tensor
 
-from target_service.execution.pass_graphs import PassGraphs
+from target_service.model.cuda_graphs.pass_graphs import PassGraphs
 from target_service.model.forward import ForwardPass
 from target_service.model.runner import ModelRunner
 from tree_kernels.logit_shaping import DeviceShaper
 from tree_kernels.logprobs import DeviceLogprobs
-from tree_kernels.verification import TOKEN_BITS, DeviceVerifier, keep_accepted, move_accepted
+from tree_kernels.verification import TOKEN_BITS, DeviceVerifier, keep_accepted
 
 log = logging.getLogger(__name__)
 # For capturing ahead; the rest is captured when first used.
@@ -69,6 +69,8 @@ class PostPass:
     def launch(self, work: PostPassWork, done: ForwardPass, distributions: Tensor | None = None) -> None:
         """Run what follows this pass, captured now if it was not yet. Never captured with `distributions`, which are
         those of `DeviceVerifier.sampled`."""
+        if work.drafted:
+            self._runner.prepare_moves(done, self._verifier.verdicts)
         graph_buffers = done.graph_buffers if distributions is None else None
         self._graphs.replay_or_capture(graph_buffers, work, lambda: self._launch(work, done, distributions))
 
@@ -98,11 +100,7 @@ class PostPass:
         if work.logprobs:
             self._logprobs.gather(done.logits, done.token_ids, done.parameters, verdicts)
         if work.drafted:
-            accepted = done.parameters, verdicts, self._backend
-            for (keys, values), slots in zip(cache.pools, cache.slots_of(done.slots), strict=True):
-                move_accepted(keys, values, slots, *accepted)
-            if cache.recurrent is not None and done.node_slots is not None:
-                move_accepted(cache.recurrent.inputs, cache.recurrent.gates, done.node_slots, *accepted)
+            self._runner.move_accepted(done.written, verdicts, self._backend)
             keep_accepted(cache.tokens, done.token_ids, done.slots, done.parameters, verdicts, self._backend)
         torch.bitwise_and(verdicts.next_tokens, TOKEN_BITS, out=self._runner.pending[: len(verdicts.next_tokens)])
         if work.table is not TableWork.NONE:

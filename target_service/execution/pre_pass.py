@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from torch import Tensor
 
-from target_service.execution.pass_graphs import PassGraphs
+from target_service.model.cuda_graphs.pass_graphs import PassGraphs
 from target_service.model.runner import ModelRunner
 from tree_kernels.node_table import Mailboxes, NodeTable, StepIntegers
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import itertools
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -100,6 +101,14 @@ class ForwardInput:
                 yield b, accepted_counts[-1 - self.token_ids[row]]
 
 
+class WrittenRows(NamedTuple):
+    """Where a pass wrote keys and values, and what says which of its rows are verified."""
+
+    slots: Tensor  # [rows] int32
+    parameters: Tensor  # [any] int32, as the caller of the pass gave them
+    node_slots: Tensor | None = None  # [rows] int32, see `RecurrencePlan`; None where no layer keeps states
+
+
 @dataclass(frozen=True, slots=True)
 class ForwardPass:
     """A pass on the device: at least R rows, of which only the first R are used."""
@@ -113,6 +122,11 @@ class ForwardPass:
     graph_buffers: object | None = None  # what owns these tensors, pass after pass; None where they are new each time
     step: StepIntegers | None = None  # the step's integers, of a captured pass or one whose rows were drafted there
     node_slots: Tensor | None = None  # [rows] int32, see `RecurrencePlan`; None where no layer keeps states
+
+    @property
+    def written(self) -> WrittenRows:
+        """What accepted rows are moved by."""
+        return WrittenRows(self.slots, self.parameters, self.node_slots)
 
 
 def rows_of(values: Tensor, rows: tuple[int, ...]) -> Tensor:

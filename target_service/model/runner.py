@@ -17,10 +17,11 @@ from transformers import PretrainedConfig, PreTrainedModel
 from target_service.config import MAX_SEQUENCES
 from target_service.core.kv_cache import KVCache, WindowedLayers
 from target_service.core.sequence import MAX_PASSES
-from target_service.model.forward import Attention, ForwardInput, ForwardPass, pass_over
+from target_service.model.forward import Attention, ForwardInput, ForwardPass, WrittenRows, pass_over
 from target_service.model.head_projection import DraftHead
 from target_service.model.hidden_state_hooks import LayerHooks
 from target_service.model.network import TargetNetwork
+from target_service.model.rank_link import MoveAccepted, MoveRows, RankLink, RunPass
 from target_service.model.support import description_of
 from target_service.model.transformers_network import TransformersNetwork, pack_linears
 from target_service.text.tokenizer import ModelTokenizer
@@ -30,7 +31,7 @@ from tree_kernels.logit_shaping import SequenceTexts
 from tree_kernels.node_table import NodeTable, StepIntegers, fill_pending
 from tree_kernels.node_table.layout import LOOKUP
 from tree_kernels.recurrence import RecurrenceBackend, RecurrentPass, RecurrentStates, TreeRecurrence
-from tree_kernels.verification import DRAWN_BY_POSITION, RECORD, move_kv, records_of
+from tree_kernels.verification import DRAWN_BY_POSITION, RECORD, Verdicts, move_accepted, move_kv, records_of
 from tree_models.building import build
 from tree_models.layers.paged import PagedPass
 from tree_models.layers.placing import Placement
@@ -56,6 +57,7 @@ class ModelRunner:
     max_context: int
     end_token_ids: tuple[int, ...]
     tokenizer_fingerprint: str
+    link: RankLink | None = None  # to the other ranks, where several share the model
 
     def __post_init__(self) -> None:
         network = self.network
@@ -85,7 +87,7 @@ class ModelRunner:
     @property
     def ranks(self) -> int:
         """Processes that share the model."""
-        return 1
+        return 1 if self.link is None else self.link.size
 
     @property
     def hidden_size(self) -> int:
@@ -259,15 +261,42 @@ class ModelRunner:
 
     def move_rows(self, sources: Sequence[int], targets: Sequence[int]) -> None:
         """Copy keys and values of every layer from slots to others, all of them read before any is written."""
+        if self.link is not None:
+            self.link.send(MoveRows(list(sources), list(targets)))
         lists = (self.cache.slots_of(torch.tensor(slots)) for slots in (sources, targets))
         for (keys, values), source, target in zip(self.cache.pools, *lists, strict=True):
             move_kv([*keys, *values], source, target)
+
+    def prepare_moves(self, done: ForwardPass, verdicts: Verdicts) -> None:
+        """Have the other ranks move what this pass wrote of accepted rows. Before each `move_accepted`, and outside of
+        graphs."""
+        if self.link is not None:
+            shared = len(done.parameters) if done.graph_buffers is None else 0
+            self.link.send(MoveAccepted(len(verdicts.accepted_counts), len(verdicts.tensor), shared))
+            if shared:
+                self.link.share(done.parameters)
+
+    def move_accepted(
+        self, written: WrittenRows, verdicts: Verdicts, backend: Literal["triton", "torch"] | None = None
+    ) -> None:
+        """Move what a pass wrote of accepted rows behind their roots, in every layer; see
+        `tree_kernels.verification.move_accepted`. Can be captured."""
+        if self.link is not None:
+            self.link.share(verdicts.tensor)
+        accepted, recurrent = (written.parameters, verdicts, backend), self.cache.recurrent
+        for (keys, values), slots in zip(self.cache.pools, self.cache.slots_of(written.slots), strict=True):
+            move_accepted(keys, values, slots, *accepted)
+        if recurrent is not None and written.node_slots is not None:
+            move_accepted(recurrent.inputs, recurrent.gates, written.node_slots, *accepted)
 
     def compute_logits(
         self, batch: ForwardInput, token_ids: Tensor, rows: Tensor | int, recurrent: RecurrentPass | None
     ) -> Tensor:
         """Logits of the given rows, 0 for all, of a pass whose tokens are `token_ids` [R] int64. `recurrent` plans the
         layers with states, if there are some."""
+        if self.link is not None:
+            self.link.send(RunPass.of(batch, all_rows=isinstance(rows, int)))
+            self.link.share(token_ids)
         slots, positions = (torch.tensor(each, device=self.device) for each in (batch.slots, batch.positions))
         if self.cache.frames is not None:
             self.cache.frames.send()

@@ -5,13 +5,23 @@ from __future__ import annotations
 import random
 import subprocess
 from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import psutil
 import pytest
 from conftest import make_tiny
-from engine_harness import engine_config, knowing_tree, plain, random_tree, real_drafter, request, run
+from engine_harness import (
+    DEVICE_SEQUENCES,
+    engine_config,
+    knowing_tree,
+    plain,
+    random_tree,
+    real_drafter,
+    request,
+    run,
+)
 from scripted_service import byte_tokenizer
 from transformers import PreTrainedModel
 from waits import HUNG_SECONDS, wait_until
@@ -24,7 +34,8 @@ from target_service.config import TargetConfig
 from target_service.core.sequence import SequenceRequest
 from target_service.core.weights import WeightUpdate
 from target_service.engine.exchange import WeightExchange
-from target_service.model.ranks.leading import LeadingRunner, load_ranks
+from target_service.model.ranks.leading import load_ranks
+from target_service.model.runner import ModelRunner
 from target_service.model.support import ModelRefused
 
 VOCABULARY = 211
@@ -50,12 +61,12 @@ def folder(model: PreTrainedModel, tmp_path_factory: pytest.TempPathFactory) -> 
 
 
 @pytest.fixture(scope="module")
-def runner(folder: Path) -> Iterator[LeadingRunner]:
+def runner(folder: Path) -> Iterator[ModelRunner]:
     """Over few pages, so that sequences are preempted."""
-    config = TargetConfig(model=str(folder), dtype="float32", tensor_parallel=2, kv_tokens=72, page_size=4)
-    leading = load_ranks(config)
+    config = TargetConfig(model=str(folder), dtype="float32", tensor_parallel=2, kv_tokens=80, page_size=4)
+    leading, link = load_ranks(config)
     yield leading
-    leading.close()
+    link.close()
 
 
 def requests(sampling: SamplingParams) -> list[SequenceRequest]:
@@ -64,14 +75,14 @@ def requests(sampling: SamplingParams) -> list[SequenceRequest]:
     return [request(prompt, MAX_TOKENS, sampling=sampling) for prompt in (*prompts, prompts[0] * 6)]
 
 
-def test_the_model_is_divided(runner: LeadingRunner) -> None:
+def test_the_model_is_divided(runner: ModelRunner) -> None:
     assert runner.ranks == 2
     assert runner.network.vocabulary_size == VOCABULARY
     assert runner.cache.keys[0].shape[2] == 1, "one of the model's two key heads"
 
 
 @pytest.mark.parametrize("sampling", SAMPLINGS.values(), ids=SAMPLINGS)
-def test_trees_change_nothing(runner: LeadingRunner, model: PreTrainedModel, sampling: SamplingParams) -> None:
+def test_trees_change_nothing(runner: ModelRunner, model: PreTrainedModel, sampling: SamplingParams) -> None:
     """Trees that are often right, whose accepted rows move in every rank's cache; prompts in parts; preemption."""
     wanted = requests(sampling)
     expected = [plain(model, one) for one in wanted]
@@ -81,12 +92,33 @@ def test_trees_change_nothing(runner: LeadingRunner, model: PreTrainedModel, sam
     assert [outcome.token_ids for outcome in drafted] == expected
     assert sum(outcome.finished.totals.accepted_tokens for outcome in drafted) > 10
     assert [outcome.token_ids for outcome in run(runner, wanted, **settings)] == expected
-    late = run(runner, [*wanted, *wanted], propose=random_tree(VOCABULARY, 9), late=1, stagger=2)
-    assert [outcome.token_ids for outcome in late] == [*expected, *expected]
+    late = run(runner, wanted * 2, propose=random_tree(VOCABULARY, 9), late=1, stagger=2)
+    assert [outcome.token_ids for outcome in late] == expected * 2
     assert sum(outcome.finished.totals.preemptions for outcome in late) > 0
 
 
-def test_a_trie_changes_nothing(runner: LeadingRunner, model: PreTrainedModel) -> None:
+@pytest.mark.parametrize("sampling", SAMPLINGS.values(), ids=SAMPLINGS)
+def test_rows_that_the_device_chooses_change_nothing(
+    runner: ModelRunner, model: PreTrainedModel, sampling: SamplingParams
+) -> None:
+    """Drafted by the host or looked up, several passes in a launch: accepted rows move by the first rank's verdicts."""
+    wanted = requests(sampling)
+    expected = [plain(model, one) for one in wanted]
+    whole = [(*one.token_ids, *output) for one, output in zip(wanted, expected, strict=True)]
+    propose = knowing_tree(whole, VOCABULARY, 24, right=0.8)
+    predicted = [replace(one, prediction=output) for one, output in zip(wanted, expected, strict=True)]
+    runner.enable_device_row_selection(DEVICE_SEQUENCES, 3)
+    try:
+        chosen = run(runner, predicted, propose=propose, on_device=True, passes=2, stagger=9)
+    finally:
+        runner.node_table = None
+    laid_out = run(runner, wanted, propose=propose, on_device=True, stagger=2)
+    for outcomes in (chosen, laid_out):
+        assert [outcome.token_ids for outcome in outcomes] == expected
+        assert sum(outcome.finished.totals.accepted_tokens for outcome in outcomes) > 5
+
+
+def test_a_trie_changes_nothing(runner: ModelRunner, model: PreTrainedModel) -> None:
     wanted = requests(SAMPLINGS["greedy"])
     expected = [plain(model, one) for one in wanted]
     with real_drafter("trie", VOCABULARY) as connect:
@@ -95,7 +127,7 @@ def test_a_trie_changes_nothing(runner: LeadingRunner, model: PreTrainedModel) -
     assert sum(outcome.finished.totals.accepted_tokens for outcome in tried) > 10
 
 
-def test_weights_are_not_exchanged(runner: LeadingRunner) -> None:
+def test_weights_are_not_exchanged(runner: ModelRunner) -> None:
     exchange: Any = WeightExchange(runner, None, lambda: None, lambda: None)  # type: ignore[arg-type]
     with pytest.raises(NotSupported, match="--tensor-parallel"):
         exchange.start_reading(1, WeightUpdate("/nowhere"), lambda _: None)
@@ -105,7 +137,7 @@ def test_a_model_that_cannot_be_divided_is_refused(folder: Path) -> None:
     config = TargetConfig(model=str(folder), dtype="float32", tensor_parallel=3)
     with pytest.raises(ModelRefused, match="3 ranks: 4 attention heads cannot be divided"):
         load_ranks(config)
-    with pytest.raises(ModelRefused, match="on CPUs so far, and not on cuda"):
+    with pytest.raises(ModelRefused, match="--tensor-parallel 2: device cuda:1: "):
         load_ranks(TargetConfig(model=str(folder), device="cuda", tensor_parallel=2))
 
 

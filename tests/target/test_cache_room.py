@@ -50,6 +50,10 @@ class Captured:
     def use_cache(self, cache: Any) -> None:
         self.cache = cache
 
+    def free_memory(self) -> int:
+        self._device.empty_cache()
+        return self._device.free
+
     def keep_to_captured(self) -> None:
         """All are."""
 
@@ -66,13 +70,10 @@ def test_what_joining_layers_leaves_is_not_given_out_twice(
         given.append(free * share)
         return small
 
-    monkeypatch.setattr(capturing, "CapturedRunner", lambda _runner, _options: Captured(device))
-    monkeypatch.setattr(capturing, "_free", lambda _: device.free)
     monkeypatch.setattr(capturing, "_cache_of", cache_of)
-    monkeypatch.setattr(torch.cuda, "empty_cache", device.empty_cache)
     monkeypatch.setattr(capturing, "_capture_all", lambda *_: None)
     runner: Any = Captured(device)
-    capturing.capture_steps(runner, object(), seconds=1.0, memory_share=0.85)  # type: ignore[arg-type]
+    capturing.capture_steps(runner, seconds=1.0, memory_share=0.85)
     # 66 GB free, of which a captured step takes one that is set aside one and a half times.
     (size,) = given
     assert 0.85 * 62 * GB < size < 0.85 * 64 * GB

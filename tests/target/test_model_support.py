@@ -18,7 +18,7 @@ from transformers import AutoConfig, PreTrainedConfig, PreTrainedModel
 from outrider.heads import tokenizer_fingerprint
 from outrider.sampling import SamplingParams
 from target_service.config import TargetConfig
-from target_service.model.loading.loader import _captured, load_runner
+from target_service.model.loading.loader import _choose_rows_on_device, load_runner
 from target_service.model.loading.self_check import check_runner, own_logits
 from target_service.model.runner import runner_for
 from target_service.model.support import ModelRefused, check_supported, longest_context
@@ -280,12 +280,11 @@ def test_independence_of_the_batch_needs_a_gpu(model_folder: Path) -> None:
 
 
 @pytest.mark.parametrize("invariant", [False, True])
-def test_what_is_independent_of_the_batch_is_not_recycled(monkeypatch: pytest.MonkeyPatch, invariant: bool) -> None:
+def test_what_is_independent_of_the_batch_is_not_recycled(invariant: bool) -> None:
     """Recycled tokens are trees, and the rows of a tree are summed up in another order than those of a chain."""
     pytest.importorskip("triton")
-    monkeypatch.setattr("target_service.model.cuda_graphs.capturing.capture_steps", lambda runner, *_, **__: runner)
     runner = runner_for(make_tiny(), None, num_pages=8, page_size=4)
-    _captured(runner, TargetConfig(model="tiny", batch_invariant=invariant, lookup_tokens=15))
+    _choose_rows_on_device(runner, TargetConfig(model="tiny", batch_invariant=invariant, lookup_tokens=15))
     assert runner.node_table is not None and runner.node_table.lookup_tokens == 15
     assert runner.node_table.recycles is not invariant
 

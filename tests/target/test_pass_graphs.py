@@ -9,8 +9,8 @@ from typing import Any
 import pytest
 import torch
 
-from target_service.execution.pass_graphs import PassGraphs
 from target_service.execution.pre_pass import PrePass
+from target_service.model.cuda_graphs.pass_graphs import PassGraphs
 
 CPU = torch.device("cpu")
 

@@ -32,6 +32,7 @@ from tree_models.layers.linear import PlainWeight
 from tree_models.layers.mlp import MLP
 from tree_models.layers.norm import HeadNorm, Normalization
 from tree_models.layers.paged import PagedPass, pass_of
+from tree_models.layers.rank_group import RankGroup
 from tree_models.layers.rotary import Angles, scaled_queries
 from tree_models.layers.router import TopKRouter
 from tree_models.spec import GateSpec
@@ -178,9 +179,11 @@ class FusedForm:
     What it carries to the next layer is the first half of that one's norm.
     """
 
-    def __init__(self, parts: LayerParts, linears: LinearsByRows, experts: RowExperts) -> None:
-        """`experts` compute mixtures of experts, where the layer has one."""
-        self.parts, self.linears, self.experts = parts, linears, experts
+    def __init__(
+        self, parts: LayerParts, linears: LinearsByRows, experts: RowExperts, ranks: RankGroup | None = None
+    ) -> None:
+        """`experts` compute mixtures of experts, where the layer has one; `ranks` share the layer."""
+        self.parts, self.linears, self.experts, self.ranks = parts, linears, experts, ranks
         # Of the layer behind this one, where that has a form too.
         self.next_norm: Norm | None = None
         self._still: Angles | None = None
@@ -195,24 +198,55 @@ class FusedForm:
         scaled = carried or _scaled(linears, hidden, parts.before_attention)
         attended = self._attended(linears, scaled, angles, step)
         inner = None if parts.parallel else parts.before_mlp
-        hidden, normed = linears.add_linear(
-            attended, parts.out.weight, parts.out.bias, hidden, inner, None, parts.attention_sum
-        )
+        hidden, normed = self._added(linears, attended, parts.out, hidden, inner, parts.attention_sum)
         if not parts.parallel:
             scaled = normed or ScaledRows(hidden, None, 0.0)
         if isinstance(parts.mlp, MLPParts):
-            return _fed(linears, parts.mlp, scaled, hidden, self.next_norm, parts.mlp_sum)
+            activated = _activated(linears, parts.mlp, scaled)
+            return self._added(linears, activated, parts.mlp.down, hidden, self.next_norm, parts.mlp_sum)
         return self._mixed(linears, parts.mlp, scaled, hidden)
+
+    def _added(
+        self,
+        linears: RowLinears,
+        rows: Tensor,
+        product: PlainWeight | QuantizedWeight,
+        residual: Tensor,
+        norm: Norm | None,
+        form: SumForm,
+    ) -> tuple[Tensor, ScaledRows | None]:
+        """The residual with a product of all ranks, and the first half of the norm behind it."""
+        weight, bias, ranks = product.weight, product.bias, self.ranks
+        if ranks is None:
+            return linears.add_linear(rows, weight, bias, residual, norm, None, form)
+        if form.norm is None:
+            # One rank's part has the residual, which costs no launch of its own.
+            own = residual if ranks.rank == 0 else None
+            hidden = ranks.summed(linears.add_linear(rows, weight, bias, own, None, None, form)[0])
+        else:
+            total = ranks.summed(linears.add_linear(rows, weight, bias)[0])
+            hidden = residual + linears.norm_rows(total, form.norm) * form.multiplier
+        return hidden, None if norm is None else linears.scale_rows(hidden, norm)
 
     def _mixed(
         self, linears: RowLinears, parts: ExpertParts, scaled: ScaledRows, hidden: Tensor
     ) -> tuple[Tensor, ScaledRows | None]:
         """The residual with what experts add, and with what the MLP for every row adds before."""
-        sum_form = self.parts.mlp_sum
-        if parts.shared is not None:
-            hidden, _ = _fed(linears, parts.shared, scaled, hidden, None, sum_form)
-        chosen = parts.router.choose(scaled, self.experts)
-        return self.experts.mix(scaled, chosen, parts.weights, hidden, self.next_norm, sum_form.multiplier)
+        sum_form, shared, ranks = self.parts.mlp_sum, parts.shared, self.ranks
+        if ranks is not None and ranks.rank:
+            # The first rank's part has the residual.
+            hidden = torch.zeros_like(hidden)
+        if shared is not None:
+            activated = _activated(linears, shared, scaled)
+            hidden, _ = linears.add_linear(
+                activated, shared.down.weight, shared.down.bias, hidden, None, None, sum_form
+            )
+        chosen, norm = parts.router.choose(scaled, self.experts), self.next_norm
+        if ranks is None:
+            return self.experts.mix(scaled, chosen, parts.weights, hidden, norm, sum_form.multiplier)
+        part, _ = self.experts.mix(scaled, chosen, parts.weights, hidden, None, sum_form.multiplier)
+        hidden = ranks.summed(part)
+        return hidden, None if norm is None else linears.scale_rows(hidden, norm)
 
     def _attended(self, linears: RowLinears, scaled: ScaledRows, angles: Angles | None, step: PagedPass) -> Tensor:
         """[R, Hq * D]."""
@@ -244,7 +278,7 @@ class QuantizedForm:
 
     def __init__(self, own: FusedForm, few: LinearsByRows) -> None:
         """`few` computes passes of few rows."""
-        self._own, self._few = own, FusedForm(own.parts.quantized(), few, own.experts)
+        self._own, self._few = own, FusedForm(own.parts.quantized(), few, own.experts, own.ranks)
         self._few.next_norm = own.next_norm
 
     def compute_layer(
@@ -281,13 +315,10 @@ class FinalRows:
         return None if linears is None else linears.add_linear(rows, product.weight, product.bias)[0]
 
 
-def _fed(
-    linears: RowLinears, parts: MLPParts, scaled: ScaledRows, hidden: Tensor, norm: Norm | None, form: SumForm
-) -> tuple[Tensor, ScaledRows | None]:
-    """The residual with what an MLP adds, and the first half of the norm behind it."""
+def _activated(linears: RowLinears, parts: MLPParts, scaled: ScaledRows) -> Tensor:
+    """What an MLP's last product multiplies."""
     multiply = linears.gated_linear if parts.gated else linears.activated_linear
-    activated = multiply(scaled, parts.gate_up.weight, parts.gate_up.bias, parts.activation)
-    return linears.add_linear(activated, parts.down.weight, parts.down.bias, hidden, norm, None, form)
+    return multiply(scaled, parts.gate_up.weight, parts.gate_up.bias, parts.activation)
 
 
 def _scaled(linears: RowLinears, hidden: Tensor, norm: Norm | None) -> ScaledRows:

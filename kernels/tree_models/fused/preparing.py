@@ -115,8 +115,9 @@ def _fuse(stack: LayerStack, linears: LinearsByRows, experts: RowExperts) -> int
     forms: list[FusedForm | None] = []
     for index, layer in enumerate(stack.layers):
         parts = parts_of(layer)
-        form = None if parts is None or not _can_be_launched(layer) else FusedForm(parts, linears, experts)
-        if form is not None and not computes_the_same(stack, index, form):
+        of_layer = linears, experts, stack.place.ranks
+        form = None if parts is None or not _can_be_launched(layer) else FusedForm(parts, *of_layer)
+        if form is not None and not _agreed(stack, computes_the_same(stack, index, form)):
             form = None
         forms.append(form)
     for form, after in pairwise(forms):
@@ -126,6 +127,12 @@ def _fuse(stack: LayerStack, linears: LinearsByRows, experts: RowExperts) -> int
     fused = sum(form is not None for form in forms)
     log.info("%d of %d layers run in fused form", fused, len(forms))
     return fused
+
+
+def _agreed(stack: LayerStack, fits: bool) -> bool:
+    """Whether a form fits on every rank: parts of different forms do not make a sum."""
+    ranks = stack.place.ranks
+    return fits if ranks is None else bool(ranks.least(int(fits)))
 
 
 def _can_be_launched(layer: Any) -> bool:
@@ -144,7 +151,7 @@ def computes_the_same(stack: LayerStack, index: int, form: FusedForm) -> bool:
         for most, linears in form.linears.ranges:
             hidden, given, angles = _probe_rows(stack, index, int(min(_PROBE_ROWS, most)))
             expected = _outcome(partial(layer, hidden, angles, given=given), hidden, spec, form.parts.cache_layer)
-            alone = FusedForm(form.parts, LinearsByRows(((inf, linears),)), form.experts)
+            alone = FusedForm(form.parts, LinearsByRows(((inf, linears),)), form.experts, form.ranks)
             try:
                 found = _outcome(partial(_run, alone, hidden, given, angles), hidden, spec, form.parts.cache_layer)
             except Exception:

@@ -23,3 +23,6 @@ class RankGroup(Protocol):
 
     def joined(self, part: Tensor) -> Tensor:
         """[.., size * W]: all ranks' parts [.., W] beside one another, in the order of the ranks."""
+
+    def least(self, number: int) -> int:
+        """The smallest of all ranks' numbers."""

@@ -10,9 +10,9 @@ from rich.progress import Progress
 
 from outrider.consoles import error_console
 from target_service.core.kv_cache import KVCache
-from target_service.model.cuda_graphs.runner import CapturedRunner, CaptureOptions
+from target_service.model.cuda_graphs.runner import CapturedRunner
 from target_service.model.cuda_graphs.sizes import Bucket
-from target_service.model.runner import ModelRunner
+from target_service.model.support import ModelRefused
 
 log = logging.getLogger(__name__)
 # Reserved for what each graph takes beside the pool that all share.
@@ -23,47 +23,37 @@ _POOL_SLACK = 1.5
 _TREE_ROWS = 64
 
 
-def capture_steps(
-    runner: ModelRunner, options: CaptureOptions, *, seconds: float, memory_share: float
-) -> CapturedRunner:
-    """Take over `runner`, capture the largest step, give the KV cache the memory that is left, and capture the others.
+def capture_steps(captured: CapturedRunner, *, seconds: float, memory_share: float) -> None:
+    """Capture the largest step, give the KV cache the memory that is left, and capture the others.
 
     No capture begins later than after `seconds`; steps of sizes that are not captured run as the next larger ones. The
     runner's cache, just large enough to run a step, is replaced by one of `memory_share` of the memory that is free
-    then, or kept with 0.
+    then, or kept with 0. Raises `ModelRefused` where steps of several ranks cannot be captured.
     """
-    captured = CapturedRunner(runner, options)
-    # Joining layers leaves as much memory as they weigh with PyTorch, which capturing gives back to the device. Counted
-    # as free only then, a step seemed to take less than nothing, and the cache got 77 GB on a GPU with 66 left.
-    torch.cuda.empty_cache()
-    before = _free(runner.device)
+    before = captured.free_memory()
     try:
         captured.capture(captured.buckets[-1:])
     except torch.OutOfMemoryError:
         raise
     # The compiler and CUDA raise this for a step that no graph can hold.
     except RuntimeError as error:
+        if captured.ranks > 1:
+            # The others may stand elsewhere by now.
+            raise ModelRefused(f"--tensor-parallel: steps cannot be captured: {error}") from error
         log.warning("steps run eagerly, for they cannot be captured: %s", error)
         captured.keep_to_captured()
         # Choosing rows on the device only pays where passes do not wait for the host.
         captured.node_table = None
-    taken = max(0, before - _free(runner.device))
+    taken = max(0, before - captured.free_memory())
     if memory_share:
         # Partial results of latents are four times as wide as those of usual heads.
         each = max(_GRAPH_BYTES, captured.scratch_bytes)
         reserved = taken * _POOL_SLACK + len(captured.buckets) * each
         captured.drop_captures()
-        torch.cuda.empty_cache()
-        captured.use_cache(_cache_of(captured.cache, _free(captured.device) - reserved, memory_share))
+        captured.use_cache(_cache_of(captured.cache, captured.free_memory() - reserved, memory_share))
         log.info("KV cache of %s", captured.cache)
     if captured.buckets:
         _capture_all(captured, seconds)
-    return captured
-
-
-def _free(device: torch.device) -> int:
-    free, _ = torch.cuda.mem_get_info(device)
-    return free
 
 
 def _cache_of(small: KVCache, free: float, share: float) -> KVCache:

@@ -24,6 +24,7 @@ from target_service.model.cuda_graphs.step_buffer import StepBuffer
 from target_service.model.forward import ForwardInput, ForwardPass, pass_over, rows_of
 from target_service.model.hidden_state_hooks import LayerHooks
 from target_service.model.preparing import prepare_network
+from target_service.model.rank_link import CapturePass, CountFreeMemory, DropCaptures, ReplayPass, UseCache
 from target_service.model.runner import Begin, ModelRunner
 from tree_kernels.logit_shaping import SequenceTexts
 from tree_kernels.node_table import NodeTable, fill_pending
@@ -125,7 +126,7 @@ class CapturedRunner(ModelRunner):
         if captured is None:
             return super().run_later(first, passes, parameters)
         captured.buffer.advance_one_token(self._last_position)
-        captured.graph.replay()
+        self._launch(captured)
         return _pass_of(captured, self.cache)
 
     @torch.inference_mode()
@@ -150,8 +151,15 @@ class CapturedRunner(ModelRunner):
         """See `ModelRunner.run_again`. The result has the same tensors."""
         if not isinstance(done.graph_buffers, _Captured):
             return super().run_again(batch, done)
-        done.graph_buffers.graph.replay()
+        self._launch(done.graph_buffers)
         return done
+
+    @torch.inference_mode()
+    def replay(self, bucket: Bucket) -> ForwardPass:
+        """Run the captured pass of this size, with integers that the leading rank shares."""
+        captured = self._captured[bucket]
+        self._launch(captured)
+        return _pass_of(captured, self.cache)
 
     @torch.inference_mode()
     def empty_passes(self) -> Iterator[ForwardPass]:
@@ -161,16 +169,32 @@ class CapturedRunner(ModelRunner):
 
     def drop_captures(self) -> None:
         """Drop every graph and its memory."""
+        if self.link is not None:
+            self.link.send(DropCaptures())
         torch.cuda.synchronize(self.device)
         self._captured.clear()
+
+    def free_memory(self) -> int:
+        """Bytes that are free on the device, of several ranks on the fullest."""
+        # Joining layers leaves as much memory as they weigh with PyTorch, which capturing gives back to the device.
+        # Counted as free only then, a step seemed to take less than nothing, and the cache got 77 GB on a GPU with 66
+        # left.
+        torch.cuda.empty_cache()
+        free, _ = torch.cuda.mem_get_info(self.device)
+        if self.link is None:
+            return free
+        self.link.send(CountFreeMemory())
+        return self.link.least(free)
 
     def _keep_tokens_as(self, table: NodeTable) -> None:
         """Have a table of one's own that looks up and recycles as this one does."""
         self.enable_device_row_selection(self._options.max_sequences, table.lookup_tokens, recycles=table.recycles)
 
     def use_cache(self, cache: KVCache) -> None:
-        """Serve from another cache. Graphs hold addresses of the old one, so they are dropped."""
-        self.drop_captures()
+        """Serve from another cache. Graphs hold addresses of the old one, so they are dropped before."""
+        if self.link is not None:
+            self.link.send(UseCache(cache.num_pages))
+        assert not self._captured, "their graphs hold addresses of the old cache"
         self.cache = cache
         if self.node_table is not None:
             self._keep_tokens_as(self.node_table)
@@ -215,17 +239,28 @@ class CapturedRunner(ModelRunner):
         try:
             if before is not None:
                 before(captured)
-            captured.graph.replay()
+            self._launch(captured)
         finally:
             # Also where the device has no memory for `before`: the copy reads the buffer's integers.
             captured.buffer.loaded()
         return captured
 
+    def _launch(self, captured: _Captured) -> None:
+        """Run a captured pass, on every rank."""
+        if self.link is not None:
+            bucket = captured.buffer.bucket
+            self.link.send(ReplayPass(bucket.rows, bucket.sequences))
+        captured.graph.replay()
+
     def _capture(self, bucket: Bucket) -> _Captured:
+        link = self.link
+        if link is not None:
+            link.send(CapturePass(bucket.rows, bucket.sequences))
         pages_each = self.cache.pages_for(self.max_context + bucket.rows)
         verified = self._options.max_sequences, self._options.max_rows
         recurrent, size = self._recurrence is not None, self.cache.page_size
-        buffer = StepBuffer(bucket, self._triton, self.device, size, pages_each, verified, recurrent=recurrent)
+        sizes, shared = (size, pages_each, verified), link is not None
+        buffer = StepBuffer(bucket, self._triton, self.device, *sizes, recurrent=recurrent, shared=shared)
         # Compiled for the alignment of this buffer's parts. No sequence has a row yet, so nothing moves on.
         buffer.advance_one_token(self._last_position)
         buffer.shift_by_accepted(self.pending, self._last_position)
@@ -242,7 +277,9 @@ class CapturedRunner(ModelRunner):
         # The first layer makes the schedule, which has to become part of the graph.
         buffer.plan.schedules.clear()
         graph = torch.cuda.CUDAGraph()
-        with torch.cuda.graph(graph, pool=self._pool, stream=self._stream):
+        # Threads of NCCL ask for the state of their events meanwhile.
+        mode = "global" if link is None else "thread_local"
+        with torch.cuda.graph(graph, pool=self._pool, stream=self._stream, capture_error_mode=mode):
             results = self._run(buffer)
         torch.cuda.current_stream(self.device).wait_stream(self._stream)
         return _Captured(graph, buffer, *results)
@@ -254,9 +291,21 @@ class CapturedRunner(ModelRunner):
             plan = self._recurrence.capturable.plan_on_device(buffer.plan.batch, buffer.recurrent_tensors, states)
             recurrent = RecurrentPass(self._recurrence, plan, states)
         step = pass_over(self.attention, buffer.plan, buffer.slots, self.cache, recurrent)
-        token_ids = fill_pending(buffer.token_ids, self.pending, buffer.slots, self.cache.tokens)
+        token_ids = self._token_ids(buffer)
         logits = self._compute(token_ids, buffer.positions, step)
         return logits, token_ids, None if recurrent is None else recurrent.plan.node_slots
+
+    def _token_ids(self, buffer: StepBuffer) -> Tensor:
+        """[bucket rows] int32, with those filled in that only the device has. Other ranks get all integers of the
+        step."""
+        link, filled = self.link, buffer.filled_token_ids
+        if link is None or link.leads:
+            token_ids = fill_pending(buffer.token_ids, self.pending, buffer.slots, self.cache.tokens)
+            if link is None:
+                return token_ids
+            filled.copy_(token_ids)
+        link.share(buffer.shared)
+        return filled
 
 
 def _pass_of(captured: _Captured, cache: KVCache) -> ForwardPass:

@@ -52,9 +52,10 @@ class StepBuffer:
         verified: tuple[int, int],
         *,
         recurrent: bool = False,
+        shared: bool = False,
     ) -> None:
         """Each sequence has up to `pages_each`, and with `recurrent` a slot of states; the parameters have room for
-        `verified` (sequences, rows)."""
+        `verified` (sequences, rows). With `shared`, other ranks run the step too."""
         self.bucket = bucket
         largest = capacity(bucket, page_size, pages_each)
         rows = bucket.rows
@@ -66,7 +67,10 @@ class StepBuffer:
         # Used in turns, so that none is written while it is read.
         self._hosts = [_Pinned(size, on_gpu=on_gpu) for _ in range(_PINNED_BUFFERS)]
         self._turn = 0
-        self.integers = torch.zeros(size, dtype=torch.int32, device=device)
+        # [size + rows] int32, what other ranks get: the integers, and behind them the token ids with those filled in
+        # that only the device had.
+        self.shared = torch.zeros(size + (rows if shared else 0), dtype=torch.int32, device=device)
+        self.integers, self.filled_token_ids = self.shared[:size], self.shared[size:]
         self.token_ids, self.positions, self.slots = self.integers[: 3 * rows].view(3, rows)
         # [parameters] int32
         self.parameters = self.integers[3 * rows : self._states_at]

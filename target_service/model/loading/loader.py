@@ -25,6 +25,7 @@ from target_service.model.head_projection import read_draft_head
 from target_service.model.loading.self_check import check_runner, own_logits, plain_logits
 from target_service.model.loading.store import resolve
 from target_service.model.network import TargetNetwork
+from target_service.model.rank_link import RankLink
 from target_service.model.runner import ModelRunner, end_tokens_of, runner_over, takes_latents
 from target_service.model.support import (
     ModelRefused,
@@ -67,15 +68,24 @@ _KV_MEMORY_SHARE = 0.3
 _BESIDE_GPU = 1
 
 
-def load_runner(config: TargetConfig, ranks: ServingRanks | None = None) -> ModelRunner:
-    """Load the model that `config` names, with a KV cache sized for this machine. With `ranks`, the part of this
-    rank, while all others load theirs. Raises `ModelRefused` with the reason where it cannot be served,
-    `CheckpointRefused` where it is not read whole, `NotSupported` where the draft's head does not fit it, and `OSError`
-    where there is no such model, or no such head."""
+class RankGroupLink(RankGroup, RankLink, Protocol):
+    """What layers and passes need of the other ranks."""
+
+
+def load_runner(config: TargetConfig, link: RankGroupLink | None = None) -> ModelRunner:
+    """Load the model that `config` names, with a KV cache sized for this machine. With a `link`, the part of this
+    rank, while all others load theirs; passes of a rank that follows are captured later, as the leading one's are.
+
+    Raises:
+        ModelRefused: it cannot be served, with the reason.
+        CheckpointRefused: it is not read whole.
+        NotSupported: the draft's head does not fit it.
+        OSError: there is no such model, or no such head.
+    """
     if 0 < config.kv_tokens < _LEAST_KV_TOKENS:
         raise ModelRefused(f"--kv-tokens must be at least {_LEAST_KV_TOKENS}, or 0")
     choose_device(config.device)
-    _set_threads(config, ranks)
+    _set_threads(config, link)
     folder = resolve(config.model)
     checkpoint = Checkpoint.of_folder(folder, DEQUANTISED_FORMATS)
     whole = read_configuration(folder)
@@ -89,7 +99,7 @@ def load_runner(config: TargetConfig, ranks: ServingRanks | None = None) -> Mode
     backend = _backend(config, torch.device(config.device))
     if backend == "flashinfer" and (reason := attention_refusal(settings)):
         raise ModelRefused(f"{settings.model_type}: {reason} by --attention flashinfer")
-    network, own = _network(checkpoint, settings, config, backend, ranks, is_part=settings is not whole)
+    network, own = _network(checkpoint, settings, config, backend, link, is_part=settings is not whole)
     if not config.threads and network.device.type == "cuda":
         torch.set_num_threads(_BESIDE_GPU)
     tokenizer = load_tokenizer(folder)
@@ -107,16 +117,15 @@ def load_runner(config: TargetConfig, ranks: ServingRanks | None = None) -> Mode
         name=config.served_names[0],
         max_context=max_context,
         tokenizer_fingerprint=tokenizer_fingerprint(tokenizer),
-        **_cache_sizes(config, network, ranks),
+        **_cache_sizes(config, network, link),
     )
-    if config.draft_head:
+    if config.draft_head and (link is None or link.leads):
         runner.run_head(read_draft_head(config.draft_head, settings.num_hidden_layers, settings.hidden_size))
     check_runner(runner, own)
-    if not config.captures:
-        log.info("KV cache of %s", runner.cache)
-        return runner
-    runner = _captured(runner, config)
-    check_runner(runner, own)
+    if config.captures:
+        return _captured(runner, config, link, own)
+    runner.link = link
+    log.info("KV cache of %s", runner.cache)
     return runner
 
 
@@ -171,13 +180,6 @@ def _running_transformers() -> Iterator[None]:
         raise CheckpointRefused(f"no model can be run by its config.json: {said(error)}") from error
 
 
-class ServingRanks(RankGroup, Protocol):
-    """Ranks that agree on sizes too."""
-
-    def least(self, number: int) -> int:
-        """The smallest of all ranks' numbers."""
-
-
 class CheckpointTensors:
     """A folder's tensors as `tree_models.weights.checkpoint.TensorSource` has them."""
 
@@ -228,19 +230,30 @@ def _decoder(
     return decoder
 
 
-def _captured(runner: ModelRunner, config: TargetConfig) -> ModelRunner:
+def _captured(runner: ModelRunner, config: TargetConfig, link: RankLink | None, own: Tensor) -> ModelRunner:
+    """The runner, its steps captured unless another rank decides when; its logits of a short text are to be `own`. The
+    leading rank alone chooses rows, and keeps hidden states."""
     # Only here: Triton may be absent.
     from target_service.model.cuda_graphs.capturing import capture_steps
-    from target_service.model.cuda_graphs.runner import CaptureOptions
+    from target_service.model.cuda_graphs.runner import CapturedRunner, CaptureOptions
 
-    if config.speculation:
-        # What is looked up is a chain, as batch-invariant drafts have to be; what is recycled is a tree.
-        runner.enable_device_row_selection(config.max_running, config.lookup_rows, recycles=not config.batch_invariant)
+    leads = link is None or link.leads
+    if config.speculation and leads:
+        _choose_rows_on_device(runner, config)
     layers = LayerOptions(invariant=config.batch_invariant)
     hooked = runner.draft_head.layers if runner.draft_head else ()
-    options = CaptureOptions(config.step_rows, config.max_running, layers, hooked)
-    share = 0.0 if config.kv_tokens else config.memory_share
-    return capture_steps(runner, options, seconds=config.capture_seconds, memory_share=share)
+    captured = CapturedRunner(runner, CaptureOptions(config.step_rows, config.max_running, layers, hooked))
+    captured.link = link
+    if leads:
+        share = 0.0 if config.kv_tokens else config.memory_share
+        capture_steps(captured, seconds=config.capture_seconds, memory_share=share)
+        check_runner(captured, own)
+    return captured
+
+
+def _choose_rows_on_device(runner: ModelRunner, config: TargetConfig) -> None:
+    # What is looked up is a chain, as batch-invariant drafts have to be; what is recycled is a tree.
+    runner.enable_device_row_selection(config.max_running, config.lookup_rows, recycles=not config.batch_invariant)
 
 
 def _backend(config: TargetConfig, device: torch.device) -> Backend:
@@ -268,7 +281,7 @@ def _set_threads(config: TargetConfig, ranks: RankGroup | None) -> None:
         torch.set_num_threads(max(1, torch.get_num_threads() // ranks.size))
 
 
-def _cache_sizes(config: TargetConfig, network: TargetNetwork, ranks: ServingRanks | None) -> dict[str, Any]:
+def _cache_sizes(config: TargetConfig, network: TargetNetwork, ranks: RankGroup | None) -> dict[str, Any]:
     """The sizes of a runner's cache, see `runner_over`."""
     kv_tokens = _kv_tokens(config, network, ranks)
     if config.captures and not config.kv_tokens:
@@ -286,7 +299,7 @@ def _cache_sizes(config: TargetConfig, network: TargetNetwork, ranks: ServingRan
     }
 
 
-def _kv_tokens(config: TargetConfig, network: TargetNetwork, ranks: ServingRanks | None) -> int:
+def _kv_tokens(config: TargetConfig, network: TargetNetwork, ranks: RankGroup | None) -> int:
     states = config.max_running * states_bytes(network, config.max_draft_nodes + 1)
     share = config.window_share if ranks is None else 1.0
     tokens = config.kv_tokens or _tokens_that_fit(network, states, share)

@@ -1,4 +1,4 @@
-"""Sums and joins over the ranks of one model, by PyTorch's process groups."""
+"""Sums and joins over the ranks of one model, by PyTorch's process groups: gloo between CPUs, NCCL between GPUs."""
 
 from __future__ import annotations
 
@@ -13,46 +13,67 @@ from torch import Tensor
 
 # While ranks load, each waits for the slowest reader of weights. Chosen: longer than a disk takes for any model.
 _LOADING = timedelta(hours=1)
+# Its name from PyTorch 2.13 on, and before.
+_gather = getattr(distributed, "all_gather_single", None) or distributed.all_gather_into_tensor
 
 
 class DistributedRanks:
     """A `tree_models.layers.rank_group.RankGroup` of processes of one host."""
 
-    def __init__(self, rank: int, size: int, store: Path, seconds: float) -> None:
-        """Wait for all ranks at a file that does not exist yet. Once they serve, a call that waits for another rank for
-        `seconds` raises `RuntimeError`."""
+    def __init__(self, rank: int, size: int, store: Path, seconds: float, device: torch.device) -> None:
+        """Wait for all ranks at a file that does not exist yet. Once they serve on CPUs, a call that waits for another
+        rank for `seconds` raises `RuntimeError`; on a GPU it waits for as long as this process lives."""
         self.rank, self.size = rank, size
         if sys.platform == "linux":
             # Ranks of one host need no other interface, and listen on none.
             os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
-        where = f"file://{store}"
-        distributed.init_process_group("gloo", where, _LOADING, size, rank)
-        self._serving = distributed.new_group(timeout=timedelta(seconds=seconds))
+            os.environ.setdefault("NCCL_SOCKET_IFNAME", "lo")
+        # Multicast between GPUs needs a fabric manager that containers often lack; where it fails, it hangs.
+        os.environ.setdefault("NCCL_NVLS_ENABLE", "0")
+        self._on_gpu = device.type == "cuda"
+        backends = "cpu:gloo,cuda:nccl" if self._on_gpu else "gloo"
+        distributed.init_process_group(backends, f"file://{store}", _LOADING, size, rank)
         self._group = distributed.group.WORLD
+        self._serving = None if self._on_gpu else distributed.new_group(timeout=timedelta(seconds=seconds))
+        if self._on_gpu:
+            # The communicator is made by the first call, which no graph can hold.
+            self.summed(torch.zeros(1, device=device))
 
     def begin_serving(self) -> None:
         """Wait for others no longer than for a step from now on. Called by every rank once it has loaded."""
-        distributed.barrier(self._group)
-        self._group = self._serving
+        self.least(0)
+        if self._serving is not None:
+            self._group = self._serving
 
     def close(self) -> None:
         """Leave the other ranks."""
-        distributed.destroy_process_group()
+        if not self._on_gpu:
+            # NCCL would wait for the graphs that hold its calls, and for ranks that are gone; it ends with the process.
+            distributed.destroy_process_group()
 
+    # The compiler would look into the calls and take them apart.
+    @torch.compiler.disable  # type: ignore[untyped-decorator]
     def summed(self, part: Tensor) -> Tensor:
         """See `RankGroup.summed`."""
         total = part.contiguous()
         distributed.all_reduce(total, group=self._group)
         return total
 
+    @torch.compiler.disable  # type: ignore[untyped-decorator]
     def joined(self, part: Tensor) -> Tensor:
         """See `RankGroup.joined`."""
-        parts = [torch.empty_like(part, memory_format=torch.contiguous_format) for _ in range(self.size)]
-        distributed.all_gather(parts, part.contiguous(), group=self._group)
-        return torch.cat(parts, dim=-1)
+        own = part.reshape(-1, part.shape[-1])
+        parts = own.new_empty(self.size * len(own), own.shape[1])
+        _gather(parts, own, group=self._group)
+        beside = parts.view(self.size, *own.shape).transpose(0, 1)
+        return beside.reshape(*part.shape[:-1], self.size * own.shape[1])
+
+    def share(self, tensor: Tensor) -> None:
+        """See `RankLink.share`."""
+        distributed.broadcast(tensor, 0, group=self._group)
 
     def least(self, number: int) -> int:
-        """The smallest of all ranks' numbers."""
+        """See `RankGroup.least`."""
         found = torch.tensor(number)
         distributed.all_reduce(found, distributed.ReduceOp.MIN, group=self._group)
         return int(found)

@@ -3,23 +3,37 @@
 from __future__ import annotations
 
 import os
-import queue
+import select
 import signal
 import socket
 import threading
+import time
+from collections.abc import Iterator
 from pathlib import Path
 
 import torch
 
+from outrider.busy_polling import BUSY_POLL_SECONDS, allowed_seconds
 from outrider.processes.children import received
 from outrider.processes.framing import FrameCutter
 from outrider.runtime import configure_logging, settled
 from target_service.model.loading.loader import load_runner
+from target_service.model.rank_link import PassMessage
 from target_service.model.ranks.collectives import DistributedRanks
-from target_service.model.ranks.messages import Join, MoveRows, RankMessage, RunPass, unpack
-from target_service.model.runner import ModelRunner
+from target_service.model.ranks.followed_passes import FollowedPasses
+from target_service.model.ranks.messages import Join, Ping, RankMessage, unpack
 
 _RECEIVE_BYTES = 1 << 16
+_ANSWER = b"\1"
+
+
+class FollowingLink(DistributedRanks):
+    """The link of a rank that follows."""
+
+    leads = False
+
+    def send(self, message: PassMessage) -> None:
+        """See `RankLink.send`."""
 
 
 def follow(descriptor: int) -> None:
@@ -28,37 +42,68 @@ def follow(descriptor: int) -> None:
     # The leading rank ends after its service has drained, and this one with it.
     for name in (signal.SIGINT, signal.SIGTERM):
         signal.signal(name, signal.SIG_IGN)
-    messages: queue.SimpleQueue[RankMessage] = queue.SimpleQueue()
     connection = socket.socket(fileno=descriptor)
-    threading.Thread(target=_receive, args=(connection, messages), name="messages", daemon=True).start()
-    join = messages.get()
+    threading.Thread(target=_end_with, args=(connection,), name="leading rank", daemon=True).start()
+    inbox = _Inbox(connection)
+    join = next(inbox)
     assert isinstance(join, Join), "the first message says what to load"
     # The leading rank reports what it does with the others.
     configure_logging("warning")
-    ranks = DistributedRanks(join.rank, join.config.tensor_parallel, Path(join.store), join.config.heartbeat_seconds)
-    runner = load_runner(join.config, ranks)
-    ranks.begin_serving()
+    config = join.config
+    device = torch.device(config.device)
+    if device.type == "cuda":
+        torch.cuda.set_device(device)
+    link = FollowingLink(join.rank, config.tensor_parallel, Path(join.store), config.heartbeat_seconds, device)
+    passes = FollowedPasses(load_runner(config, link))
+    if device.type == "cuda":
+        # A rank that wakes late holds up all others.
+        inbox.poll(allowed_seconds(BUSY_POLL_SECONDS))
     with settled(), torch.inference_mode():
-        while True:
-            _run(runner, messages.get())
+        link.begin_serving()
+        for message in inbox:
+            if isinstance(message, Ping):
+                if device.type == "cuda":
+                    torch.cuda.synchronize(device)
+                connection.sendall(_ANSWER)
+            else:
+                assert not isinstance(message, Join), "a rank joins once"
+                passes.follow(message)
 
 
-def _run(runner: ModelRunner, message: RankMessage) -> None:
-    if isinstance(message, RunPass):
-        chosen = message.logit_rows
-        # Of a chunk within a prompt there are none.
-        rows = 0 if chosen is None else torch.tensor(chosen, dtype=torch.int64, device=runner.device)
-        runner.compute_logits(message.batch, torch.tensor(message.token_ids, device=runner.device), rows, None)
-    elif isinstance(message, MoveRows):
-        runner.move_rows(message.sources, message.targets)
-    else:
-        raise TypeError(f"no message of a rank that serves: {type(message).__name__}")
+class _Inbox(Iterator[RankMessage]):
+    """Messages of the leading rank, in order."""
+
+    def __init__(self, connection: socket.socket) -> None:
+        self._connection, self._frames = connection, FrameCutter()
+        self._messages: list[RankMessage] = []
+        self._polling_seconds = 0.0
+
+    def poll(self, seconds: float) -> None:
+        """Poll for so long after each message from now on."""
+        self._polling_seconds = seconds
+
+    def __next__(self) -> RankMessage:
+        while not self._messages:
+            data = self._received()
+            if not data:
+                os._exit(0)
+            self._messages = [unpack(body) for body in self._frames.feed(data)]
+        return self._messages.pop(0)
+
+    def _received(self) -> bytes:
+        until = time.monotonic() + self._polling_seconds
+        while time.monotonic() < until:
+            try:
+                return received(self._connection, _RECEIVE_BYTES, socket.MSG_DONTWAIT)
+            except BlockingIOError:
+                # So that the thread which waits for the end of the leading rank can run.
+                time.sleep(0)
+        return received(self._connection, _RECEIVE_BYTES)
 
 
-def _receive(connection: socket.socket, messages: queue.SimpleQueue[RankMessage]) -> None:
-    frames = FrameCutter()
-    while data := received(connection, _RECEIVE_BYTES):
-        for body in frames.feed(data):
-            messages.put(unpack(body))
-    # The leading rank is gone, and a pass under way waits for it in vain.
+def _end_with(connection: socket.socket) -> None:
+    """End once the leading rank is gone: a pass under way would wait for it in vain."""
+    hung_up = select.poll()
+    hung_up.register(connection, 0)
+    hung_up.poll()
     os._exit(0)

@@ -1,56 +1,62 @@
-"""The leading rank: its runner has every other rank run each of its passes too."""
+"""The leading rank: it starts the others, and its runner has them run each of its passes too."""
 
 from __future__ import annotations
 
-import contextlib
 import logging
 import os
+import select
 import socket
 import subprocess
 import tempfile
 import threading
-from collections.abc import Sequence
-from dataclasses import dataclass
+import time
+from dataclasses import replace
 from pathlib import Path
 
-from torch import Tensor
+import torch
 
 from outrider.checkpoints.causal_lm import read_configuration
+from outrider.devices import check_device, choose_device
 from outrider.processes.children import exit_status, received, start_child
 from outrider.processes.outbox import Outbox
 from outrider.processes.python import module_command
+from outrider.settings import SettingsError
 from target_service.config import TargetConfig
-from target_service.model.forward import ForwardInput
 from target_service.model.loading.loader import load_runner
 from target_service.model.loading.store import resolve
+from target_service.model.rank_link import PassMessage
 from target_service.model.ranks.collectives import DistributedRanks
-from target_service.model.ranks.messages import Join, MoveRows, RankMessage, RunPass, pack
+from target_service.model.ranks.messages import Join, Ping, RankMessage, pack
 from target_service.model.runner import ModelRunner
 from target_service.model.support import ModelRefused, description_of, text_part
-from tree_kernels.recurrence import RecurrentPass
 from tree_models.ranks.share import rank_share
 from tree_models.spec import FamilyRefused
 
 log = logging.getLogger(__name__)
 # For this rank to fail of the same cause as another, such as a model that is refused; it then says so itself. Chosen.
 _GRACE_SECONDS = 10.0
+# How often a rank is asked whether it still runs, within the time in which it has to answer. Chosen.
+_PINGS_IN_HEARTBEAT = 4
 
 
 class FollowingRanks:
-    """The processes of all ranks but the first. They end with this one; if one of them ends before, this one does too,
-    since no pass can run any more."""
+    """The processes of all ranks but the first. They end with this one; if one of them ends or hangs before, this one
+    ends too, since no pass can run any more."""
 
     def __init__(self, config: TargetConfig, store: Path) -> None:
         self._closing = threading.Event()
+        self._serving = threading.Event()
+        self._heartbeat_seconds = config.heartbeat_seconds
         self._children: list[tuple[subprocess.Popen[bytes], socket.socket]] = []
         self._outboxes: list[Outbox] = []
         self._watches: list[threading.Thread] = []
         for rank in range(1, config.tensor_parallel):
             process, connection = start_child(module_command("target_service.model.ranks"))
             self._children.append((process, connection))
-            self._outboxes.append(Outbox(connection))
-            self._outboxes[-1].send(pack(Join(config, rank, str(store))))
-            watched = rank, process, connection
+            outbox = Outbox(connection)
+            self._outboxes.append(outbox)
+            outbox.send(pack(Join(replace(config, device=device_of(config, rank)), rank, str(store))))
+            watched = rank, process, connection, outbox
             self._watches.append(threading.Thread(target=self._watch, args=watched, name=f"rank {rank}", daemon=True))
             self._watches[-1].start()
 
@@ -60,8 +66,9 @@ class FollowingRanks:
         for outbox in self._outboxes:
             outbox.send(frame)
 
-    def __len__(self) -> int:
-        return len(self._children)
+    def begin_serving(self) -> None:
+        """Expect every rank to answer from now on."""
+        self._serving.set()
 
     def close(self) -> None:
         """End the processes."""
@@ -74,76 +81,96 @@ class FollowingRanks:
             watch.join()
             connection.close()
 
-    def _watch(self, rank: int, process: subprocess.Popen[bytes], connection: socket.socket) -> None:
-        """Wait for the end of a follower, which sends nothing."""
-        received(connection, 1)
+    def _watch(self, rank: int, process: subprocess.Popen[bytes], connection: socket.socket, outbox: Outbox) -> None:
+        """Wait for the end of a follower, and ask it again and again whether it still runs."""
+        asked = 0.0
+        while True:
+            readable, _, _ = select.select([connection], [], [], self._heartbeat_seconds / _PINGS_IN_HEARTBEAT)
+            if readable:
+                if not received(connection, 1):
+                    break
+                asked = 0.0
+            elif self._closing.is_set():
+                # Its end is waited for.
+                continue
+            elif not asked and self._serving.is_set():
+                asked = time.monotonic()
+                outbox.send(pack(Ping()))
+            elif asked and time.monotonic() - asked > self._heartbeat_seconds:
+                self._end_service("rank %d has not answered for %.0f s", rank, self._heartbeat_seconds)
         status = exit_status(process)
         if not self._closing.wait(_GRACE_SECONDS if status else 0.0):
-            log.critical("rank %d has ended with status %d: the model is not whole any more", rank, status)
-            os._exit(1)
+            self._end_service("rank %d has ended with status %d", rank, status)
+
+    @staticmethod
+    def _end_service(reason: str, *of: object) -> None:
+        log.critical(f"{reason}: the model is not whole any more", *of)
+        os._exit(1)
 
 
-@dataclass(eq=False, repr=False)
-class LeadingRunner(ModelRunner):
-    """A runner whose passes run on all ranks."""
+class LeadingLink(DistributedRanks):
+    """The link of the leading rank."""
 
-    followers: FollowingRanks
-    group: DistributedRanks
+    leads = True
 
-    @classmethod
-    def over(cls, runner: ModelRunner, followers: FollowingRanks, group: DistributedRanks) -> LeadingRunner:
-        """The leading runner in place of one that was loaded."""
-        own = runner.network, runner.tokenizer, runner.cache, runner.attention, runner.name
-        leading = cls(*own, runner.max_context, runner.end_token_ids, runner.tokenizer_fingerprint, followers, group)
-        leading.run_head(runner.draft_head)
-        return leading
+    def __init__(self, config: TargetConfig, store: Path) -> None:
+        """Start the other ranks' processes, which meet this one at a file that does not exist yet."""
+        self.followers = FollowingRanks(config, store)
+        try:
+            ranks = config.tensor_parallel
+            super().__init__(0, ranks, store, config.heartbeat_seconds, torch.device(config.device))
+        except BaseException:
+            self.followers.close()
+            raise
 
-    @property
-    def ranks(self) -> int:
-        """Processes that share the model."""
-        return 1 + len(self.followers)
+    def send(self, message: PassMessage) -> None:
+        """See `RankLink.send`."""
+        self.followers.send(message)
+
+    def begin_serving(self) -> None:
+        """See `DistributedRanks.begin_serving`."""
+        super().begin_serving()
+        self.followers.begin_serving()
 
     def close(self) -> None:
         """End the other ranks. No pass can run any more."""
         self.followers.close()
-        self.group.close()
-
-    def compute_logits(
-        self, batch: ForwardInput, token_ids: Tensor, rows: Tensor | int, recurrent: RecurrentPass | None
-    ) -> Tensor:
-        """See `ModelRunner.compute_logits`."""
-        assert recurrent is None, "ranks share no layers with states"
-        self.followers.send(RunPass.of(batch, token_ids, rows))
-        return super().compute_logits(batch, token_ids, rows, None)
-
-    def move_rows(self, sources: Sequence[int], targets: Sequence[int]) -> None:
-        """See `ModelRunner.move_rows`."""
-        self.followers.send(MoveRows(list(sources), list(targets)))
-        super().move_rows(sources, targets)
+        super().close()
 
 
-def load_ranks(config: TargetConfig) -> LeadingRunner:
+def load_ranks(config: TargetConfig) -> tuple[ModelRunner, LeadingLink]:
     """Start a process for each further rank of `config.tensor_parallel`, and load the model with them. Raises what
     `load_runner` does."""
     _check_divisible(config)
+    config = replace(config, device=device_of(config, 0))
+    choose_device(config.device)
     with tempfile.TemporaryDirectory(prefix="outrider-ranks-") as folder:
-        store = Path(folder) / "store"
-        with contextlib.ExitStack() as undo:
-            followers = FollowingRanks(config, store)
-            undo.callback(followers.close)
-            group = DistributedRanks(0, config.tensor_parallel, store, config.heartbeat_seconds)
-            undo.callback(group.close)
-            runner = load_runner(config, group)
-            group.begin_serving()
-            undo.pop_all()
+        link = LeadingLink(config, Path(folder) / "store")
+        try:
+            runner = load_runner(config, link)
+            link.begin_serving()
+        except BaseException:
+            link.close()
+            raise
     log.info("the model is divided over %d ranks, a process each", config.tensor_parallel)
-    return LeadingRunner.over(runner, followers, group)
+    return runner, link
+
+
+def device_of(config: TargetConfig, rank: int) -> str:
+    """The device of a rank: GPUs in their order, from the one that is named on."""
+    device = torch.device(config.device)
+    return config.device if device.type == "cpu" else f"{device.type}:{(device.index or 0) + rank}"
 
 
 def _check_divisible(config: TargetConfig) -> None:
     """Raise `ModelRefused` for what ranks cannot share, before any process is started."""
-    if config.device != "cpu":
-        raise ModelRefused(f"--tensor-parallel: ranks run on CPUs so far, and not on {config.device}")
+    last = device_of(config, config.tensor_parallel - 1)
+    try:
+        check_device(last)
+    except SettingsError as error:
+        raise ModelRefused(f"--tensor-parallel {config.tensor_parallel}: {error}") from None
+    if config.batch_invariant:
+        raise ModelRefused("--tensor-parallel: what ranks sum up is not independent of the batch (--batch-invariant)")
     settings = text_part(read_configuration(resolve(config.model)))
     description = description_of(settings)
     if description is None:

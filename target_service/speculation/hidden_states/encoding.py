@@ -19,7 +19,7 @@ import numpy.typing as npt
 import torch
 from torch import Tensor
 
-from target_service.execution.pass_graphs import PassGraphs
+from target_service.model.cuda_graphs.pass_graphs import PassGraphs
 from target_service.model.head_projection import HeadProjection
 from target_service.model.hidden_state_hooks import LayerHooks
 

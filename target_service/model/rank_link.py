@@ -1,0 +1,120 @@
+"""What a runner needs of the other ranks of its model, and what the leading rank sends them."""
+
+from __future__ import annotations
+
+from typing import Protocol
+
+import msgspec
+from torch import Tensor
+
+from target_service.model.forward import ForwardInput
+from tree_kernels.attention import AttentionBatch
+
+
+class _PassMessage(msgspec.Struct, frozen=True, array_like=True, tag=True):
+    """One of the messages below."""
+
+
+class RunPass(_PassMessage, frozen=True):
+    """Run an eager pass, whose token ids are shared next. `logit_rows` are those whose logits are computed, None for
+    all."""
+
+    positions: tuple[int, ...]
+    slots: tuple[int, ...]
+    query_starts: tuple[int, ...]
+    prefix_lengths: tuple[int, ...]
+    pages: list[list[int]]
+    page_size: int
+    parents: tuple[tuple[int, ...] | None, ...]
+    logit_rows: tuple[int, ...] | None
+
+    @classmethod
+    def of(cls, batch: ForwardInput, *, all_rows: bool) -> RunPass:
+        """A pass with the logits of its `logit_rows`, or of `all_rows`."""
+        attention = batch.attention
+        return cls(
+            batch.positions,
+            batch.slots,
+            attention.query_starts,
+            attention.prefix_lengths,
+            [list(held) for held in attention.pages],
+            attention.page_size,
+            attention.parents,
+            None if all_rows else batch.logit_rows,
+        )
+
+    @property
+    def batch(self) -> ForwardInput:
+        """The pass, with tokens of zero."""
+        pages = tuple(tuple(held) for held in self.pages)
+        attention = AttentionBatch(self.query_starts, self.prefix_lengths, pages, self.page_size, self.parents)
+        tokens = (0,) * len(self.positions)
+        return ForwardInput(tokens, self.positions, self.slots, attention, self.logit_rows or ())
+
+
+class MoveRows(_PassMessage, frozen=True):
+    """Move keys and values between slots, as `ModelRunner.move_rows` does."""
+
+    sources: list[int]
+    targets: list[int]
+
+
+class MoveAccepted(_PassMessage, frozen=True):
+    """Move what the last pass wrote of accepted rows, as `ModelRunner.move_accepted` does, by verdicts of this size,
+    which are shared next; `parameters` as many integers shared before them, where the pass was eager."""
+
+    max_sequences: int
+    verdicts: int
+    parameters: int
+
+
+class CapturePass(_PassMessage, frozen=True):
+    """Capture passes of a size. A pass of it is run on the way."""
+
+    rows: int
+    sequences: int
+
+
+class ReplayPass(_PassMessage, frozen=True):
+    """Run a captured pass, whose integers are shared by its graph."""
+
+    rows: int
+    sequences: int
+
+
+class DropCaptures(_PassMessage, frozen=True):
+    """Drop captured passes and their memory."""
+
+
+class UseCache(_PassMessage, frozen=True):
+    """Go on with an empty cache of so many pages."""
+
+    num_pages: int
+
+
+class CountFreeMemory(_PassMessage, frozen=True):
+    """Take part in finding the least free memory of all devices."""
+
+
+PassMessage = RunPass | MoveRows | MoveAccepted | CapturePass | ReplayPass | DropCaptures | UseCache | CountFreeMemory
+
+
+class RankLink(Protocol):
+    """The ranks of a model, of which the leading one decides what is run, and the others run it too."""
+
+    @property
+    def size(self) -> int:
+        """How many there are."""
+
+    @property
+    def leads(self) -> bool:
+        """Whether this one is the leading rank."""
+
+    def send(self, message: PassMessage) -> None:
+        """Have every other rank do the same, where this one leads; else nothing."""
+
+    def share(self, tensor: Tensor) -> None:
+        """Overwrite a tensor with the leading rank's, which has the same shape. In stream order, and in graphs."""
+
+    def least(self, number: int) -> int:
+        """The smallest of all ranks' numbers."""

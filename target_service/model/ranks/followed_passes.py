@@ -1,0 +1,92 @@
+"""The passes of the leading rank, run by another one with its own share of weights, keys and values."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, cast
+
+import torch
+from torch import Tensor
+
+from target_service.model.cuda_graphs.pass_graphs import PassGraphs
+from target_service.model.cuda_graphs.sizes import Bucket
+from target_service.model.forward import WrittenRows
+from target_service.model.rank_link import (
+    CapturePass,
+    CountFreeMemory,
+    DropCaptures,
+    MoveAccepted,
+    MoveRows,
+    PassMessage,
+    ReplayPass,
+    RunPass,
+    UseCache,
+)
+from target_service.model.runner import ModelRunner
+from tree_kernels.verification import Verdicts
+
+if TYPE_CHECKING:
+    from target_service.model.cuda_graphs.runner import CapturedRunner
+
+
+class FollowedPasses:
+    """Does with a runner what the leading rank did with its own."""
+
+    def __init__(self, runner: ModelRunner) -> None:
+        self._runner, self._graphs = runner, PassGraphs(runner.device)
+        # By (sequences, size).
+        self._verdicts: dict[tuple[int, int], Verdicts] = {}
+        # Of the last pass, and what owns them where they keep their addresses.
+        self._written: WrittenRows | None = None
+        self._graph_buffers: object | None = None
+
+    def follow(self, message: PassMessage) -> None:
+        """Do what a message is of. Waits for the leading rank to do the same."""
+        runner = self._runner
+        match message:
+            case ReplayPass(rows, sequences):
+                done = self._captured.replay(Bucket(rows, sequences))
+                self._written, self._graph_buffers = done.written, done.graph_buffers
+            case MoveAccepted():
+                self._move(message)
+            case RunPass():
+                self._run(message)
+            case MoveRows(sources, targets):
+                runner.move_rows(sources, targets)
+            case CapturePass(rows, sequences):
+                self._captured.capture([Bucket(rows, sequences)])
+            case DropCaptures():
+                self._captured.drop_captures()
+            case UseCache(num_pages):
+                self._captured.use_cache(runner.cache.like(num_pages))
+            case CountFreeMemory():
+                self._captured.free_memory()
+
+    @property
+    def _captured(self) -> CapturedRunner:
+        """The runner, whose passes the leading rank captures."""
+        return cast("CapturedRunner", self._runner)
+
+    def _run(self, message: RunPass) -> None:
+        runner, batch, chosen = self._runner, message.batch, message.logit_rows
+        # Of a chunk within a prompt there are none.
+        rows = 0 if chosen is None else torch.tensor(chosen, dtype=torch.int64, device=runner.device)
+        token_ids = torch.zeros(len(batch.token_ids), dtype=torch.int64, device=runner.device)
+        runner.compute_logits(batch, token_ids, rows, None)
+        slots = torch.tensor(batch.slots, dtype=torch.int32, device=runner.device)
+        self._written, self._graph_buffers = WrittenRows(slots, self._integers(0)), None
+
+    def _move(self, message: MoveAccepted) -> None:
+        runner, link, written = self._runner, self._runner.link, self._written
+        assert link is not None and written is not None, "what is moved was written by a pass"
+        size = message.max_sequences, message.verdicts
+        if size not in self._verdicts:
+            self._verdicts[size] = Verdicts.over(self._integers(message.verdicts), message.max_sequences)
+        verdicts = self._verdicts[size]
+        if message.parameters:
+            written = written._replace(parameters=self._integers(message.parameters))
+            link.share(written.parameters)
+        rows = written
+        self._graphs.replay_or_capture(self._graph_buffers, size, lambda: runner.move_accepted(rows, verdicts))
+
+    def _integers(self, count: int) -> Tensor:
+        return torch.zeros(count, dtype=torch.int32, device=self._runner.device)
