@@ -330,7 +330,7 @@ def floor_ms(decoder: Decoder, config: PretrainedConfig, load: StepLoad, bytes_p
     # Of the embedding a step reads a few rows; a tied head is it.
     parameters -= config.vocab_size * config.hidden_size
     kept = kv_bytes(config, 1, latent=has_latents(config)) * CONTEXT * len(load.rows)
-    kept = kept * decoder.cached_layers // decoder.layer_count
+    kept = kept * len(decoder.cache_shapes) // decoder.layer_count
     states = 0
     if decoder.recurrent_layers is not None:
         layers, shape = decoder.recurrent_layers

@@ -77,7 +77,7 @@ class SimulatedPrompts:
     """A scheduler, and passes one behind the other."""
 
     def __init__(self, wait_ms: float, *, drafted: bool = True, seed: int = 0, max_running: int = 256) -> None:
-        cache = KVCache(1 << 16, 16, 1, 1, 1, 1, torch.float32, torch.device("cpu"))
+        cache = KVCache(1 << 16, 16, [(1, 1, 1)], torch.float32, torch.device("cpu"))
         config = TargetConfig(device="cuda", max_running=max_running, prompt_wait_ms=wait_ms, prefix_cache=False)
         sizes = row_sizes(MOST_ROWS)
         self.scheduler = Scheduler(config, cache, lambda _: sizes, lambda rows: pass_seconds(rows, 1))

@@ -17,7 +17,7 @@ from tree_kernels.recurrence import RecurrentPass, RecurrentStates, TreeRecurren
 from tree_models.agreement import TOLERANCE
 from tree_models.building import build
 from tree_models.families import describe
-from tree_models.layers.decoder import Decoder
+from tree_models.layers.decoder import Decoder, expanded_shape
 from tree_models.layers.paged import PagedPass
 from tree_models.layers.placing import Placement
 from tree_models.layers.rotary import RotaryEmbedding
@@ -148,10 +148,11 @@ def _outputs(own: Any, inner: Any, config: Any, decoder: Decoder, index: int) ->
     attention = TreeAttention("reference", decoder.device)
     plan = attention.plan(_batch())
     layer: Any = decoder.layers[index]
-    heads, *widths = decoder.expanded_shape
-    keys, values = (hidden.new_zeros(1, _ROWS, heads, width) for width in widths)
-    place = getattr(layer.attention, "cache_layer", 0)
-    cache = SimpleNamespace(keys={place: keys}, values={place: values})
+    cache = SimpleNamespace(keys={}, values={})
+    if not isinstance(spec, RecurrentSpec):
+        heads, *widths = expanded_shape(spec)
+        place = layer.attention.cache_layer
+        cache.keys[place], cache.values[place] = (hidden.new_zeros(1, _ROWS, heads, width) for width in widths)
     step = PagedPass(attention, plan, positions, cache, _recurrent_pass(decoder))
     found = layer(hidden, decoder.angles_of(index, positions), step)
     return found - hidden, expected - hidden

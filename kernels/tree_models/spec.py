@@ -80,6 +80,15 @@ class AttentionSpec:
     sinks: bool = False  # a logit of each head, one more term in its softmax's sum
     score_cap: float | None = None  # scores are cap * tanh(score / cap)
     gated: bool = False  # the output is multiplied by the sigmoid of a gate, made beside each head's query
+    value_width: int = 0  # of a value's head; 0 for `head_width`
+    value_norm: NormSpec | None = None  # of each value's head, without weights
+    keys_are_values: bool = False  # values are the products that make keys, before these are normed and rotated
+    keys_of: int | None = None  # the layer whose keys and values this one attends to, for it has none of its own
+
+    @property
+    def width_of_values(self) -> int:
+        """Width of a value's head."""
+        return self.value_width or self.head_width
 
 
 @dataclass(frozen=True, slots=True)

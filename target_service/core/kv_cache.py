@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
@@ -33,9 +34,9 @@ class WindowedLayers:
 class KVCache(Pages):
     """Keys and values of all sequences, in pages of `page_size` tokens.
 
-    `keys[layer]` is [num_pages, page_size, kv_heads, key_width], `values[layer]` the same with value_width, which is 0
+    `keys[layer]` is [num_pages, page_size, heads, key width], `values[layer]` the same with the value width, which is 0
     where values are a part of the keys. Layers with a window have `frames` and one more in place of pages. They are
-    views of `pools`: keys [layers, num_pages, ...] and values of the layers without a window, and those of the others.
+    views of `pools`: keys [layers, num_pages, ...] and values of the layers of one shape without a window, or with one.
     `tokens` [slots] int32 are the tokens of these keys, where passes are verified on the device.
     """
 
@@ -43,35 +44,37 @@ class KVCache(Pages):
         self,
         num_pages: int,
         page_size: int,
-        layers: int,
-        kv_heads: int,
-        key_width: int,
-        value_width: int,
+        shapes: Sequence[tuple[int, int, int]],
         dtype: torch.dtype,
         device: torch.device,
         recurrent: RecurrentStates | None = None,
         windowed: WindowedLayers | None = None,
     ) -> None:
-        """`recurrent` are the states of layers that have no keys and values; `layers` counts the others."""
+        """`shapes` are heads, key width and value width of each layer with keys and values; `recurrent` are the states
+        of the others."""
         super().__init__(num_pages, page_size)
         self.recurrent = recurrent
-        self.shape, self.dtype, self.windowed = (layers, kv_heads, key_width, value_width), dtype, windowed
+        self.shapes, self.dtype, self.windowed = tuple(shapes), dtype, windowed
         self.frames: WindowFrames | None = None
-        within = () if windowed is None else windowed.layers
-        whole = [layer for layer in range(layers) if layer not in within]
-        by_kind = [(whole, num_pages)]
+        within: tuple[int, ...] = ()
         if windowed is not None:
-            count = windowed.frames(num_pages, page_size)
-            self.frames = WindowFrames(num_pages, count, page_size, windowed.window, device)
-            by_kind.append(([*within], count + 1))
+            within, frames = windowed.layers, windowed.frames(num_pages, page_size)
+            self.frames = WindowFrames(num_pages, frames, page_size, windowed.window, device)
+        layers = range(len(self.shapes))
+        # Those without a window first.
+        by_kind: dict[tuple[bool, tuple[int, int, int]], list[int]] = {}
+        for layer in sorted(layers, key=lambda layer: layer in within):
+            by_kind.setdefault((layer in within, self.shapes[layer]), []).append(layer)
         self.pools: list[tuple[Tensor, Tensor]] = []
+        self._in_frames: list[bool] = []
         by_layer: dict[int, tuple[Tensor, Tensor]] = {}
-        for own, places in by_kind:
-            shape = (len(own), places, page_size, kv_heads)
-            pool = lazy_zeros((*shape, key_width), dtype, device), lazy_zeros((*shape, value_width), dtype, device)
-            self.pools.append(pool)
-            by_layer.update(zip(own, zip(*pool, strict=True), strict=True))
-        self.keys, self.values = ([by_layer[layer][part] for layer in range(layers)] for part in range(2))
+        for (in_frames, (heads, *widths)), own in by_kind.items():
+            places = frames + 1 if in_frames else num_pages
+            keys, values = (lazy_zeros((len(own), places, page_size, heads, one), dtype, device) for one in widths)
+            self.pools.append((keys, values))
+            self._in_frames.append(in_frames)
+            by_layer.update(zip(own, zip(keys, values, strict=True), strict=True))
+        self.keys, self.values = ([by_layer[layer][part] for layer in layers] for part in range(2))
         self.tokens = torch.zeros(num_pages * page_size, dtype=torch.int32, device=device)
 
     @property
@@ -82,22 +85,24 @@ class KVCache(Pages):
     @property
     def token_bytes(self) -> int:
         """Bytes of one token, all layers; of layers with a window the share of it that they have room for."""
-        layers, kv_heads, key_width, value_width = self.shape
-        whole = layers if self.windowed is None else layers - (1 - self.windowed.share) * len(self.windowed.layers)
-        return int(whole * kv_heads * (key_width + value_width) * self.dtype.itemsize)
+        within, share = ((), 1.0) if self.windowed is None else (self.windowed.layers, self.windowed.share)
+        numbers = [heads * (key_width + value_width) for heads, key_width, value_width in self.shapes]
+        whole = sum(one * (share if layer in within else 1.0) for layer, one in enumerate(numbers))
+        return int(whole * self.dtype.itemsize)
 
     def slots_of(self, slots: Tensor) -> list[Tensor]:
         """For each of the `pools`, where it keeps these slots [..]."""
-        return [slots] if self.frames is None else [slots, self.frames.slots(slots)]
+        within = slots if self.frames is None else self.frames.slots(slots)
+        return [within if in_frames else slots for in_frames in self._in_frames]
 
     def like(self, num_pages: int) -> KVCache:
         """An empty cache of the same layers with so many pages."""
         device = self.tokens.device
-        return KVCache(num_pages, self.page_size, *self.shape, self.dtype, device, self.recurrent, self.windowed)
+        return KVCache(num_pages, self.page_size, self.shapes, self.dtype, device, self.recurrent, self.windowed)
 
     def __str__(self) -> str:
         tokens, frames = self.num_pages * self.page_size, self.frames
-        kind = "keys and values" if self.shape[-1] else "latents"
+        kind = "keys and values" if self.shapes[0][-1] else "latents"
         size = f"{tokens:,} tokens, {kind} of {self.token_bytes:,} bytes each, {self.nbytes:,} bytes"
         if frames is not None:
             size += f"; layers with windows keep {frames.frames * self.page_size:,} tokens"

@@ -38,10 +38,6 @@ class TargetNetwork(Protocol):
         """Decoder layers."""
 
     @property
-    def cached_layers(self) -> int:
-        """Those with keys and values, or latents."""
-
-    @property
     def recurrent_layers(self) -> tuple[int, StateShape] | None:
         """How many layers keep states instead, and of which shape; None where there are none."""
 
@@ -58,8 +54,8 @@ class TargetNetwork(Protocol):
         """Whether the cache holds latents instead of keys and values."""
 
     @property
-    def cache_shape(self) -> CacheShape:
-        """Of the cache of every layer that has keys and values."""
+    def cache_shapes(self) -> Sequence[CacheShape]:
+        """Of the cache of each layer that keeps keys and values, or latents."""
 
     def __call__(self, token_ids: Tensor, positions: Tensor, step: PagedPass, rows: Tensor | int = 0) -> Tensor:
         """Logits [.., V] of the given rows, 0 for all, of token ids [R] and positions [R]."""

@@ -353,8 +353,7 @@ def runner_over(
     windows, windowed = {layer: window for layer, window in enumerate(network.windows) if window is not None}, None
     if windows and window_share is not None:
         windowed = WindowedLayers(tuple(windows), max(windows.values()), window_share, window_rows)
-    layers = network.cached_layers, *network.cache_shape
-    cache = KVCache(num_pages, page_size, *layers, *of_network, recurrent, windowed)
+    cache = KVCache(num_pages, page_size, network.cache_shapes, *of_network, recurrent, windowed)
     over_cache: Attention
     if network.latent:
         over_cache = LatentAttention(cast(LatentBackend, attention), network.device)

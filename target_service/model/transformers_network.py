@@ -92,11 +92,6 @@ class TransformersNetwork:
         return int(self.model.config.num_hidden_layers)
 
     @property
-    def cached_layers(self) -> int:
-        """All of them."""
-        return self.layer_count
-
-    @property
     def recurrent_layers(self) -> None:
         """Families without an entry that have some are refused."""
         return None
@@ -115,8 +110,8 @@ class TransformersNetwork:
         return False
 
     @property
-    def cache_shape(self) -> CacheShape:
-        return self._cache_shape
+    def cache_shapes(self) -> Sequence[CacheShape]:
+        return [self._cache_shape] * self.layer_count
 
     def __call__(self, token_ids: Tensor, positions: Tensor, step: PagedPass, rows: Tensor | int = 0) -> Tensor:
         inputs = {"input_ids": token_ids[None], "position_ids": positions[None]}

@@ -38,7 +38,7 @@ class Captured:
     def __init__(self, device: Device) -> None:
         self._device = device
         self.buckets: Sequence[int] = [1]
-        self.cache = KVCache(4, 16, 2, 2, 8, 8, torch.float32, torch.device("cpu"))
+        self.cache = KVCache(4, 16, [(2, 8, 8)] * 2, torch.float32, torch.device("cpu"))
 
     def capture(self, wanted: Sequence[int], **_: Any) -> int:
         self._device.capture()

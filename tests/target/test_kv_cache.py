@@ -8,12 +8,12 @@ import psutil
 import pytest
 import torch
 
-from target_service.core.kv_cache import KVCache
+from target_service.core.kv_cache import KVCache, WindowedLayers
 from tree_kernels.pages import OutOfPages
 
 
 def cache_of(num_pages: int = 8, page_size: int = 4) -> KVCache:
-    return KVCache(num_pages, page_size, 2, 3, 5, 7, torch.float32, torch.device("cpu"))
+    return KVCache(num_pages, page_size, [(3, 5, 7)] * 2, torch.float32, torch.device("cpu"))
 
 
 def test_pools_have_their_shapes_and_begin_finite() -> None:
@@ -25,7 +25,7 @@ def test_pools_have_their_shapes_and_begin_finite() -> None:
 
 def test_a_cache_takes_memory_only_where_it_is_written() -> None:
     before = psutil.Process().memory_info().rss
-    cache = KVCache(1024, 16, 4, 8, 64, 64, torch.bfloat16, torch.device("cpu"))
+    cache = KVCache(1024, 16, [(8, 64, 64)] * 4, torch.bfloat16, torch.device("cpu"))
     assert sum(pool.nbytes for pool in (*cache.keys, *cache.values)) == 128 << 20
     assert psutil.Process().memory_info().rss - before < 32 << 20
     cache.keys[0][3] = 1.5
@@ -152,3 +152,21 @@ def test_a_page_given_back_twice_is_noticed(page: int) -> None:
     cache.release(pages[2:])
     with pytest.raises(AssertionError, match="no owner"):
         cache.release([page])
+
+
+def test_layers_of_other_shapes_have_pools_of_their_own() -> None:
+    """And of those with a window slots are of frames."""
+    shapes = [(3, 5, 7), (1, 4, 4), (3, 5, 7), (1, 4, 4), (1, 4, 4)]
+    windowed = WindowedLayers((0, 1), window=4, share=0.5)
+    cache = KVCache(8, 4, shapes, torch.float32, torch.device("cpu"), windowed=windowed)
+    for layer, (heads, key_width, value_width) in enumerate(shapes):
+        pages = 8 if layer > 1 else windowed.frames(8, 4) + 1
+        assert cache.keys[layer].shape == (pages, 4, heads, key_width)
+        assert cache.values[layer].shape == (pages, 4, heads, value_width)
+    assert [len(keys) for keys, _ in cache.pools] == [1, 2, 1, 1]
+    assert cache.frames is not None
+    slots = torch.tensor([9, 30])
+    within = cache.frames.slots(slots)
+    assert [one.tolist() for one in cache.slots_of(slots)] == [[9, 30]] * 2 + [within.tolist()] * 2
+    assert cache.token_bytes == 4 * (36 + 2 * 8 + (36 + 8) // 2)
+    assert [keys.shape[1] for keys, _ in cache.like(16).pools][:2] == [16, 16]

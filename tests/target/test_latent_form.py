@@ -97,7 +97,7 @@ class TestMemory:
         for latent in (True, False):
             shape = kv_shape(config, latent=latent)
             widths = shape.heads, shape.key_width, shape.value_width
-            caches.append(KVCache(64, 16, 27, *widths, torch.bfloat16, torch.device("cpu")))
+            caches.append(KVCache(64, 16, [widths] * 27, torch.bfloat16, torch.device("cpu")))
             assert caches[-1].token_bytes == kv_bytes(config, 2, latent=latent)
         pools = [cache.nbytes for cache in caches]
         assert 8 * pools[0] <= pools[1]

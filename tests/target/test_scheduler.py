@@ -23,7 +23,7 @@ from target_service.core.sequence_pages import order_of_preemption
 
 
 def cache(pages: int = 64, page_size: int = 16) -> KVCache:
-    return KVCache(pages, page_size, 1, 1, 4, 4, torch.float32, torch.device("cpu"))
+    return KVCache(pages, page_size, [(1, 4, 4)], torch.float32, torch.device("cpu"))
 
 
 def scheduler(pages: KVCache, running: int = 8, rows: int = 64, chunk: int = 32) -> Scheduler:

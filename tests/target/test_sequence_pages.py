@@ -18,7 +18,7 @@ PAGE = 4
 
 
 def scheduler(pages: int, running: int = 8, chunk: int = 8) -> Scheduler:
-    cache = KVCache(pages, PAGE, 1, 1, 4, 4, torch.float32, torch.device("cpu"))
+    cache = KVCache(pages, PAGE, [(1, 4, 4)], torch.float32, torch.device("cpu"))
     return Scheduler(TargetConfig(max_running=running, max_step_rows=64, prefill_chunk=chunk), cache)
 
 

@@ -33,7 +33,7 @@ class Played:
     """A scheduler, and an engine that takes the times of a machine. Every output is `length` tokens."""
 
     def __init__(self, machine: Machine, *, length: int = 1 << 20, chunk: int = 256) -> None:
-        cache = KVCache(4096, 16, 1, 1, 4, 4, torch.float32, torch.device("cpu"))
+        cache = KVCache(4096, 16, [(1, 4, 4)], torch.float32, torch.device("cpu"))
         # Machines here take seconds for a step.
         config = TargetConfig(max_running=64, max_step_rows=512, prefill_chunk=chunk, prompt_wait_ms=60_000)
         self.scheduler = Scheduler(config, cache)

@@ -35,7 +35,7 @@ from tree_models.layers.paged import PagedPass, pass_of
 from tree_models.layers.rank_group import RankGroup
 from tree_models.layers.rotary import Angles, scaled_queries
 from tree_models.layers.router import TopKRouter
-from tree_models.spec import GateSpec
+from tree_models.spec import AttentionSpec, GateSpec
 
 # Of the table for layers that embed no positions: those of the largest captured pass by default.
 _UNTURNED_ROWS = 512
@@ -119,7 +119,7 @@ def _quantized(product: PlainWeight | QuantizedWeight) -> QuantizedWeight:
 def parts_of(layer: DecoderLayer) -> LayerParts | None:
     """The parts of a layer whose products lie as published and whose form the launches have, else None."""
     attention, spec = layer.attention, layer.spec
-    if not isinstance(attention, HeadAttention) or attention.spec.clip is not None or attention.spec.gated:
+    if not isinstance(attention, HeadAttention) or not _is_launched(attention.spec):
         return None
     norms = [layer.before_attention, layer.after_attention, layer.before_mlp, layer.after_mlp]
     found = [None if norm is None else norm_of(norm) for norm in norms]
@@ -146,6 +146,12 @@ def parts_of(layer: DecoderLayer) -> LayerParts | None:
         mlp=mlp,
         mlp_sum=SumForm(after_mlp, spec.residual_scale),
     )
+
+
+def _is_launched(spec: AttentionSpec) -> bool:
+    """Whether a launch makes queries, keys and values as this attention has them."""
+    unusual = spec.gated or spec.keys_are_values or spec.keys_of is not None
+    return not unusual and (spec.clip, spec.value_norm, spec.value_width) == (None, None, 0)
 
 
 def _mlp_parts(mlp: MLP) -> MLPParts | None:

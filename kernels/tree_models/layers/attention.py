@@ -9,7 +9,7 @@ from torch import Tensor, nn
 
 from tree_kernels.attention import AttentionVariant
 from tree_models.layers.linear import Linear
-from tree_models.layers.norm import HeadNorm
+from tree_models.layers.norm import HeadNorm, Normalization
 from tree_models.layers.paged import PagedPass, UncachedPass, attend
 from tree_models.layers.placing import Placement
 from tree_models.layers.rotary import Angles, halves_order, rotate_heads, scaled_queries
@@ -34,29 +34,31 @@ class HeadAttention(nn.Module):
         super().__init__()
         self.spec, self.layer = spec, layer
         self.cache_layer = layer if cache_layer is None else cache_layer
-        width = spec.head_width
-        queries = 2 * spec.heads if spec.gated else spec.heads
-        parts = [heads * width for heads in (queries, spec.kv_heads, spec.kv_heads)]
+        width, values = spec.head_width, spec.width_of_values
+        # Of keys of its own.
+        self._keys = spec.kv_heads if spec.keys_of is None else 0
+        parts = [(2 * spec.heads if spec.gated else spec.heads) * width]
+        if self._keys:
+            parts += [self._keys * width] if spec.keys_are_values else [self._keys * width, self._keys * values]
         self.qkv = Linear(read_vectors * hidden_size, parts, place, bias=spec.qkv_bias)
-        self.out = Linear(spec.heads * width, [hidden_size], place, bias=spec.out_bias)
+        self.out = Linear(spec.heads * values, [hidden_size], place, bias=spec.out_bias)
         norm = spec.head_norm
         self.query_norm = HeadNorm(norm, spec.heads, width, place) if norm else None
-        self.key_norm = HeadNorm(norm, spec.kv_heads, width, place) if norm else None
+        self.key_norm = HeadNorm(norm, spec.kv_heads, width, place) if norm and self._keys else None
+        self.value_norm = Normalization(spec.value_norm, values, place) if spec.value_norm and self._keys else None
         self.sinks = place.empty(spec.heads, dtype=torch.float32) if spec.sinks else None
         self.variant = AttentionVariant(spec.window, spec.score_cap, self.sinks)
 
     def forward(self, rows: Tensor, angles: Angles | None, step: PagedPass | UncachedPass) -> Tensor:
         """[R, read_vectors * H] -> [R, H]. `angles` are None where the layer embeds no positions."""
         spec = self.spec
-        product: Tensor = self.qkv(rows)
-        heads, gate = product.view(len(rows), -1, spec.head_width), None
-        if spec.gated:
-            gate = heads[:, spec.heads : 2 * spec.heads]
-            heads = torch.cat([heads[:, : spec.heads], heads[:, 2 * spec.heads :]], dim=1)
-        rotating, value = heads[:, : -spec.kv_heads], heads[:, -spec.kv_heads :]
-        if self.query_norm is not None and self.key_norm is not None:
+        rotating, value, gate = self._heads(self.qkv(rows))
+        if self.query_norm is not None:
             query, key = rotating[:, : spec.heads], rotating[:, spec.heads :]
-            rotating = torch.cat([self.query_norm(query), self.key_norm(key)], dim=1)
+            normed = self.query_norm(query)
+            rotating = normed if self.key_norm is None else torch.cat([normed, self.key_norm(key)], dim=1)
+        if self.value_norm is not None:
+            value = self.value_norm(value)
         if spec.clip is not None:
             rotating, value = rotating.clamp(-spec.clip, spec.clip), value.clamp(-spec.clip, spec.clip)
         if angles is not None:
@@ -70,11 +72,30 @@ class HeadAttention(nn.Module):
         output: Tensor = self.out(attended.flatten(1))
         return output
 
+    def _heads(self, product: Tensor) -> tuple[Tensor, Tensor, Tensor | None]:
+        """Queries and keys [R, heads, D], values [R, Hkv, Dv] and gates [R, Hq, D] of the product [R, ..]. Without keys
+        of its own the layer has queries alone, and no values."""
+        spec, count = self.spec, len(product)
+        queries = 2 * spec.heads if spec.gated else spec.heads
+        turning = (queries + self._keys) * spec.head_width
+        heads, gate = product[:, :turning].view(count, -1, spec.head_width), None
+        values = (
+            heads[:, queries:]
+            if spec.keys_are_values
+            else product[:, turning:].view(count, self._keys, spec.width_of_values)
+        )
+        if spec.gated:
+            gate = heads[:, spec.heads : queries]
+            heads = torch.cat([heads[:, : spec.heads], heads[:, queries:]], dim=1)
+        return heads, values, gate
+
     def slots(self, names: WeightNames, copy: Copy) -> Iterator[WeightSlot]:
         """Slots of the layer's tensors."""
         spec, layer = self.spec, self.layer
         order = self._order()
-        yield from self.qkv.slots([names.in_layer(name, layer) for name in names.qkv], copy, order)
+        # One name is of all parts.
+        published = names.qkv if len(names.qkv) == 1 else names.qkv[: len(self.qkv.parts)]
+        yield from self.qkv.slots([names.in_layer(name, layer) for name in published], copy, order)
         yield from self.out.slots([names.in_layer(names.out, layer)], copy)
         if self.sinks is not None:
             yield in_place(names.in_layer(names.sinks, layer), self.sinks, copy)
@@ -92,8 +113,10 @@ class HeadAttention(nn.Module):
             if spec.rotary is not None and spec.rotary.interleaved:
                 raise FamilyRefused("neighbouring pairs are not rotated beside gates")
             queries = torch.arange(2 * spec.heads * spec.head_width).view(spec.heads, 2, -1).transpose(0, 1).flatten()
-            return torch.cat([queries, len(queries) + torch.arange(2 * spec.kv_heads * spec.head_width)])
-        rotating = halves_order(spec.rotary, spec.heads + spec.kv_heads, spec.head_width)
+            return torch.cat([queries, torch.arange(len(queries), sum(self.qkv.parts))])
+        rotating = halves_order(spec.rotary, spec.heads + self._keys, spec.head_width)
         if rotating is None:
             return None
-        return torch.cat([rotating, len(rotating) + torch.arange(spec.kv_heads * spec.head_width)])
+        if spec.keys_are_values:
+            raise FamilyRefused("neighbouring pairs of keys that are values are not rotated")
+        return torch.cat([rotating, torch.arange(len(rotating), sum(self.qkv.parts))])

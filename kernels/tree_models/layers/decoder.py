@@ -138,6 +138,31 @@ class CacheShape(NamedTuple):
     value_width: int
 
 
+def expanded_shape(spec: AttentionSpec | LatentSpec) -> CacheShape:
+    """What a layer caches as keys and values of heads, or what the layer does whose they are."""
+    if isinstance(spec, AttentionSpec):
+        return CacheShape(spec.kv_heads, spec.head_width, spec.width_of_values)
+    return CacheShape(spec.heads, spec.query_width, spec.value)
+
+
+def _keeps_own(spec: AttentionSpec | LatentSpec) -> bool:
+    return isinstance(spec, LatentSpec) or spec.keys_of is None
+
+
+def _kept_places(specs: Sequence[AttentionSpec | LatentSpec | RecurrentSpec]) -> list[int]:
+    """The place of each layer's keys and values among those that are kept, or of its state among states."""
+    places: list[int] = []
+    counts = {True: 0, False: 0}
+    for spec in specs:
+        if isinstance(spec, AttentionSpec) and spec.keys_of is not None:
+            places.append(places[spec.keys_of])
+            continue
+        kind = isinstance(spec, RecurrentSpec)
+        places.append(counts[kind])
+        counts[kind] += 1
+    return places
+
+
 class LayerStack(nn.Module):
     """Decoder layers one behind another, of a model or of a head that drafts for one."""
 
@@ -148,12 +173,12 @@ class LayerStack(nn.Module):
         computed."""
         super().__init__()
         self.place, self.layer_specs, self.longest_context = place, tuple(specs), longest_context
-        recurrent = [isinstance(layer.attention, RecurrentSpec) for layer in specs]
+        places = _kept_places([layer.attention for layer in specs])
         made = [
-            DecoderLayer(layer, hidden_size, index, place, kept + recurrent[:index].count(recurrent[index]))
-            for index, layer in enumerate(specs)
+            DecoderLayer(layer, hidden_size, index, place, kept + own)
+            for index, (layer, own) in enumerate(zip(specs, places, strict=True))
         ]
-        if recurrent and all(recurrent):
+        if specs and all(isinstance(layer.attention, RecurrentSpec) for layer in specs):
             raise FamilyRefused("no layer attends to earlier tokens")
         self.layers: Sequence[DecoderLayer] = nn.ModuleList(made)  # type: ignore[assignment]
         # One for each kind that there is, and the place of each layer's among them; None where it has none.
@@ -170,22 +195,15 @@ class LayerStack(nn.Module):
         self._taps: dict[int, list[Tap]] = {}
 
     @property
-    def cached_layers(self) -> int:
-        """Layers with keys and values, or latents."""
-        return len(self._attending)
+    def expanded_shapes(self) -> Sequence[CacheShape]:
+        """Of a cache with keys and values of heads, of each layer that keeps some."""
+        return [expanded_shape(spec) for spec in self._keeping]
 
     @property
-    def expanded_shape(self) -> CacheShape:
-        """Of a cache with keys and values of heads, of every layer that has some."""
-        attending = self._attending[0]
-        if isinstance(attending, AttentionSpec):
-            return CacheShape(attending.kv_heads, attending.head_width, attending.head_width)
-        return CacheShape(attending.heads, attending.query_width, attending.value)
-
-    @property
-    def _attending(self) -> list[AttentionSpec | LatentSpec]:
+    def _keeping(self) -> list[AttentionSpec | LatentSpec]:
+        """Layers with keys and values, or latents, of their own."""
         specs = [layer.attention for layer in self.layer_specs]
-        return [spec for spec in specs if not isinstance(spec, RecurrentSpec)]
+        return [spec for spec in specs if not isinstance(spec, RecurrentSpec) and _keeps_own(spec)]
 
     def angles(self, positions: Tensor) -> list[Angles]:
         """Of positions [R], by each kind of rotary embedding."""
@@ -270,7 +288,7 @@ class Decoder(LayerStack):
     @property
     def windows(self) -> Sequence[int | None]:
         """By layer with keys and values, how many tokens a row sees; None for all."""
-        return [spec.window if isinstance(spec, AttentionSpec) else None for spec in self._attending]
+        return [spec.window if isinstance(spec, AttentionSpec) else None for spec in self._keeping]
 
     @property
     def latent(self) -> bool:
@@ -288,12 +306,12 @@ class Decoder(LayerStack):
         return (len(shapes), shapes[0]) if shapes else None
 
     @property
-    def cache_shape(self) -> CacheShape:
-        """Of the cache of every layer that has keys and values."""
-        attending = self._attending[0]
-        if isinstance(attending, LatentSpec) and self.latent:
-            return CacheShape(1, attending.latent + attending.rotary.width, 0)
-        return self.expanded_shape
+    def cache_shapes(self) -> Sequence[CacheShape]:
+        """Of the cache of each layer that keeps keys and values, or latents."""
+        if not self.latent:
+            return self.expanded_shapes
+        kept = [spec for spec in self._keeping if isinstance(spec, LatentSpec)]
+        return [CacheShape(1, spec.latent + spec.rotary.width, 0) for spec in kept]
 
     def forward(self, token_ids: Tensor, positions: Tensor, step: PagedPass, rows: Tensor | int = 0) -> Tensor:
         """Logits [.., V] of the given rows, 0 for all, of token ids [R] and positions [R]."""

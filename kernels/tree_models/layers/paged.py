@@ -77,9 +77,10 @@ def attend(owner: AttendingLayer, query: Tensor, key: Tensor, value: Tensor, ste
 # Not compiled: layers differ in their number, which is read here alone, and not in the parts around it.
 @torch.compiler.disable  # type: ignore[untyped-decorator]
 def _attend_cached(owner: AttendingLayer, query: Tensor, key: Tensor, value: Tensor, step: PagedPass) -> Tensor:
-    """Write keys and values of the rows into the cache, and attend."""
+    """Write keys and values of the rows into the cache, if there are some of their own, and attend."""
     step = pass_of(owner.variant, step)
     keys, values = step.cache.keys[owner.cache_layer], step.cache.values[owner.cache_layer]
-    write_kv(key, value, keys, values, step.slots)
+    if key.shape[1]:
+        write_kv(key, value, keys, values, step.slots)
     out: Tensor = step.attention.run(step.plan, query, keys, values, owner.spec.scaling, owner.variant)
     return out

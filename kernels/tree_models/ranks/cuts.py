@@ -118,7 +118,7 @@ class _Cutter:
             return
         keys = kv_heads_of(spec.kv_heads, self.rank, self.ranks)
         yield from _with_bias(_above_another(names.qkv, self._projections(spec, heads, keys)))
-        yield from self._last(names.out, _scaled(heads, spec.head_width))
+        yield from self._last(names.out, _scaled(heads, spec.width_of_values))
         yield names.sinks, Spans(0, (heads,))
         if spec.head_norm is not None and spec.head_norm.scope == "each_head":
             for name, own in ((names.query_norm, heads), (names.key_norm, keys)):
@@ -127,8 +127,8 @@ class _Cutter:
     def _projections(self, spec: AttentionSpec, heads: range, keys: range) -> list[tuple[int, range]]:
         """Rows of queries, keys and values, and which of them are the rank's."""
         width = spec.head_width
-        own_keys = spec.kv_heads * width, _scaled(keys, width)
-        return [(spec.heads * width, _scaled(heads, width)), own_keys, own_keys]
+        own_keys, own_values = ((spec.kv_heads * one, _scaled(keys, one)) for one in (width, spec.width_of_values))
+        return [(spec.heads * width, _scaled(heads, width)), own_keys, own_values]
 
     def mlp(self, spec: MLPSpec | ExpertsSpec, names: WeightNames) -> Iterator[tuple[str, Cut]]:
         if isinstance(spec, MLPSpec):

@@ -51,6 +51,8 @@ def _attention(spec: AttentionSpec | LatentSpec | RecurrentSpec, ranks: int) -> 
     heads = _divided(spec.heads, ranks, "attention heads")
     if isinstance(spec, LatentSpec):
         return replace(spec, heads=heads)
+    if spec.keys_are_values or spec.keys_of is not None:
+        raise FamilyRefused(f"{ranks} ranks: layers that share keys are not divided")
     if spec.head_norm is not None and spec.head_norm.scope == "all_heads":
         raise FamilyRefused(f"{ranks} ranks: queries are normed over all heads together")
     if spec.kv_heads % ranks and ranks % spec.kv_heads:

@@ -314,8 +314,7 @@ def _tokens_that_fit(network: TargetNetwork, states: int, window_share: float) -
         free, _ = torch.cuda.mem_get_info(network.device)
     else:
         free = psutil.virtual_memory().available
-    heads, key_width, value_width = network.cache_shape
-    each = _cached_layers(network, window_share) * heads * (key_width + value_width) * network.dtype.itemsize
+    each = _kept_numbers(network, window_share) * network.dtype.itemsize
     if states > free:
         raise ModelRefused(
             f"recurrent states take {states:,} bytes of {free:,} that are free: set a lower --max-running"
@@ -323,6 +322,10 @@ def _tokens_that_fit(network: TargetNetwork, states: int, window_share: float) -
     return int(min(_KV_TOKENS_LIMIT, (free - states) * _KV_MEMORY_SHARE / each))
 
 
-def _cached_layers(network: TargetNetwork, window_share: float) -> float:
-    """Layers with keys and values, of those with a window the share of a text that they have room for."""
-    return sum(1.0 if window is None else window_share for window in network.windows)
+def _kept_numbers(network: TargetNetwork, window_share: float) -> float:
+    """Numbers of a token in the cache, of layers with a window the share of a text that they have room for."""
+    layers = zip(network.cache_shapes, network.windows, strict=True)
+    return sum(
+        shape.heads * (shape.key_width + shape.value_width) * (1.0 if window is None else window_share)
+        for shape, window in layers
+    )

@@ -48,8 +48,7 @@ def plain_logits(decoder: Decoder) -> Tensor:
     attention = TreeAttention("reference", decoder.device)
     plan = attention.plan(AttentionBatch((0, _TOKENS), (0,), ((0,),), _TOKENS, (None,)))
     places = torch.arange(_TOKENS, device=decoder.device)
-    shape = decoder.expanded_shape
-    cache = KVCache(1, _TOKENS, decoder.cached_layers, *shape, decoder.dtype, decoder.device)
+    cache = KVCache(1, _TOKENS, decoder.expanded_shapes, decoder.dtype, decoder.device)
     recurrent = None
     if decoder.recurrent_layers is not None:
         count, of_state = decoder.recurrent_layers
