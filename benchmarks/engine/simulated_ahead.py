@@ -44,7 +44,7 @@ from target_service.engine.loop import EngineLoop
 from target_service.execution.batch import StepBatch
 from target_service.execution.device_executor import DeviceSteps
 from target_service.execution.device_time import DeviceSpan
-from target_service.execution.host_executor import Launched, Ready
+from target_service.execution.host_executor import Launched, LaunchedWhole, Ready
 from target_service.execution.prompt_scores import ScoredPrompt
 from target_service.model.cuda_graphs.sizes import row_sizes
 from target_service.model.forward import ForwardInput
@@ -112,7 +112,7 @@ class TextRunner(ModelRunner):
         return logits
 
 
-class _SimulatedStep:
+class _SimulatedStep(LaunchedWhole):
     """A step, which begins when those before it have ended; see `Launched`."""
 
     on_device = can_launch_before_results = True

@@ -39,7 +39,7 @@ from target_service.core.sequence import SequenceRequest, StepVerdict  # noqa: E
 from target_service.engine.loop import EngineLoop  # noqa: E402
 from target_service.execution.batch import StepBatch  # noqa: E402
 from target_service.execution.device_time import DeviceSpan  # noqa: E402
-from target_service.execution.host_executor import Ready  # noqa: E402
+from target_service.execution.host_executor import LaunchedWhole, Ready  # noqa: E402
 from target_service.execution.prompt_scores import ScoredPrompt  # noqa: E402
 from target_service.model.runner import ModelRunner, runner_for  # noqa: E402
 from target_service.sampling.verifier import SequenceVerifier, Verified  # noqa: E402
@@ -68,7 +68,7 @@ class DeviceTimes:
         return StepCost([(rows, self.of_step(rows, 1, 1)) for rows in _ROWS])
 
 
-class _DeviceStep:
+class _DeviceStep(LaunchedWhole):
     """A step under way; see `Launched`."""
 
     on_device = can_launch_before_results = True

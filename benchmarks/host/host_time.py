@@ -45,7 +45,7 @@ from target_service.execution.batch import StepBatch
 from target_service.execution.device_executor import DeviceSteps
 from target_service.execution.device_rows import TableStep
 from target_service.execution.device_time import DeviceSpan
-from target_service.execution.host_executor import Launched, Ready
+from target_service.execution.host_executor import Launched, LaunchedWhole, Ready
 from target_service.execution.post_pass import TableWork
 from target_service.execution.pre_pass import PrePass
 from target_service.execution.prompt_scores import ScoredPrompt
@@ -94,7 +94,7 @@ class Times:
         return run
 
 
-class _TimedStep:
+class _TimedStep(LaunchedWhole):
     """A step of `HostOnly`; see `Launched`. It has ended at a time."""
 
     on_device = True
@@ -303,7 +303,7 @@ def _watch(loop: EngineLoop, steps: HostOnly, times: Times) -> None:
     ):
         setattr(of, name, times.timed(phase, getattr(of, name)))
     begin, committed = 0, 0
-    launch_after, launch, commit, trim = loop._launch_after, steps.launch, loop._commit, loop._trim
+    launch_after, launch, commit, collect = loop._launch_after, steps.launch, loop._commit, loop.drafting.collect
 
     def noted(step: Step) -> Step | None:
         nonlocal begin
@@ -320,13 +320,13 @@ def _watch(loop: EngineLoop, steps: HostOnly, times: Times) -> None:
         committed = time.perf_counter_ns()
         return verdicts
 
-    def trimmed(*arguments: Any) -> None:
-        trim(*arguments)
+    def collecting(*arguments: Any) -> None:
         times.ns["move on"].append(time.perf_counter_ns() - committed)
+        collect(*arguments)
 
     setattr(loop, "_launch_after", noted)  # noqa: B010
     setattr(loop, "_commit", committing)  # noqa: B010
-    setattr(loop, "_trim", trimmed)  # noqa: B010
+    setattr(loop.drafting, "collect", collecting)  # noqa: B010
     setattr(steps, "launch", launched)  # noqa: B010
 
 

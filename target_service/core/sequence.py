@@ -71,21 +71,21 @@ class SequenceRequest:
     traceparent: str = ""
 
     @property
-    def awaits_results(self) -> bool:
-        """Whether its next pass can be laid out only when the tokens of its last one are on the host: its client
-        drafts, or a grammar follows its output."""
-        return self.external or self.sampling.structured_output is not None
+    def has_form(self) -> bool:
+        """Whether a grammar masks what may come next: a pass may be launched before the tokens of the last one are
+        known, and verified only then."""
+        return self.sampling.structured_output is not None
 
     @property
     def has_grammar(self) -> bool:
         """Whether a grammar has to be compiled before it begins."""
-        return self.sampling.structured_output is not None or self.triggered_form is not None
+        return self.has_form or self.triggered_form is not None
 
     @property
     def device_rows(self) -> bool:
         """Whether the device may choose its drafted rows: it does so by tokens, which rejection sampling does not
         allow."""
-        return not self.awaits_results and self.mode is not VerificationMode.REJECTION
+        return not self.external and self.mode is not VerificationMode.REJECTION
 
     @property
     def lossy(self) -> bool:

@@ -1,11 +1,15 @@
-"""Commits a verified step to its sequences: tokens, KV, totals."""
+"""Commits a verified step to its sequences: tokens, KV, totals, pages."""
 
 from __future__ import annotations
 
 import time
+from collections.abc import Mapping
+from collections.abc import Sequence as SequenceOf
 
 from outrider.tree import TokenTree, VerifiedTree
 from target_service.core.sequence import SequenceState, SequenceTotals, StepVerdict
+from target_service.core.sequence_pages import SequencePages
+from target_service.engine.step import Step
 from target_service.sampling.verifier import Verified
 from target_service.speculation.merged_tree import PredictedTree
 from target_service.speculation.policy.live_sequence import LiveSequence
@@ -97,3 +101,25 @@ def _count_depths(counts: list[int], depth: int) -> None:
         counts.extend([0] * (depth - len(counts)))
     for d in range(depth):
         counts[d] += 1
+
+
+def publish_pages(
+    step: Step, outcomes: SequenceOf[Verified | None], live: Mapping[int, LiveSequence], pages: SequencePages
+) -> None:
+    """Let other sequences share the pages that `step` filled, and windows leave theirs."""
+    for item, outcome in zip(step.batch.items, outcomes, strict=True):
+        sequence = item.sequence
+        if item.kept and sequence.sequence_id in live:
+            # A chunk that did not reach the root has no outcome; behind a commit all keys but the root's are final.
+            computed = item.start + item.known if outcome is None else len(sequence.token_ids) - 1
+            pages.publish(sequence, computed)
+            pages.leave_windows(sequence, computed)
+
+
+def trim_pages(step: Step, pages: SequencePages, needed: Mapping[int, int]) -> None:
+    """Give back the pages of rows that `step` did not accept, but for keys that the step under way needs, by sequence
+    id."""
+    if step.has_drafts and pages.scarce:
+        for item in step.batch.items:
+            if item.kept:
+                pages.trim(item.sequence, needed.get(item.sequence.sequence_id, 0))

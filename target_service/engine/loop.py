@@ -28,7 +28,7 @@ from target_service.core.sequence import (
 )
 from target_service.core.weights import FIRST_VERSION
 from target_service.engine.broken import logits_not_finite
-from target_service.engine.commit import commit
+from target_service.engine.commit import commit, publish_pages, trim_pages
 from target_service.engine.counted import count_outcomes
 from target_service.engine.policy_updates import PolicyUpdates
 from target_service.engine.prompt_events import prompt_events
@@ -36,7 +36,7 @@ from target_service.engine.step import Step, StepClock
 from target_service.execution.batch import DeviceRows, StepBatch, lay_out
 from target_service.execution.device_executor import best_steps
 from target_service.execution.device_time import DeviceSpan
-from target_service.execution.host_executor import HostSteps, Steps
+from target_service.execution.host_executor import HostSteps, Launched, Steps
 from target_service.execution.multi_step import MultiStep
 from target_service.grammars.compiling import Grammars
 from target_service.model.runner import ModelRunner
@@ -50,7 +50,7 @@ from target_service.speculation.policy.gathering import Gathered, Gathering
 from target_service.speculation.policy.launch_mode import LaunchMode
 from target_service.speculation.policy.live_sequence import LiveSequence
 from target_service.speculation.policy.lookup_baseline import LookupBaseline
-from target_service.speculation.policy.predicted_nodes import graft_predictions, note_passes
+from target_service.speculation.policy.predicted_nodes import graft_expected, graft_predictions, note_passes
 from target_service.speculation.policy.row_budget import RowBudget
 from target_service.speculation.policy.row_policy import RowPolicy
 from target_service.speculation.policy.step_cost import StepCost
@@ -207,9 +207,11 @@ class EngineLoop:
         verdicts = self._commit(step, outcomes)
         if self._ahead is not None:
             self._ahead = self._ahead.shifted_by_accepted(outcomes)
-        self._trim(step)
+        self._mask_ahead()
+        needed = self._ahead.keys if self._ahead is not None else {}
+        trim_pages(step, self.scheduler.pages, needed)
         self.drafting.collect(step.batch.items, step.features, outcomes)
-        self._publish(step, outcomes)
+        publish_pages(step, outcomes, self.live, self.scheduler.pages)
         self._begin_forms(forms)
         # The draft works while the events go out.
         self.drafting.send_commits(
@@ -243,7 +245,8 @@ class EngineLoop:
         have to be on the host first sits out, and takes part in the step after the next."""
         clock, running = StepClock(), self.scheduler.running
         self._update_drafting()
-        ahead = step.launched.can_launch_before_results and any([not one.request.awaits_results for one in running])
+        ready = any([not self.gathering.awaits_results(one) for one in running])
+        ahead = step.launched.can_launch_before_results and ready
         use = self.gathering.choose(running, ahead=ahead)
         self._mode = LaunchMode.RUN_AHEAD
         if ahead and use is LaunchMode.RUN_AHEAD:
@@ -284,9 +287,11 @@ class EngineLoop:
         # Where a pass behind drafts begins, only the device can find out.
         several = behind is not None and (device_rows is not None or not behind.has_drafts)
         several = several and gathered.use is LaunchMode.RUN_AHEAD and not (fed or gathered.has_trees)
-        if device_rows is not None or any([chunk.sequence.request.awaits_results for chunk in schedule.chunks]):
+        if device_rows is not None or any([chunk.sequence.request.external for chunk in schedule.chunks]):
             # Rows that the host lays out are those of one pass.
             several = several and not schedule.laid_out
+        # The host masks the rows of every pass.
+        several = several and not any([chunk.sequence.request.has_form for chunk in schedule.chunks])
         return self._policy_updates.multi_step.choose(
             schedule, self.scheduler, self._runner.max_context, device_rows, several=several
         )
@@ -340,7 +345,9 @@ class EngineLoop:
         # While drafting is off by load, no states are taken; heads then begin with later tokens.
         rows = len(batch.input.token_ids) if device_rows is None else device_rows.rows
         features = self.features.after_launch(rows) if self.drafting.active else None
-        if launched.span is not None:
+        if launched.awaits_masks and behind is None:
+            self._mask(launched, batch)
+        elif launched.span is not None and not launched.awaits_masks:
             launched.span.record_end()
         clock.launched = clock.forwarded = time.monotonic_ns()
         self._rows = device_rows.rows if device_rows is not None else 0
@@ -360,6 +367,31 @@ class EngineLoop:
             own=schedule.own,
             features=features,
         )
+
+    def _mask(self, launched: Launched, batch: StepBatch) -> None:
+        """Complete a launch whose rows grammars mask, now that all tokens before it are committed; and have what is
+        expected behind them in the tables."""
+        launched.mask([item.sequence.sequence_id in self.live and item.tree is not None for item in batch.items])
+        if launched.span is not None:
+            launched.span.record_end()
+        if self._steps.tables is not None:
+            graft_expected((item.sequence for item in batch.items), self.live, self._steps.tables)
+
+    def _mask_ahead(self) -> None:
+        """The same of the step that was launched while the last one ran. Where the device has no memory for it, its
+        sequences are read again."""
+        step = self._ahead
+        if step is None or not step.launched.awaits_masks:
+            return
+        try:
+            self._mask(step.launched, step.batch)
+        except torch.OutOfMemoryError:
+            torch.cuda.empty_cache()
+            self.scheduler.shrink()
+            self._ahead = None
+            for item in step.batch.items:
+                if item.sequence.sequence_id in self.live and item.kept:
+                    self.scheduler.preempt(item.sequence)
 
     def _make_room(self, schedule: Schedule) -> None:
         """Run smaller steps from now on; if the smallest did not fit, fail the youngest of its sequences."""
@@ -456,25 +488,6 @@ class EngineLoop:
             if live.prediction is not None and tables is not None:
                 note_passes(live, outcome.device_passes, len(verdict.token_ids), tables)
         return verdicts
-
-    def _publish(self, step: Step, outcomes: SequenceOf[Verified | None]) -> None:
-        """Let other sequences share the pages that `step` filled, and windows leave theirs."""
-        for item, outcome in zip(step.batch.items, outcomes, strict=True):
-            sequence = item.sequence
-            if item.kept and sequence.sequence_id in self.live:
-                # A chunk that did not reach the root has no outcome; behind a commit all keys but the root's are final.
-                computed = item.start + item.known if outcome is None else len(sequence.token_ids) - 1
-                self.scheduler.pages.publish(sequence, computed)
-                self.scheduler.pages.leave_windows(sequence, computed)
-
-    def _trim(self, step: Step) -> None:
-        """Give back the pages of rows that `step` did not accept, but for those of the step under way."""
-        if not step.has_drafts or not self.scheduler.pages.scarce:
-            return
-        needed = self._ahead.keys if self._ahead is not None else {}
-        for item in step.batch.items:
-            if item.kept:
-                self.scheduler.pages.trim(item.sequence, needed.get(item.sequence.sequence_id, 0))
 
     def _finish(self, verdicts: SequenceOf[StepVerdict]) -> list[SequenceEvent]:
         """The events of the step. Frees the sequences that ended."""

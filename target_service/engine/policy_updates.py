@@ -137,7 +137,7 @@ class PolicyUpdates:
         self.compared += 1
         verdict = verdicts[self.compared % len(verdicts)]
         live = self.gathering.live.get(verdict.sequence_id)
-        if live is None or live.sequence.request.awaits_results:
+        if live is None or live.sequence.request.external or live.sequence.request.has_form:
             return
         if self.gathering.drafting.is_open(live.sequence) != with_draft:
             return

@@ -4,7 +4,7 @@ log-probabilities where they were asked for."""
 from __future__ import annotations
 
 import importlib.util
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from collections.abc import Sequence as SequenceOf
 from dataclasses import dataclass
 from typing import Literal
@@ -18,7 +18,7 @@ from outrider.errors import OutriderError
 from target_service.core.sequence import MAX_PASSES
 from target_service.execution import node_tables
 from target_service.execution.batch import StepBatch, StepItem
-from target_service.execution.device_rows import LaidOut, TableStep
+from target_service.execution.device_rows import ChosenRows, LaidOut, TableStep
 from target_service.execution.device_time import DeviceSpan, device_spans
 from target_service.execution.host_executor import CopiedLater, HostSteps, Launched, Ready, Steps
 from target_service.execution.node_tables import NodeTables
@@ -71,6 +71,8 @@ class DeviceSteps:
         self._verifier = DeviceVerifier(*bounds, backend)
         self._shaper, self._logprobs = DeviceShaper(*bounds, backend), DeviceLogprobs(*bounds, backend)
         self._shaped = ShapedLogits(self._shaper)
+        # Of the last launch whose masks depend on the rows that the device chose.
+        self._chosen = ChosenRows(max_sequences, max_rows, runner.device)
         table = runner.node_table
         if table is not None and table.max_sequences != max_sequences:
             raise ValueError(f"drafts are looked up for steps of {table.max_sequences}, not {max_sequences}")
@@ -114,13 +116,15 @@ class DeviceSteps:
         """See `Steps.launch`."""
         places = self._shaped.write(batch, verifiers)
         rows = [_to_verify(*each) for each in zip(batch.items, verifiers, places, strict=True)]
-        errors = self._shaped.mask(batch, verifiers)
+        masked = any([one.masked for one in verifiers])
+        if not masked:
+            self._shaped.clear_masks()
         parameters = self._verifier.pack(rows)
         moves, table = self._moves, self._runner.node_table
         if batch.device_rows is not None:
             # What each sequence may get; the device finds behind every pass how many rows it has.
             records_of(parameters, len(rows))["rows"] += batch.device_rows.limits
-            return self._launch_device_rows(batch, verifiers, rows, errors, parameters, passes, ready)
+            return self._launch_device_rows(batch, verifiers, rows, parameters, passes, ready)
         ready()
         span = next(self._spans).record_start() if self._spans is not None else None
         if moves is not self._nothing and min(batch.input.token_ids) < 0:
@@ -131,8 +135,42 @@ class DeviceSteps:
             done = self._runner.run_after(batch.input, moves, parameters)
         else:
             done = self._runner.run_pass(batch.input, parameters)
-        prompts = self._score_prompts(batch, done)
         self._moves = self._verdicts.accepted_counts if batch.drafted else self._nothing
+
+        def conclude(errors: Mapping[int, OutriderError]) -> Launched:
+            return self._conclude_laid_out(batch, verifiers, rows, parameters, passes, done, span, errors)
+
+        return self._masked(batch, verifiers, None, span, conclude) if masked else conclude({})
+
+    def _masked(
+        self,
+        batch: StepBatch,
+        verifiers: SequenceOf[SequenceVerifier],
+        chosen: ChosenRows | None,
+        span: DeviceSpan | None,
+        conclude: Callable[[Mapping[int, OutriderError]], Launched],
+    ) -> Launched:
+        """A launch whose forward pass runs, and which `conclude` launches the rest of, given what `ShapedLogits.mask`
+        returns."""
+
+        def mask(under_way: SequenceOf[bool]) -> Launched:
+            return conclude(self._shaped.mask(batch, verifiers, under_way, chosen))
+
+        return MaskedLater(mask, self._runner.device.type == "cuda", span)
+
+    def _conclude_laid_out(
+        self,
+        batch: StepBatch,
+        verifiers: SequenceOf[SequenceVerifier],
+        rows: SequenceOf[RowsToVerify],
+        parameters: NDArray[numpy.int32],
+        passes: int,
+        done: ForwardPass,
+        span: DeviceSpan | None,
+        errors: Mapping[int, OutriderError],
+    ) -> Launched:
+        """Launch what follows the first pass of a step that the host laid out, and its later passes."""
+        prompts = self._score_prompts(batch, done)
         self._conclude(batch, rows, done)
         verdicts, count = self._verdicts, len(rows)
         self._count += 1
@@ -169,7 +207,6 @@ class DeviceSteps:
         batch: StepBatch,
         verifiers: SequenceOf[SequenceVerifier],
         rows: SequenceOf[RowsToVerify],
-        errors: Mapping[int, OutriderError],
         parameters: NDArray[numpy.int32],
         passes: int,
         ready: Ready,
@@ -177,6 +214,8 @@ class DeviceSteps:
         """Behind each pass the device moves the step on and chooses the rows of the next pass; see `NodeTable`."""
         table, tables, pre_pass, span = self._runner.node_table, self.tables, self._pre_pass, None
         assert table and tables and pre_pass, "rows are chosen from tables, which need the tokens kept"
+        masked = any([one.masked for one in verifiers])
+        assert passes == 1 or not masked, "the host masks the rows of each pass"
 
         def begin(step: StepIntegers, graph_buffers: object | None) -> None:
             nonlocal span
@@ -187,10 +226,32 @@ class DeviceSteps:
                 span = next(self._spans).record_start() if self._spans is not None else None
                 self._assign_slots(batch, table)
             pre_pass.launch(step, graph_buffers, self._moves, batch.input.laid_out)
+            if masked:
+                self._chosen.copy(step)
 
+        done = self._runner.run_device_rows(batch.input, parameters, begin)
+        self._moves = None
+
+        def conclude(errors: Mapping[int, OutriderError]) -> Launched:
+            return self._conclude_device_rows(batch, verifiers, rows, passes, done, span, errors)
+
+        return self._masked(batch, verifiers, self._chosen, span, conclude) if masked else conclude({})
+
+    def _conclude_device_rows(
+        self,
+        batch: StepBatch,
+        verifiers: SequenceOf[SequenceVerifier],
+        rows: SequenceOf[RowsToVerify],
+        passes: int,
+        done: ForwardPass,
+        span: DeviceSpan | None,
+        errors: Mapping[int, OutriderError],
+    ) -> Launched:
+        """Launch what follows the first pass of a step whose rows the device chose, and its later passes."""
+        table, tables = self._runner.node_table, self.tables
+        assert table and tables, "rows are chosen from tables"
         self._count += 1
         place = self._count % _RESULTS
-        done = self._runner.run_device_rows(batch.input, parameters, begin)
         prompts = self._score_prompts(batch, done)
         extras: list[PassExtras] = []
         for number in range(1, passes):
@@ -201,10 +262,8 @@ class DeviceSteps:
             done = self._runner.run_again(batch.input, done)
         self._conclude(batch, rows, done, TableWork.REPORT)
         extras.append(self._extras_of(rows, place, passes - 1))
-        self._moves = None
         laid_out = [
-            None if item.tree is None else LaidOut(item.first_row, errors.get(b))
-            for b, item in enumerate(batch.items[: batch.input.laid_out])
+            None if item.tree is None else LaidOut(item.first_row) for item in batch.items[: batch.input.laid_out]
         ]
         verdicts = None
         if batch.drafted:
@@ -214,7 +273,7 @@ class DeviceSteps:
             WantedExtras(_is_typical(one), verifier.logprobs) for one, verifier in zip(rows, verifiers, strict=True)
         ]
         report = self._reports[place]
-        return TableStep(len(rows), passes, table, report, span, laid_out, verdicts, wanted, extras, prompts)
+        return TableStep(len(rows), passes, table, report, span, laid_out, verdicts, wanted, extras, prompts, errors)
 
     def _assign_slots(self, batch: StepBatch, table: NodeTable) -> None:
         """Publish the growth received by now, and which table and owner each sequence of the step has."""
@@ -256,6 +315,47 @@ class DeviceSteps:
 def _is_typical(rows: RowsToVerify) -> bool:
     """Whether they are verified by typical acceptance, which at temperature 0 is GREEDY."""
     return rows.mode is Mode.TYPICAL and rows.temperature > 0
+
+
+@dataclass(eq=False)
+class MaskedLater:
+    """A step of `DeviceSteps` whose masks are computed while its forward pass runs; see `Launched`."""
+
+    _mask: Callable[[SequenceOf[bool]], Launched]
+    on_device: bool
+    span: DeviceSpan | None
+    can_launch_before_results = True
+    _masked: Launched | None = None
+
+    @property
+    def awaits_masks(self) -> bool:
+        """See `Launched.awaits_masks`."""
+        return self._masked is None
+
+    def mask(self, under_way: SequenceOf[bool]) -> None:
+        """See `Launched.mask`."""
+        self._masked = self._mask(under_way)
+
+    @property
+    def _launched(self) -> Launched:
+        assert self._masked is not None, "nothing follows the pass before its masks are there"
+        return self._masked
+
+    def wait(self) -> None:
+        """See `Launched.wait`."""
+        self._launched.wait()
+
+    def ended(self) -> bool:
+        """See `Launched.ended`."""
+        return self._launched.ended()
+
+    def outcomes(self) -> list[Verified | None]:
+        """See `Launched.outcomes`."""
+        return self._launched.outcomes()
+
+    def prompt_logprobs(self) -> list[ScoredPrompt]:
+        """See `Launched.prompt_logprobs`."""
+        return self._launched.prompt_logprobs()
 
 
 @dataclass(eq=False)

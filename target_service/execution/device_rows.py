@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from collections.abc import Sequence as SequenceOf
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
 import numpy as np
 import numpy.typing as npt
+import torch
 from torch import Tensor
 
 from outrider.errors import OutriderError
@@ -18,8 +19,10 @@ from target_service.execution.device_time import DeviceSpan
 from target_service.execution.host_executor import CopiedLater
 from target_service.execution.pass_extras import PassExtras, WantedExtras
 from target_service.execution.prompt_scores import ScoredPrompt, ScoresUnderWay
+from target_service.grammars.following import TreeRows
 from target_service.sampling.verifier import Verified
-from tree_kernels.node_table import NodeTable
+from tree_kernels.device_event import DeviceEvent
+from tree_kernels.node_table import NodeTable, StepIntegers
 from tree_kernels.node_table.layout import EXPECTED_UNIT, PROSPECTS, REPORT_ROWS, REPORT_TOKENS, ReportField
 from tree_kernels.verification import Verdicts, Walk
 
@@ -31,7 +34,35 @@ class LaidOut(NamedTuple):
     """A tree of such a pass that the host laid out."""
 
     root_row: int
-    error: OutriderError | None = None  # why its sequence cannot go on
+
+
+class ChosenRows:
+    """Room on the host for the rows of one pass, used again for every pass."""
+
+    def __init__(self, max_sequences: int, max_rows: int, device: torch.device) -> None:
+        on_gpu = device.type == "cuda"
+        # [3, max_rows or more] int32: tokens, parents, and where each sequence's rows begin.
+        self._host = torch.zeros(3, max(max_rows, max_sequences + 1), dtype=torch.int32, pin_memory=on_gpu)
+        self._copied = DeviceEvent(on_gpu=on_gpu)
+        self._lists: tuple[list[int], list[int], list[int]] | None = None
+        self.most = 0  # rows of the pass
+
+    def copy(self, step: StepIntegers) -> None:
+        """Copy the rows of a pass behind what chooses them, and before it runs. Does not wait."""
+        for own, integers in zip(self._host, (step.token_ids, step.parents, step.query_starts), strict=True):
+            own[: len(integers)].copy_(integers, non_blocking=True)
+        self._copied.record()
+        self.most, self._lists = len(step.token_ids), None
+
+    def of(self, place: int) -> tuple[int, TreeRows]:
+        """The first row of the `place`th sequence of the pass, and its rows. Waits until they are chosen."""
+        if self._lists is None:
+            self._copied.wait()
+            token_ids, parents, starts = self._host.tolist()
+            self._lists = token_ids, parents, starts
+        token_ids, parents, starts = self._lists
+        first, end = starts[place : place + 2]
+        return first, TreeRows(token_ids[first:end], parents[first:end])
 
 
 @dataclass(eq=False)
@@ -50,6 +81,7 @@ class TableStep(CopiedLater):
     wanted: SequenceOf[WantedExtras] = ()
     extras: SequenceOf[PassExtras] = ()  # of each pass
     prompts: list[ScoresUnderWay] = field(default_factory=list)
+    errors: Mapping[int, OutriderError] = field(default_factory=dict)  # by place, why a sequence cannot go on
     can_launch_before_results = True
 
     def __post_init__(self) -> None:
@@ -75,7 +107,8 @@ class TableStep(CopiedLater):
             for one, of_pass in zip(passes, made, strict=True):
                 tokens += of_pass[: one.accepted + 1]
             lossy, logprobs = self._extras_of(place, passes)
-            outcomes.append(Verified(Walk((), tokens[0]), logprobs, tuple(tokens[1:]), passes, lossy))
+            error = self.errors.get(place)
+            outcomes.append(Verified(Walk((), tokens[0]), logprobs, tuple(tokens[1:]), passes, lossy, error))
         return outcomes
 
     def _wanted_of(self, place: int) -> WantedExtras:
@@ -92,7 +125,7 @@ class TableStep(CopiedLater):
             logprobs = self.extras[0].logprobs_of(tree.root_row, len(rows), wanted.logprobs)
         if wanted.lossy:
             lossy = self.extras[0].lossy_of(tree.root_row, len(rows))
-        return Verified(Walk(rows, token), logprobs, lossy=lossy, error=tree.error)
+        return Verified(Walk(rows, token), logprobs, lossy=lossy, error=self.errors.get(place))
 
     def _extras_of(
         self, place: int, passes: SequenceOf[DevicePass]

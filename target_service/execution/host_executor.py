@@ -39,6 +39,15 @@ class Launched(Protocol):
     def can_launch_before_results(self) -> bool:
         """Whether a step that reads its tokens may be launched before `outcomes` is called."""
 
+    @property
+    def awaits_masks(self) -> bool:
+        """Whether the forward pass alone was launched, and `mask` is to be called: grammars mask rows of it."""
+
+    def mask(self, under_way: SequenceOf[bool]) -> None:
+        """Compute the masks of its rows, and launch what follows the forward pass, before any other step is launched.
+        The tokens of the step before are committed; `under_way` are the sequences, by place in the batch, that have not
+        ended with them."""
+
     def wait(self) -> None:
         """Wait until its results are on the host."""
 
@@ -53,7 +62,17 @@ class Launched(Protocol):
         """The log-probabilities of prompts that the step read, once `wait` has returned."""
 
 
-class CopiedLater:
+class LaunchedWhole:
+    """A step that was launched with all that it needs; see `Launched`."""
+
+    awaits_masks = False
+
+    def mask(self, under_way: SequenceOf[bool]) -> None:
+        """Never called."""
+        raise AssertionError(f"a step of {len(under_way)} sequences has what it needs")
+
+
+class CopiedLater(LaunchedWhole):
     """Results of a launch on their way to the host, see `Launched`: there once the device has done what is queued
     now."""
 
@@ -130,8 +149,8 @@ class HostSteps:
 
 
 @dataclass(eq=False)
-class _OnHost:
-    """A step of `HostSteps`: its logits are there, and verified when `outcomes` is first called."""
+class _OnHost(LaunchedWhole):
+    """A step of `HostSteps`: its logits are there, and masked and verified when `outcomes` is first called."""
 
     _runner: ModelRunner
     _batch: StepBatch

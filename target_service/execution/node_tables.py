@@ -59,7 +59,9 @@ class _Tree:
     scores: Reals = field(default_factory=lambda: np.ones(NODES, np.float64))
     # (first id, places of its nodes) of every growth, in order; -1 is the place of a node that was left out.
     growths: list[tuple[int, Ids]] = field(default_factory=list)
-    predicted: PredictedNodes | None = None  # nodes that the request predicts, merged when the tree is published
+    # Nodes that the request predicts, and those that its form lets expect, merged when the tree is published.
+    predicted: PredictedNodes | None = None
+    expected: PredictedNodes | None = None
 
     def reset(self, base: int, root: int) -> None:
         """Start over with token `root` alone."""
@@ -132,7 +134,15 @@ class NodeTables:
     def of_draft(self, sequence_id: int) -> bool:
         """Whether the sequence has nodes, all of them a draft's."""
         tree = self._trees.get(sequence_id)
-        return tree is not None and tree.count > 0 and tree.predicted is None
+        return tree is not None and tree.count > 0 and tree.predicted is None and tree.expected is None
+
+    def expect(self, sequence_id: int, expected: PredictedNodes | None) -> None:
+        """Replace the nodes that the form of the sequence's output lets expect. A sequence without a slot gets one, if
+        one is free."""
+        self.enter(sequence_id)
+        tree = self._trees.get(sequence_id)
+        if tree is not None and (expected is not None or tree.expected is not None):
+            tree.expected, tree.changed = expected, True
 
     def predict(self, sequence_id: int, predicted: PredictedNodes | None) -> None:
         """Replace the predicted nodes of the sequence's tree. A sequence without a slot gets one, if one is free."""
@@ -204,8 +214,9 @@ class NodeTables:
         tree.changed = False
         table, trust = self.mail.next_table(tree.slot), self.trust
         merged = tree
-        if tree.predicted is not None:
-            merged, trust = with_predicted(tree, tree.predicted, trust), 1.0
+        for more in (tree.predicted, tree.expected):
+            if more is not None:
+                merged, trust = with_predicted(merged, more, trust), 1.0
         if merged.count:
             build_table(merged.nodes, merged.scores, merged.count, trust, merged.base, table)
         else:

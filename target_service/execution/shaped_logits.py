@@ -9,7 +9,9 @@ import numpy as np
 from numpy.typing import NDArray
 
 from outrider.errors import OutriderError
-from target_service.execution.batch import StepBatch, StepItem
+from target_service.execution.batch import StepBatch
+from target_service.execution.device_rows import ChosenRows
+from target_service.sampling.distribution import LogitShaper
 from target_service.sampling.verifier import SequenceVerifier
 from tree_kernels.logit_shaping import DeviceShaper
 
@@ -47,30 +49,55 @@ class ShapedLogits:
         ids = [item.sequence.sequence_id for item in batch.items]
         return [1 + self._places[sequence_id] if sequence_id in shaped else 0 for sequence_id in ids]
 
-    def mask(self, batch: StepBatch, verifiers: SequenceOf[SequenceVerifier]) -> dict[int, OutriderError]:
-        """Compute the masks of the step that is launched next. Returns by place in the batch why sequences cannot go
-        on."""
+    def mask(
+        self,
+        batch: StepBatch,
+        verifiers: SequenceOf[SequenceVerifier],
+        under_way: SequenceOf[bool],
+        chosen: ChosenRows | None,
+    ) -> dict[int, OutriderError]:
+        """Compute the masks of the step that was launched last, for the sequences that are still `under_way`, the
+        tokens of the step before it being committed. `chosen` are the rows that the device chose, if it did. Returns by
+        place in the batch why sequences cannot go on."""
         errors: dict[int, OutriderError] = {}
-        mask_rows, words, count = np.zeros(len(batch.input.token_ids), np.int32), list[NDArray[np.int32]](), 0
+        most = len(batch.input.token_ids) if chosen is None else chosen.most
+        mask_rows, words, count = np.zeros(most, np.int32), list[NDArray[np.int32]](), 0
         for place, (item, verifier) in enumerate(zip(batch.items, verifiers, strict=True)):
-            if verifier.grammar is None or item.tree is None:
+            grammar = verifier.grammar
+            if grammar is None or item.tree is None or not under_way[place]:
                 continue
-            masks = verifier.masks(item.tree, item.sequence.output)
-            assert masks is not None, "it has a grammar"
+            if chosen is None or place < batch.input.laid_out:
+                first_row = item.first_row
+                parents: SequenceOf[int] = item.tree.parents
+                masks = grammar.masks(item.tree, item.sequence.output)
+            else:
+                first_row, rows = chosen.of(place)
+                parents = rows.parents
+                masks = grammar.masks_of_rows(rows, item.sequence.output)
             if masks.error is not None:
                 errors[place] = masks.error
-            rows = slice(item.first_row, item.first_row + len(masks.words))
-            mask_rows[rows] = np.arange(count + 1, count + 1 + len(masks.words)) * _signs(item, verifier, masks.words)
+            signs = _signs(len(item.sequence.output), parents, verifier.shaper, masks.words)
+            numbers = np.arange(count + 1, count + 1 + len(masks.words))
+            mask_rows[first_row : first_row + len(masks.words)] = numbers * signs
             words.append(masks.words)
             count += len(masks.words)
         self._shaper.mask(np.concatenate(words) if words else np.zeros((0, 0), np.int32), mask_rows)
         return errors
 
+    def clear_masks(self) -> None:
+        """The step that is launched next has no masks."""
+        self._shaper.mask(np.zeros((0, 0), np.int32), np.zeros(0, np.int32))
 
-def _signs(item: StepItem, verifier: SequenceVerifier, words: NDArray[np.int32]) -> NDArray[np.int32]:
+
+def _signs(
+    generated: int, parents: SequenceOf[int], shaper: LogitShaper, words: NDArray[np.int32]
+) -> NDArray[np.int32]:
     """-1 for each row of a tree whose mask allows only tokens that are held back, else 1; see
-    `DeviceShaper.mask_rows`."""
-    assert item.tree is not None, "it is masked"
-    generated, depths = len(item.sequence.output), item.tree.depths
-    alone = [verifier.shaper.allows_held_alone(words[row], generated + depth) for row, depth in enumerate(depths)]
+    `DeviceShaper.mask_rows`. The output has `generated` tokens, up to the tree's root."""
+    if not shaper.holds_back(generated):
+        return np.ones(len(words), np.int32)
+    depths = [0] * len(words)
+    for row in range(1, len(words)):
+        depths[row] = depths[parents[row]] + 1
+    alone = [shaper.allows_held_alone(words[row], generated + depth) for row, depth in enumerate(depths)]
     return np.where(alone, -1, 1).astype(np.int32)

@@ -70,7 +70,7 @@ class Grammars:
 
         assert self.tokenizer is not None, "a form is compiled"
         words = token_words(self.tokenizer, self.vocabulary_size, self.end_token_ids)
-        return FollowedGrammar(matcher, form, self.vocabulary_size, self.end_token_ids, words.marked)
+        return FollowedGrammar(matcher, form, self.vocabulary_size, self.end_token_ids, words)
 
     def trigger(self, triggered: TriggeredForm, tenant: str) -> FormTrigger:
         """What looks for the beginning of a form in one output. Raises what `check` does."""

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import heapq
 from collections import defaultdict
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, NamedTuple
 
@@ -17,7 +18,16 @@ from outrider.tree import TokenTree
 if TYPE_CHECKING:
     from llguidance import LLMatcher
 
+    from target_service.grammars.vocabulary import TokenWords
+
 _WORD = 32
+# A path of expected text ends where more tokens than these may come, or where it is less probable. Chosen: ten digits
+# and what may follow them are still listed.
+_MOST_CHILDREN, _LEAST_CHANCE = 16, 1 / 64
+# Of a token with which another one that may come begins, beside 1 for others. Chosen.
+_CHANCE_OF_PREFIX = 0.1
+# The probability of a row that somebody else drafted, as long as nothing is known of it. Chosen.
+_OTHERS_CHANCE = 0.5
 
 
 @dataclass(frozen=True)
@@ -35,6 +45,20 @@ class TreeMasks(NamedTuple):
     error: InvalidField | None = None
 
 
+class TreeRows(NamedTuple):
+    """Rows of a tree as a device lays them out: siblings may have the same token."""
+
+    token_ids: Sequence[int]
+    parents: Sequence[int]  # each below its row; that of the first, the root, is 0
+
+
+class ExpectedPath(NamedTuple):
+    """Tokens that may follow the output, and the probability of each given those before it."""
+
+    token_ids: tuple[int, ...]
+    scores: tuple[float, ...]
+
+
 class FollowedGrammar:
     """The state of a grammar after the tokens of one output: they alone decide it."""
 
@@ -44,12 +68,12 @@ class FollowedGrammar:
         form: StructuredOutput,
         vocabulary_size: int,
         end_token_ids: Sequence[int],
-        tokens_of: Callable[[bytes], Sequence[int]],
+        tokens: TokenWords,
     ) -> None:
-        """`matcher` is at its beginning, and nothing else uses it; `tokens_of` cuts a text into any of its tokens.
-        Symbols: V is the vocabulary size."""
+        """`matcher` is at its beginning, and nothing else uses it; `tokens` are those of the model. Symbols: V is the
+        vocabulary size."""
         self._matcher = matcher
-        self._tokens_of = tokens_of
+        self._tokens_of, self._texts = tokens.marked, tokens.tokens
         self._form = form
         # Tokens of the output that the matcher has read.
         self._length = 0
@@ -59,6 +83,8 @@ class FollowedGrammar:
         bits[list(end_token_ids)] = True
         # The tree that `constrained` made last, and its masks.
         self._kept: tuple[TokenTree, TreeMasks] | None = None
+        # The rows that were followed last, as far as the grammar allows them.
+        self._rows: list[_FollowedRow] = []
         # [words] int32: the end alone. For rows that no walk reaches, whose logits need some distribution.
         self._end_alone = np.packbits(bits, bitorder="little").view(np.int32)
 
@@ -86,24 +112,97 @@ class FollowedGrammar:
         Each output must continue the one of the last call."""
         if self._kept is not None and self._kept[0] is tree and self._length == len(output):
             return self._kept[1]
+        return self.masks_of_rows(TreeRows(tree.token_ids, tree.parents), output)
+
+    def masks_of_rows(self, tree: TreeRows, output: Sequence[int]) -> TreeMasks:
+        """As `masks`, of rows that a device laid out."""
         rows = self._follow(tree, output, 0)
+        count = len(tree.token_ids)
         if rows is None:
-            return self._complexity(len(tree))
-        words = np.tile(self._end_alone, (len(tree), 1))
+            return self._complexity(count)
+        words = np.tile(self._end_alone, (count, 1))
         for row in rows:
             words[row.source] = row.words
         return TreeMasks(words)
+
+    def expected(self, most: int, masks: int) -> list[ExpectedPath]:
+        """Paths of about `most` tokens in all that are likely to follow the output of the last call of `masks`: text
+        that is forced, and where few tokens may come each of them, behind the output and behind rows of its tree. Takes
+        up to `masks` masks besides."""
+        # By falling probability, with numbers so that nothing else is compared.
+        places = list(self._places_behind_rows())
+        heapq.heapify(places)
+        found, seen, count, number = list[ExpectedPath](), set[tuple[int, ...]](), 0, len(self._rows)
+        while places and count < most and masks > 0:
+            negative, _, place = heapq.heappop(places)
+            path, scores, children = place.path, place.scores, place.children
+            if path in seen:
+                continue
+            masks -= 1
+            if children is None:
+                forced = place.matcher.compute_ff_tokens()
+                if self._ends.intersection(forced) or not place.matcher.consume_tokens(forced):
+                    continue
+                path, scores, count = (*path, *forced), (*scores, *[1.0] * len(forced)), count + len(forced)
+                seen.update([path[: len(path) - behind] for behind in range(len(forced))])
+                words = self._words_of(place.matcher)
+                children = {} if words is None else self._children(words)
+                if forced and not children:
+                    found.append(ExpectedPath(path, scores))
+            seen.add(place.path)
+            for token, chance in children.items():
+                found.append(ExpectedPath((*path, token), (*scores, chance)))
+                count += 1
+                matcher = place.matcher.deep_copy()
+                if -negative * chance >= _LEAST_CHANCE and matcher.consume_token(token):
+                    number += 1
+                    heapq.heappush(places, (negative * chance, number, _Place(matcher, *found[-1])))
+        return found
+
+    def _places_behind_rows(self) -> Iterator[tuple[float, int, _Place]]:
+        """The rows that were followed last behind which few tokens may come, as `expected` orders them."""
+        paths = list[tuple[int, ...]]()
+        for number, row in enumerate(self._rows):
+            path = (*paths[row.parent], row.token) if paths else ()
+            paths.append(path)
+            children = self._children(row.words)
+            if not children:
+                continue
+            # A copy, so that what it meets is not the output's: it costs a microsecond.
+            matcher = self._matcher.deep_copy()
+            if matcher.consume_tokens(list(path)):
+                scores = (_OTHERS_CHANCE,) * len(path)
+                yield -(_OTHERS_CHANCE ** len(path)), number, _Place(matcher, path, scores, children)
+
+    def _children(self, words: NDArray[np.int32]) -> dict[int, float]:
+        """The tokens that a mask allows, and how probable each is, without those that end the output; none where they
+        are many. Of tokens with which others begin the longest are the usual ones."""
+        places = np.flatnonzero(words)
+        if len(places) > _MOST_CHILDREN:
+            return {}
+        bits = np.unpackbits(words[places].view(np.uint8), bitorder="little").reshape(-1, _WORD)
+        tokens = [int(places[place]) * _WORD + int(bit) for place, bit in np.argwhere(bits)]
+        if len(tokens) > _MOST_CHILDREN:
+            return {}
+        texts = [self._texts[token] for token in tokens]
+        weights = {
+            token: _CHANCE_OF_PREFIX if any(other != own and other.startswith(own) for other in texts) else 1.0
+            for token, own in zip(tokens, texts, strict=True)
+            if token not in self._ends
+        }
+        whole = sum(weights.values())
+        return {token: weight / whole for token, weight in weights.items()}
 
     def _complexity(self, rows: int) -> TreeMasks:
         problem = "is too complex: a token of this output takes more work than is allowed"
         error = InvalidField(f"sampling.structured_output.{self._form.form}", problem)
         return TreeMasks(np.tile(self._end_alone, (rows, 1)), error)
 
-    def _follow(self, tree: TokenTree, output: Sequence[int], most: int) -> list[_FollowedRow] | None:
+    def _follow(self, tree: TokenTree | TreeRows, output: Sequence[int], most: int) -> list[_FollowedRow] | None:
         """The rows that the grammar allows, depth first, with forced ones below those that end the tree, up to `most`
         below the root in all. Leads the matcher back to the root. None where it has met a limit."""
         self._matcher.consume_tokens(list(output[self._length :]))
-        self._length, self._kept = len(output), None
+        self._length, self._kept, self._rows = len(output), None, []
         children: dict[int, list[int]] = defaultdict(list)
         for row, parent in enumerate(tree.parents[1:], start=1):
             children[parent].append(row)
@@ -117,7 +216,7 @@ class FollowedGrammar:
         while path:
             above, below = path[-1]
             # A tree without forced rows has room for its own.
-            room = len(rows) <= max(most, len(tree) - 1)
+            room = len(rows) <= max(most, len(tree.token_ids) - 1)
             token, source = next(below, (-1, -1)) if room else (-1, -1)
             if token < 0:
                 path.pop()
@@ -130,10 +229,11 @@ class FollowedGrammar:
                 return None
             path.append((len(rows), self._below(tree, children[source] if source >= 0 else [], words, most)))
             rows.append(_FollowedRow(token, source, above, words))
+        self._rows = rows
         return rows
 
     def _below(
-        self, tree: TokenTree, children: Sequence[int], words: NDArray[np.int32], most: int
+        self, tree: TokenTree | TreeRows, children: Sequence[int], words: NDArray[np.int32], most: int
     ) -> Iterator[tuple[int, int]]:
         """(token, row of the tree, -1 for none) of what may follow a row with these children: those of them that are
         allowed, or the one token that is."""
@@ -145,13 +245,26 @@ class FollowedGrammar:
 
     def _words_here(self) -> NDArray[np.int32] | None:
         """[words] the mask of the row that the matcher has come to; None where there is none."""
+        return self._words_of(self._matcher)
+
+    def _words_of(self, matcher: LLMatcher) -> NDArray[np.int32] | None:
         # There may be a word more than the vocabulary has.
-        words = np.frombuffer(self._matcher.compute_bitmask(), np.int32)[: self._words]
-        return None if self._matcher.is_error() or not words.any() else words
+        words = np.frombuffer(matcher.compute_bitmask(), np.int32)[: self._words]
+        return None if matcher.is_error() or not words.any() else words
 
     def _goes_on(self, mask: NDArray[np.int32], token: int) -> bool:
         """Whether a mask allows a token, and there is something behind it."""
         return bool(mask[token // _WORD] >> (token % _WORD) & 1) and token not in self._ends
+
+
+class _Place(NamedTuple):
+    """Where text is expected: a grammar behind a path from the root."""
+
+    matcher: LLMatcher
+    path: tuple[int, ...]
+    scores: tuple[float, ...]
+    # What may come there; None where it is not known yet.
+    children: dict[int, float] | None = None
 
 
 class _FollowedRow(NamedTuple):

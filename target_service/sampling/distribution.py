@@ -44,14 +44,17 @@ class LogitShaper:
         shaped = shape_row(logits_row, self._shaping, text, holds=holds)
         return shaped if mask is None else mask_row(shaped, torch.from_numpy(mask).to(shaped.device))
 
+    def holds_back(self, generated: int) -> bool:
+        """Whether any token is held back after so many."""
+        return bool(self._shaping.held) and generated < self._shaping.min_tokens
+
     def allows_held_alone(self, mask: NDArray[np.int32], generated: int) -> bool:
         """Whether a mask [words] allows only tokens that min_tokens would hold back after so many: the form comes
         first then."""
-        held = self._shaping.held
-        if not held or generated >= self._shaping.min_tokens:
+        if not self.holds_back(generated):
             return False
         rest = mask.copy()
-        for token in held:
+        for token in self._shaping.held:
             rest[token // 32] &= np.int32(~np.array(1 << token % 32, np.int64).astype(np.int32))
         return not rest.any()
 

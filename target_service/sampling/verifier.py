@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import hashlib
 import secrets
-from collections.abc import Sequence
 from typing import NamedTuple
 
 import torch
@@ -14,7 +13,7 @@ from outrider.errors import OutriderError
 from outrider.sampling import TokenLogprobs
 from outrider.tree import TokenTree
 from target_service.core.sequence import DevicePass, SequenceRequest
-from target_service.grammars.following import FollowedGrammar, TreeMasks
+from target_service.grammars.following import FollowedGrammar
 from target_service.sampling.distribution import LogitShaper, logprobs_of
 from tree_kernels.verification import NOT_FINITE, Mode, RowsToVerify, Walk
 from tree_kernels.verification.torch_backend import walk_of
@@ -97,19 +96,18 @@ class SequenceVerifier:
         rule = self._typical
         return rows._replace(begins=self.prompt_length, epsilon=rule.epsilon, delta=rule.delta)
 
-    def masks(self, tree: TokenTree, output: Sequence[int]) -> TreeMasks | None:
-        """Which tokens may follow each of the tree's rows; None where any may."""
-        if self.grammar is None:
-            assert not self._has_form, "a form has to be compiled before a step"
-            return None
-        return self.grammar.masks(tree, output)
+    @property
+    def masked(self) -> bool:
+        """Whether a grammar masks the rows of its trees."""
+        assert self.grammar is not None or not self._has_form, "a form has to be compiled before a step"
+        return self.grammar is not None
 
     def verify(self, tree: TokenTree, logits: Tensor, output: list[int], step: int) -> Verified:
         """Walk the tree, by logits [rows, vocabulary] of its rows. `output` are the tokens committed so far, without
         the prompt; each `step` of the sequence has a new stream of coins."""
         asked = self.rows_to_verify(tree, 0, self.prompt_length + len(output), step)
         drafts = {row: (drawn.token_ids, drawn.weights) for row, drawn in tree.distributions.items()}
-        masks = self.masks(tree, output)
+        masks = self.grammar.masks(tree, output) if self.masked and self.grammar is not None else None
 
         def logits_of(row: int) -> Tensor:
             path = [tree.token_ids[node] for node in path_to(tree.parents, row)]

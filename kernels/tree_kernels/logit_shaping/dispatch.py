@@ -9,6 +9,7 @@ vocabulary, for as long as they are used.
 
 from __future__ import annotations
 
+from contextlib import nullcontext
 from typing import Literal
 
 import numpy as np
@@ -48,6 +49,11 @@ class DeviceShaper:
         self.masks = torch.zeros(max_rows, -(-vocabulary_size // 32), dtype=torch.int32, device=device)
         self.mask_rows = torch.zeros(max_rows, dtype=torch.int32, device=device)
         self._masked = False
+        self._stream: torch.cuda.Stream | None = None
+        if device.type == "cuda":
+            self._stream = torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
+            # After the zeros.
+            self._stream.wait_stream(torch.cuda.current_stream(device))
         self._backend = backend or ("triton" if device.type == "cuda" else "torch")
 
     def place(self, number: int, packed: NDArray[np.int32]) -> None:
@@ -56,14 +62,23 @@ class DeviceShaper:
 
     def mask(self, words: NDArray[np.int32], rows: NDArray[np.int32]) -> None:
         """Set the masks [n, V / 32] of the next step, and which of its rows have which: [rows] as in `mask_rows`; rows
-        behind these have none. In stream order."""
-        if not (self._masked or len(words)):
+        behind these have none.
+
+        What is launched next waits for them. They are copied at once, beside a pass that is under way: with masks, the
+        device has to be done with `shape` of every step before.
+        """
+        if not len(words):
+            if self._masked:
+                self.mask_rows.zero_()
+            self._masked = False
             return
-        self._masked = bool(len(words))
-        self.mask_rows.zero_()
-        if self._masked:
+        self._masked = True
+        with nullcontext() if self._stream is None else torch.cuda.stream(self._stream):
+            self.mask_rows.zero_()
             self.mask_rows[: len(rows)].copy_(self._pinned(rows), non_blocking=True)
             self.masks[: len(words)].copy_(self._pinned(words), non_blocking=True)
+        if self._stream is not None:
+            torch.cuda.current_stream(self.table.device).wait_stream(self._stream)
 
     def _pinned(self, values: NDArray[np.int32]) -> Tensor:
         # PyTorch does not reuse pinned memory that a copy still reads.

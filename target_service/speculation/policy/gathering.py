@@ -196,10 +196,19 @@ class Gathering:
         prediction = self.live[sequence.sequence_id].prediction
         return self.drafting.is_open(sequence) or (prediction is not None and prediction.has_offer)
 
+    def awaits_results(self, sequence: Sequence) -> bool:
+        """Whether the sequence's next pass can be laid out only when the tokens of its last one are on the host: its
+        client drafts, or the host adds rows that its grammar forces."""
+        request = sequence.request
+        if request.external or not request.has_form:
+            return request.external
+        chosen_by_device = self.policy.on and request.device_rows
+        return request.speculate and self.drafting.config.speculation and not chosen_by_device
+
     def sits_out(self, sequence: Sequence) -> bool:
         """Whether a sequence of the step under way takes no part in one that is launched behind it: its tokens have to
         be known first, for a client, a grammar, or drafts that the host cuts."""
-        if sequence.request.awaits_results:
+        if self.awaits_results(sequence):
             return True
         return self.device_chooses(self.scheduler.running) and self.is_cut_for(sequence)
 
@@ -342,12 +351,13 @@ class Gathering:
 
     def _constrained(self, sequence: Sequence, tree: TokenTree | None, spare: int) -> TokenTree | None:
         """A sequence's tree as its grammar, if it has one, lets it be, with up to `spare` rows more."""
-        grammar, request = self.live[sequence.sequence_id].verifier.grammar, sequence.request
+        grammar = self.live[sequence.sequence_id].verifier.grammar
         rejects = tree is not None and bool(tree.distributions)
-        if grammar is None or not request.speculate or rejects or isinstance(tree, PredictedTree):
+        if grammar is None or rejects or isinstance(tree, PredictedTree):
             return tree
-        config = self.drafting.config
-        most = min(self._max_nodes(sequence), _drafted(tree) + spare) if config.speculation else 0
+        if not (sequence.request.speculate and self.awaits_results(sequence)):
+            return tree
+        most = min(self._max_nodes(sequence), _drafted(tree) + spare)
         root = TokenTree.root_only(sequence.root) if tree is None else tree
         return grammar.constrained(root, sequence.output, max(most, root.drafted))
 

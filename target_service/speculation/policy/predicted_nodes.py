@@ -10,12 +10,15 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping
 
 from target_service.core.sequence import DevicePass, Sequence
-from target_service.execution.node_tables import NodeTables, PredictedNodes
+from target_service.execution.node_tables import NodeTables, PredictedChain, PredictedNodes
 from target_service.speculation.policy.live_sequence import LiveSequence
 
 # Nodes of a chain, of the 240 that a table holds, and tokens after which it is renewed: the rest of it is then still
 # longer than the deepest path of a pass.
 _CHAIN, _RENEWED = 160, 96
+# Nodes that a form lets expect, masks that are computed for those of all sequences of a step, and for those of one at
+# least: the host computes them while a pass runs. Chosen.
+_EXPECTED_NODES, _EXPECTED, _LEAST_EXPECTED = 160, 48, 3
 
 
 def graft_predictions(sequences: Iterable[Sequence], live: Mapping[int, LiveSequence], tables: NodeTables) -> None:
@@ -31,6 +34,22 @@ def graft_predictions(sequences: Iterable[Sequence], live: Mapping[int, LiveSequ
         chains = tuple(prediction.chains(_CHAIN))
         if chains or known is not None:
             tables.predict(sequence_id, PredictedNodes(base, places, chains, sequence.token_ids) if chains else None)
+
+
+def graft_expected(sequences: Iterable[Sequence], live: Mapping[int, LiveSequence], tables: NodeTables) -> None:
+    """Update the tables with what the forms of a step's sequences let expect, once the step is masked. The pass that
+    is launched next finds it, below what this step generates."""
+    of_forms = [one for one in sequences if one.sequence_id in live and live[one.sequence_id].verifier.masked]
+    most = _EXPECTED // len(of_forms) if of_forms else 0
+    for sequence in of_forms:
+        grammar, request = live[sequence.sequence_id].verifier.grammar, sequence.request
+        if grammar is None or not (request.speculate and request.max_draft_nodes and request.device_rows):
+            continue
+        paths = grammar.expected(_EXPECTED_NODES, max(most, _LEAST_EXPECTED))
+        chains = tuple([PredictedChain(path.token_ids, path.scores) for path in paths])
+        base = len(sequence.token_ids)
+        nodes = PredictedNodes(base, (), chains, sequence.token_ids) if chains else None
+        tables.expect(sequence.sequence_id, nodes)
 
 
 def note_passes(live: LiveSequence, passes: Iterable[DevicePass], tokens: int, tables: NodeTables) -> None:
