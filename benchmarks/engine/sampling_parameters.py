@@ -68,6 +68,8 @@ FORM = form_of()
 PARAMETERS: dict[str, SamplingParams] = {
     "none": FREE,
     "penalties": replace(FREE, presence_penalty=0.3, frequency_penalty=0.1, repetition_penalty=1.05),
+    # Too small to change a text, so that drafts are accepted as often as without.
+    "same-text-penalties": replace(FREE, presence_penalty=1e-6, frequency_penalty=1e-6, repetition_penalty=1 + 1e-9),
     "logprobs": replace(FREE, logprobs=5),
     "biases": replace(FREE, logit_bias={token: 0.5 for token in range(1000, 1100)}),
     "seeded": replace(FREE, temperature=0.8, seed=5),
@@ -285,7 +287,9 @@ def main() -> None:
     parser.add_argument("--model", required=True)
     parser.add_argument("--device", default="cuda")
     parser.add_argument("--parts", type=comma_separated(str), default=list(PARTS))
-    parser.add_argument("--parameters", type=comma_separated(str), default=["penalties", "logprobs"])
+    parser.add_argument(
+        "--parameters", type=comma_separated(str), default=["penalties", "same-text-penalties", "logprobs"]
+    )
     parser.add_argument("--concurrency", type=comma_separated(int), default=[1, 8, 32])
     parser.add_argument("--tokens", type=int, default=96)
     parser.add_argument("--seconds", type=float, default=25.0, help="of each part, if every case was measured once")

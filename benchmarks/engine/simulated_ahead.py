@@ -155,6 +155,9 @@ class SimulatedDevice:
         self._queue: deque[_SimulatedStep] = deque()
         self._free_at = 0.0
 
+    def use_pause(self) -> None:
+        """Nothing is captured."""
+
     def launch(
         self, batch: StepBatch, verifiers: Sequence[SequenceVerifier], passes: int, ready: Ready
     ) -> _SimulatedStep:

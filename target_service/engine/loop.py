@@ -193,6 +193,7 @@ class EngineLoop:
         step = self._ahead or self._launch()
         if step is None:
             self._ended_ns = 0
+            self._steps.use_pause()
             return self._take_failed() or None
         self._ahead = None if self.settling else self._launch_after(step)
         self.drafting.open_newcomers()
@@ -208,8 +209,7 @@ class EngineLoop:
         if self._ahead is not None:
             self._ahead = self._ahead.shifted_by_accepted(outcomes)
         self._mask_ahead()
-        needed = self._ahead.keys if self._ahead is not None else {}
-        trim_pages(step, self.scheduler.pages, needed)
+        trim_pages(step, self.scheduler.pages, {} if self._ahead is None else self._ahead.keys)
         self.drafting.collect(step.batch.items, step.features, outcomes)
         publish_pages(step, outcomes, self.live, self.scheduler.pages)
         self._begin_forms(forms)

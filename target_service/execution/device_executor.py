@@ -112,6 +112,10 @@ class DeviceSteps:
             self._pre_pass.capture_ahead()
             node_tables.warm_up()
 
+    def use_pause(self) -> None:
+        """See `Steps.use_pause`."""
+        self._post_pass.capture_more()
+
     def launch(self, batch: StepBatch, verifiers: SequenceOf[SequenceVerifier], passes: int, ready: Ready) -> Launched:
         """See `Steps.launch`."""
         places = self._shaped.write(batch, verifiers)

@@ -96,6 +96,9 @@ class Steps(Protocol):
     def in_background(self) -> bool:
         """Whether the host goes on while a step runs."""
 
+    def use_pause(self) -> None:
+        """Do for some milliseconds what later steps would wait for. No step is under way."""
+
     @property
     def tables(self) -> NodeTables | None:
         """Receive growth for steps with `StepBatch.device_rows`; None where the device chooses no rows."""
@@ -128,6 +131,9 @@ class HostSteps:
         self.in_background = in_background
         self._can_launch_before_results = can_launch_before_results
         self._last: _OnHost | None = None
+
+    def use_pause(self) -> None:
+        """Every step is computed as it comes."""
 
     def launch(self, batch: StepBatch, verifiers: SequenceOf[SequenceVerifier], passes: int, ready: Ready) -> Launched:
         """See `Steps.launch`."""

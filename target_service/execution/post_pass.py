@@ -6,6 +6,7 @@ than the kernels cost the device.
 
 from __future__ import annotations
 
+import itertools
 import logging
 import time
 from collections.abc import Iterator
@@ -26,6 +27,9 @@ from tree_kernels.verification import TOKEN_BITS, DeviceVerifier, keep_accepted
 log = logging.getLogger(__name__)
 # For capturing ahead; the rest is captured when first used.
 _CAPTURE_SECONDS = 30.0
+# For capturing in a pause what only some requests need, and rows of the largest pass behind which that is captured:
+# shaped logits of larger ones take memory, and those passes are few. Chosen: a request that comes waits no longer.
+_PAUSE_SECONDS, _MOST_REST_ROWS = 0.01, 192
 
 
 class TableWork(Enum):
@@ -39,8 +43,7 @@ class TableWork(Enum):
 
 class PostPassWork(NamedTuple):
     """What is done after a pass: whether accepted rows are moved (any tree was `drafted`), how trees are verified, and
-    what is done with the node table. What is not captured ahead, of shaped logits and log-probabilities, is captured
-    when first used."""
+    what is done with the node table."""
 
     drafted: bool
     greedy: bool = False
@@ -65,6 +68,7 @@ class PostPass:
 
     def __post_init__(self) -> None:
         self._graphs = PassGraphs(self._runner.device)
+        self._rest: Iterator[bool] = iter(())
 
     def launch(self, work: PostPassWork, done: ForwardPass, distributions: Tensor | None = None) -> None:
         """Run what follows this pass, captured now if it was not yet. Never captured with `distributions`, which are
@@ -77,16 +81,46 @@ class PostPass:
     def capture_ahead(self) -> None:
         """Capture what follows captured passes, size by size for as long as there is time, so that no request waits
         for it. Before the first request."""
-        start, sizes = time.monotonic(), 0
+        start, sizes, tables = time.monotonic(), 0, self._runner.node_table is not None
         for done in self._runner.empty_passes():
             if time.monotonic() - start > _CAPTURE_SECONDS:
                 break
-            tables = self._runner.node_table is not None
             for work in _all_work(drafts=len(done.token_ids) > 1, tables=tables, typical=self._typical):
                 self.launch(work, done)
             sizes += 1
         if sizes:
             log.info("captured what follows steps of %d sizes in %.1f s", sizes, time.monotonic() - start)
+        self._rest = self._capture_rest()
+        # Of the first size at least, which compiles the kernels.
+        next(self._rest, None)
+
+    def capture_more(self) -> None:
+        """Capture more of what some requests need, for some milliseconds, while no step runs."""
+        begin = time.monotonic()
+        while time.monotonic() - begin < _PAUSE_SECONDS and next(self._rest, False):
+            pass
+
+    def _capture_rest(self) -> Iterator[bool]:
+        """Capture what only some requests need, step by step, small passes first: all of the smallest, then one piece
+        of work at a time. Empty where there is nothing more, or no memory for it."""
+        tables, first, count = self._runner.node_table is not None, True, 0
+        passes = [(len(done.token_ids), number) for number, done in enumerate(self._runner.empty_passes())]
+        for rows, number in sorted(each for each in passes if each[0] <= _MOST_REST_ROWS):
+            for work in _work_of_some(drafts=rows > 1, tables=tables):
+                done = next(itertools.islice(self._runner.empty_passes(), number, None))
+                try:
+                    self.launch(work, done)
+                except torch.OutOfMemoryError:
+                    log.warning("no memory to capture more of what follows passes")
+                    return
+                count += 1
+                if not first:
+                    yield True
+            if first:
+                first = False
+                yield True
+        if count:
+            log.info("captured %d more kinds of what follows passes", count)
 
     def _launch(self, work: PostPassWork, done: ForwardPass, distributions: Tensor | None) -> None:
         rows = done.token_ids, done.parents, done.parameters
@@ -123,3 +157,16 @@ def _all_work(*, drafts: bool, tables: bool, typical: bool) -> Iterator[PostPass
         if drafts and tables:
             yield PostPassWork(True, greedy, filtered, TableWork.REPORT, is_typical)
             yield PostPassWork(True, greedy, filtered, TableWork.REPORT_AND_CHOOSE_ROWS, is_typical)
+
+
+def _work_of_some(*, drafts: bool, tables: bool) -> Iterator[PostPassWork]:
+    """What may follow a pass in which logits of some sequences are shaped, or log-probabilities returned; of launches
+    of one pass, which those of forms are."""
+    for shaped, logprobs in ((True, False), (False, True), (True, True)):
+        # Shaped logits are always sampled with filters.
+        for greedy, filtered in [(True, False), (False, True), *([] if shaped else [(False, False)])]:
+            yield PostPassWork(False, greedy, filtered, shaped=shaped, logprobs=logprobs)
+            if drafts and tables:
+                yield PostPassWork(True, greedy, filtered, TableWork.REPORT, shaped=shaped, logprobs=logprobs)
+            elif drafts:
+                yield PostPassWork(True, greedy, filtered, shaped=shaped, logprobs=logprobs)
