@@ -95,15 +95,24 @@ _FIRST_TOKENS = 5
 
 @dataclass(frozen=True)
 class Wave:
-    """Of a wave's requests, in their order: tokens, and seconds until each had its first and its last one."""
+    """Of a wave's requests, in their order: tokens, the passes that brought them, and seconds until each had its first
+    and its last one."""
 
     tokens: tuple[int, ...]
+    passes: tuple[int, ...]
     first: tuple[float, ...]
     last: tuple[float, ...]
 
     def rate(self, begin: int = 0) -> float:
         """Tokens per second of the requests from `begin` on."""
         return sum(self.tokens[begin:]) / max(self.last[begin:])
+
+    def per_pass(self, begin: int = 0) -> tuple[float, float]:
+        """Tokens that a pass brings one request, and milliseconds of a pass behind the first, of requests from `begin`
+        on."""
+        seconds = sum(self.last[begin:]) - sum(self.first[begin:])
+        passes = sum(self.passes[begin:])
+        return sum(self.tokens[begin:]) / passes, 1e3 * seconds / max(1, passes - len(self.passes[begin:]))
 
 
 class MeasuredEngine:
@@ -112,6 +121,7 @@ class MeasuredEngine:
     def __init__(self, engine: Engine) -> None:
         self._engine = engine
         self._tokens: dict[int, int] = {}
+        self._passes: dict[int, int] = {}
         self._first: dict[int, float] = {}
         self._last: dict[int, float] = {}
         self._events = EngineEvents(self._count)
@@ -120,6 +130,7 @@ class MeasuredEngine:
     def _count(self, verdict: StepVerdict) -> None:
         now = time.perf_counter()
         self._tokens[verdict.sequence_id] = self._tokens.get(verdict.sequence_id, 0) + len(verdict.token_ids)
+        self._passes[verdict.sequence_id] = self._passes.get(verdict.sequence_id, 0) + verdict.passes
         self._first.setdefault(verdict.sequence_id, now)
         self._last[verdict.sequence_id] = now
 
@@ -130,9 +141,9 @@ class MeasuredEngine:
         ids = [self._engine.submit(request) for request in requests]
         for _ in ids:
             self._events.wait()
-        tokens = tuple([self._tokens.pop(each) for each in ids])
+        tokens, passes = (tuple([counts.pop(each) for each in ids]) for counts in (self._tokens, self._passes))
         first, last = ([times.pop(each) - begin for each in ids] for times in (self._first, self._last))
-        return Wave(tokens, tuple(first), tuple(last))
+        return Wave(tokens, passes, tuple(first), tuple(last))
 
 
 def request_of(
@@ -194,7 +205,7 @@ def measured(
     engine: MeasuredEngine, cases: Sequence[MeasuredCase], prompts: Sequence[Prompt], seconds: float
 ) -> list[Any]:
     """A row for each case: its rates, their median, and the median of the ratios within a turn."""
-    rates: dict[MeasuredCase, list[float]] = {each: [] for each in cases}
+    waves: dict[MeasuredCase, list[Wave]] = {each: [] for each in cases}
     begin, turn = time.monotonic(), 0
     for case in cases:
         engine.wave(case.requests(prompts[: case.concurrency]))
@@ -202,29 +213,33 @@ def measured(
         for case in cases:
             first = turn * case.concurrency
             own = [prompts[(first + place) % len(prompts)] for place in range(case.concurrency)]
-            rates[case].append(engine.wave(case.requests(own)).rate(case.counted_from))
+            waves[case].append(engine.wave(case.requests(own)))
         turn += 1
-    return rows_of(rates)
+    return rows_of(waves)
 
 
-def rows_of(rates: dict[MeasuredCase, list[float]]) -> list[dict[str, Any]]:
+def rows_of(waves: dict[MeasuredCase, list[Wave]]) -> list[dict[str, Any]]:
     """Rates, with their ratios to those of the compared case in the same turn, which had the same prompts."""
+    rates = {case: [each.rate(case.counted_from) for each in own] for case, own in waves.items()}
     by_name = {(case.name, case.concurrency, case.drafting): values for case, values in rates.items()}
     rows = []
     for case, values in rates.items():
         name, drafting = case.compared
         ratios = [own / other for own, other in zip(values, by_name[name, case.concurrency, drafting], strict=True)]
         rate, ratio = statistics.median(values), statistics.median(ratios)
+        tokens, milliseconds = zip(*[each.per_pass(case.counted_from) for each in waves[case]], strict=True)
+        per_pass, pass_ms = statistics.median(tokens), statistics.median(milliseconds)
         rows.append(
             {
                 "part": case.part, "case": case.name, "concurrency": case.concurrency, "drafting": case.drafting,
                 "tokens_per_second": rate, "ratio": ratio, "rates": values, "ratios": ratios,
+                "tokens_per_pass": per_pass, "pass_ms": pass_ms,
             }
         )  # fmt: skip
         spread = f"{min(ratios):.3f} to {max(ratios):.3f} of {len(ratios)}"
         show(
             f"{case.part:7} {case.name:16} c={case.concurrency:<3} {case.drafting:7} {rate:9.1f} tokens/s  "
-            f"{ratio:.3f} ({spread})"
+            f"{ratio:.3f} ({spread}) {per_pass:.2f} tokens in passes of {pass_ms:.2f} ms"
         )
     return rows
 

@@ -155,8 +155,9 @@ class SimulatedDevice:
         self._queue: deque[_SimulatedStep] = deque()
         self._free_at = 0.0
 
-    def use_pause(self) -> None:
-        """Nothing is captured."""
+    def use_pause(self) -> bool:
+        """See `Steps.use_pause`."""
+        return False
 
     def launch(
         self, batch: StepBatch, verifiers: Sequence[SequenceVerifier], passes: int, ready: Ready

@@ -110,8 +110,9 @@ class SimulatedSteps:
         """Set the output of a sequence that will run."""
         self._expected[sequence_id] = list(output)
 
-    def use_pause(self) -> None:
-        """Nothing is captured."""
+    def use_pause(self) -> bool:
+        """See `Steps.use_pause`."""
+        return False
 
     def launch(self, batch: StepBatch, verifiers: Sequence[SequenceVerifier], passes: int, ready: Ready) -> _DeviceStep:
         """See `Steps.launch`. Verifies by the expected output, not by `verifiers`."""

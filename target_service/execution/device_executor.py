@@ -112,9 +112,9 @@ class DeviceSteps:
             self._pre_pass.capture_ahead()
             node_tables.warm_up()
 
-    def use_pause(self) -> None:
+    def use_pause(self) -> bool:
         """See `Steps.use_pause`."""
-        self._post_pass.capture_more()
+        return self._post_pass.capture_more()
 
     def launch(self, batch: StepBatch, verifiers: SequenceOf[SequenceVerifier], passes: int, ready: Ready) -> Launched:
         """See `Steps.launch`."""

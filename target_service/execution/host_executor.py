@@ -96,8 +96,9 @@ class Steps(Protocol):
     def in_background(self) -> bool:
         """Whether the host goes on while a step runs."""
 
-    def use_pause(self) -> None:
-        """Do for some milliseconds what later steps would wait for. No step is under way."""
+    def use_pause(self) -> bool:
+        """Do for some milliseconds what later steps would wait for. No step is under way. False where nothing is left
+        to be done."""
 
     @property
     def tables(self) -> NodeTables | None:
@@ -132,8 +133,9 @@ class HostSteps:
         self._can_launch_before_results = can_launch_before_results
         self._last: _OnHost | None = None
 
-    def use_pause(self) -> None:
-        """Every step is computed as it comes."""
+    def use_pause(self) -> bool:
+        """See `Steps.use_pause`."""
+        return False
 
     def launch(self, batch: StepBatch, verifiers: SequenceOf[SequenceVerifier], passes: int, ready: Ready) -> Launched:
         """See `Steps.launch`."""

@@ -94,11 +94,14 @@ class PostPass:
         # Of the first size at least, which compiles the kernels.
         next(self._rest, None)
 
-    def capture_more(self) -> None:
-        """Capture more of what some requests need, for some milliseconds, while no step runs."""
+    def capture_more(self) -> bool:
+        """Capture more of what some requests need, for some milliseconds, while no step runs. False where there is
+        nothing more."""
         begin = time.monotonic()
-        while time.monotonic() - begin < _PAUSE_SECONDS and next(self._rest, False):
-            pass
+        while time.monotonic() - begin < _PAUSE_SECONDS:
+            if not next(self._rest, False):
+                return False
+        return True
 
     def _capture_rest(self) -> Iterator[bool]:
         """Capture what only some requests need, step by step, small passes first: all of the smallest, then one piece

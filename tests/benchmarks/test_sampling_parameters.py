@@ -24,16 +24,19 @@ def test_every_case_is_compared_with_one_that_is_measured_before_it(part: str) -
 
 
 def test_beside_counts_the_tokens_of_the_others_alone() -> None:
-    wave = Wave((9, 5, 7), (0.1, 0.1, 0.1), (9.0, 1.0, 2.0))
+    wave = Wave((9, 5, 7), (9, 3, 3), (0.1, 0.1, 0.1), (9.0, 1.0, 2.0))
     assert wave.rate(1) == 6.0
+    # Six passes, of which the first of each request are left out of the time.
+    assert wave.per_pass(1) == pytest.approx((2.0, 1e3 * 2.8 / 4))
     assert wave.rate() == pytest.approx(21 / 9)
     assert {case.counted_from for case in cases_of("beside", OPTIONS)} == {1}
 
 
 def test_ratios_are_of_the_same_turn(capsys: pytest.CaptureFixture[str]) -> None:
     cases = [case for case in cases_of("all", OPTIONS) if case.concurrency == 1]
-    rates = {case: [10.0, 20.0, 30.0] if case.name == "none" else [9.0, 10.0, 27.0] for case in cases}
-    ratios = {(row["case"], row["drafting"]): row["ratio"] for row in rows_of(rates)}
+    rates = {case: [10, 20, 30] if case.name == "none" else [9, 10, 27] for case in cases}
+    waves = {case: [Wave((rate,), (rate,), (0.5,), (1.0,)) for rate in own] for case, own in rates.items()}
+    ratios = {(row["case"], row["drafting"]): row["ratio"] for row in rows_of(waves)}
     assert ratios["penalties", "plain"] == pytest.approx(0.9)
     assert ratios["seeded-penalties", "lookup"] == 1.0
     assert "penalties" in capsys.readouterr().out

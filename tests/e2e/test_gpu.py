@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import random
 import time
 from collections.abc import Iterator, Sequence
@@ -14,10 +15,13 @@ from conftest import make_tiny
 from engine_harness import Outcome, Propose, engine_config, knowing_tree, make_runner, random_tree, request, run
 from latent_models import make_latent
 from other_weights import other_weights
+from structured_forms import SCHEMAS, trained_tokenizer
+from structured_forms import VOCABULARY as FORM_VOCABULARY
 from waits import HUNG_SECONDS
 from windowed_models import windowed_model
 
 from outrider.sampling import SamplingParams, VerificationMode
+from outrider.structured_output import StructuredOutput
 from target_service.core.sequence import SequenceRequest
 from target_service.execution import device_executor
 from target_service.execution.device_executor import DeviceSteps
@@ -193,6 +197,27 @@ def test_nothing_is_captured_while_requests_run(
     for one in wanted:
         for draft in ("none", "random"):
             run(taken, [one], propose=drafter(draft, [one], []), launch=steps)
+
+
+@pytest.mark.parametrize("sampling", [SAMPLINGS["greedy"], SAMPLINGS["penalties"]], ids=["greedy", "penalties"])
+def test_forms_on_captured_steps(sampling: SamplingParams, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Outputs of forms are plain decoding's, in fewer passes, and nothing is captured once pauses were long enough."""
+    model, tokenizer = make_tiny(vocab_size=FORM_VOCABULARY, eos_token_id=2), trained_tokenizer()
+    of_forms = {"num_pages": 256, "page_size": 16, "attention": "triton"}
+    eager = runner_for(model.cuda(), tokenizer, **of_forms)
+    taken, steps = captured(runner_for(model, tokenizer, **of_forms), enable_device_row_selection=True)
+    forms = [StructuredOutput(json_schema=json.dumps(SCHEMAS[name])) for name in ("flat", "nested", "recursion")]
+    shaped = [replace(sampling, ignore_eos=False, structured_output=form) for form in forms]
+    wanted = [request((5, 9, 14), 50, sampling=each) for each in [*shaped, SAMPLINGS["greedy"]]]
+    said = run(eager, [replace(one, speculate=False) for one in wanted])
+    while steps.use_pause():
+        pass
+    monkeypatch.setattr(torch.cuda, "CUDAGraph", lambda: pytest.fail("captured while a request ran"))
+    for stagger in (0, 3):
+        outcomes = run(taken, wanted, launch=steps, stagger=stagger)
+        assert [one.token_ids for one in outcomes] == [one.token_ids for one in said]
+        counts = [[one.finished.totals.steps for one in each[: len(forms)]] for each in (outcomes, said)]
+        assert sum(counts[0]) < 0.9 * sum(counts[1])
 
 
 def test_rejection_on_the_device_decides_as_on_the_host(
