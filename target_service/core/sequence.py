@@ -77,9 +77,9 @@ class SequenceRequest:
         return self.sampling.structured_output is not None
 
     @property
-    def has_grammar(self) -> bool:
-        """Whether a grammar has to be compiled before it begins."""
-        return self.has_form or self.triggered_form is not None
+    def grammar(self) -> StructuredOutput | None:
+        """The form whose grammar has to be compiled before it begins; None without one."""
+        return self.sampling.structured_output if self.triggered_form is None else self.triggered_form.form
 
     @property
     def device_rows(self) -> bool:

@@ -85,16 +85,22 @@ class Engine(EngineFront):
             sequence_id = self._admit(request, len(scheduler.running) + scheduler.evicted, sequence_id)
             live = self._loop.make(sequence_id, request)
             self._add(sequence_id, request)
-            if not request.has_grammar:
+            if request.grammar is None:
                 self._commands.append(lambda: self._loop.add(live))
                 self._wake.notify_all()
+                return sequence_id
+            self._compiling[sequence_id] = live
+            if self._loop.grammars.has_spare(request.grammar, request.tenant):
+                self._constrain(live)
             else:
-                self._compiling[sequence_id] = live
                 self._compilers.submit(self._constrain, live)
+            if self._loop.grammars.keeps(request.grammar, request.tenant):
+                # For the next one that asks for it.
+                self._compilers.submit(self._loop.grammars.prepare, request.grammar, request.tenant)
         return sequence_id
 
     def _constrain(self, live: LiveSequence) -> None:
-        """Compile a sequence's grammar, then let it begin. In a thread of its own."""
+        """Compile a sequence's grammar, then let it begin. Where it has to be compiled, in a thread of its own."""
         error: OutriderError | None = None
         try:
             self._loop.constrain(live)

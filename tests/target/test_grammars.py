@@ -17,7 +17,7 @@ from outrider.structured_output import StructuredOutput
 from outrider.tree import TokenTree
 from target_service.grammars import compiling
 from target_service.grammars.compiling import GRAMMARS_PER_TENANT, Grammars
-from target_service.grammars.following import TreeMasks
+from target_service.grammars.following import FollowedGrammar, TreeMasks, TreeRows
 from target_service.grammars.vocabulary import TokenWords, grammar_tokenizer
 from target_service.text.tokenizer import ModelTokenizer
 
@@ -41,6 +41,43 @@ def allowed(masks: TreeMasks, row: int) -> set[int]:
 def chain(root: int, tokens: Sequence[int]) -> TokenTree:
     rows = range(len(tokens) + 1)
     return TokenTree((root, *tokens), tuple(max(row - 1, 0) for row in rows), (1.0,) * len(rows))
+
+
+def expected_texts(followed: FollowedGrammar, tree: TreeRows, output: Sequence[int], masks: int = 9) -> set[str]:
+    followed.masks_of_rows(tree, output)
+    found = followed.expected(100, masks)
+    assert all(len(path.scores) == len(path.token_ids) and min(path.scores) > 0 for path in found)
+    return {str(trained_tokenizer().decode(path.token_ids)) for path in found}
+
+
+class TestExpectedText:
+    FORM = StructuredOutput(regex="(yes|no)[0-9a-z]{30}#[1-3]!")
+
+    def test_forced_text_and_what_few_tokens_begin(self, grammars: Grammars) -> None:
+        followed = grammars.followed(self.FORM, "t")
+        texts = expected_texts(followed, TreeRows((9,), (0,)), ())
+        assert {"yes", "no"} <= texts
+        # What comes behind may be anything of thirty characters.
+        assert not any(
+            text not in ("yes", "no") and not ("yes".startswith(text) or "no".startswith(text)) for text in texts
+        )
+        free = [*tokens_of("no"), *tokens_of("abc")]
+        assert expected_texts(followed, TreeRows((free[-1],), (0,)), free) == set()
+        # Nothing of it has moved the output's own grammar.
+        assert followed.masks(chain(free[-1], []), free).error is None
+
+    def test_behind_the_rows_of_a_tree(self, grammars: Grammars) -> None:
+        followed = grammars.followed(self.FORM, "t")
+        output = [*tokens_of("no"), *tokens_of("x" * 29)]
+        x, sign, other = tokens_of("x")[0], tokens_of("#")[0], tokens_of("-")[0]
+        # Two equal siblings, as a device may lay out, and a row that is forbidden.
+        tree = TreeRows((output[-1], x, x, other, sign), (0, 0, 0, 0, 1))
+        texts = expected_texts(followed, tree, output)
+        assert {"x#1", "x#2", "x#3"} <= texts
+        assert {"x#1!", "x#2!", "x#3!"} <= texts
+        assert expected_texts(followed, tree, output, masks=0) == set()
+        masks = followed.masks_of_rows(tree, output)
+        assert allowed(masks, 1) == allowed(masks, 2) == {sign} and allowed(masks, 3) == {END}
 
 
 class TestMasks:
@@ -172,6 +209,29 @@ class TestCompiling:
         grammars.check(forms[0], "a")
         grammars.check(forms[-1], "a")
         assert [grammars.keeps(form, "a") for form in forms[:3]] == [True, False, True]
+
+    def test_a_matcher_that_was_prepared_is_used_once(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        grammars, form, tree = (
+            Grammars(trained_tokenizer(), VOCABULARY, (END,)),
+            StructuredOutput(regex="ab"),
+            chain(9, []),
+        )
+        grammars.prepare(form, "t")
+        assert not grammars.has_spare(form, "t"), "it is not known to compile"
+        grammars.check(form, "t")
+        grammars.prepare(form, "t")
+        assert grammars.has_spare(form, "t") and not grammars.has_spare(form, "other")
+        first = grammars.followed(form, "t")
+        assert not grammars.has_spare(form, "t")
+        second, (a,), (b,) = grammars.followed(form, "t"), tokens_of("a"), tokens_of("b")
+        assert allowed(first.masks(chain(a, []), (a,)), 0) == {b}
+        assert allowed(second.masks(tree, ()), 0) == {a}
+        monkeypatch.setattr(compiling, "_MOST_SPARE", 2)
+        forms = [StructuredOutput(regex="ab" * (1 + number)) for number in range(3)]
+        for each in forms:
+            grammars.check(each, "t")
+            grammars.prepare(each, "t")
+        assert [grammars.has_spare(each, "t") for each in forms] == [False, True, True]
 
     def test_tenants_are_bounded_too(self, monkeypatch: pytest.MonkeyPatch) -> None:
         monkeypatch.setattr(compiling, "MOST_TENANTS", 2)
