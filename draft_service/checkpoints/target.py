@@ -7,7 +7,6 @@ from pathlib import Path
 from torch import Tensor
 
 from draft_service.checkpoints.facts import HeadShape, same_tokenizer
-from outrider.checkpoints.refusal import first_line
 from outrider.heads import HeadRefused, tokenizer_fingerprint
 from outrider.weights import Weights
 
@@ -15,6 +14,9 @@ from outrider.weights import Weights
 EMBEDDING, LM_HEAD = "embed_tokens.weight", "lm_head.weight"
 _EMBEDDINGS = ("model.embed_tokens.weight", "embed_tokens.weight", "transformer.wte.weight")
 _PUBLISHED = {EMBEDDING: _EMBEDDINGS, LM_HEAD: ("lm_head.weight", "output.weight", *_EMBEDDINGS)}
+
+# Files of which a folder with a tokenizer has one.
+_TOKENIZERS = ("tokenizer.json", "tokenizer.model", "vocab.json", "vocab.txt", "spiece.model")
 
 
 class TargetCheckpoint:
@@ -73,22 +75,13 @@ class TargetCheckpoint:
 
 
 def folder_fingerprint(folder: Path) -> str:
-    """The fingerprint of a folder's tokenizer; empty without one. Raises `HeadRefused` where it cannot be read."""
-    files = ("tokenizer.json", "tokenizer.model", "vocab.json")
-    file = next((name for name in files if (folder / name).is_file()), None)
-    if file is None:
+    """The fingerprint of a folder's tokenizer, as its target has it; empty without one. Raises `HeadRefused` where it
+    cannot be read."""
+    if not any((folder / name).is_file() for name in _TOKENIZERS):
         return ""
-    from tokenizers import Tokenizer
+    from outrider.checkpoints.tokenizer_files import TokenizerRefused, read_tokenizer
 
     try:
-        if file == "tokenizer.json":
-            # As the target does: transformers may build it anew, with other tokens.
-            tokenizer = Tokenizer.from_file(str(folder / file))
-        else:
-            from transformers import AutoTokenizer
-
-            tokenizer = AutoTokenizer.from_pretrained(str(folder))
-    # A broken file makes either library raise anything.
-    except Exception as error:
-        raise HeadRefused(f"{folder}: {file}: {first_line(error)}") from None
-    return tokenizer_fingerprint(tokenizer)
+        return tokenizer_fingerprint(read_tokenizer(folder))
+    except TokenizerRefused as error:
+        raise HeadRefused(f"{folder}: {error}") from None

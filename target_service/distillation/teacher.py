@@ -6,6 +6,7 @@ from collections.abc import Iterator
 
 from outrider.checkpoints.causal_lm import read_configuration
 from outrider.checkpoints.refusal import CheckpointRefused
+from outrider.checkpoints.tokenizer_files import TokenizerRefused
 from outrider.distillation import Reader, TeacherFacts, TeacherSettings, WritingOrder, WrittenText
 from outrider.heads import tokenizer_fingerprint
 from outrider.settings import SettingsError
@@ -13,7 +14,7 @@ from target_service.distillation.reading import TextReader
 from target_service.distillation.writing import ChatTexts, TextWriter, writing_runner
 from target_service.model.loading.store import resolve
 from target_service.model.support import ModelRefused, check_supported, longest_context
-from target_service.text.loading import TokenizerRefused, load_tokenizer
+from target_service.text.loading import load_tokenizer
 
 
 def load(settings: TeacherSettings) -> LocalTeacher:

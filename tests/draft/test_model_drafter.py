@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import json
 import os
 import shutil
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any, cast
 
@@ -16,10 +17,13 @@ from engine_harness import make_runner, plain, request, run
 from safetensors.torch import load_file, save_file
 from scripted_service import byte_tokenizer
 from static_drafting import StaticDrafting, settings_of, static_kv  # noqa: F401
+from tokenizer_kinds import byte_level, sentence_piece, unigram, word_piece
+from tokenizers import Tokenizer
 from torch import Tensor
 from transformers import AutoConfig, PreTrainedModel
 
 from draft_service.causal_lm.drafter import ModelConfig, ModelDrafter
+from draft_service.checkpoints.target import folder_fingerprint
 from draft_service.drafters.base import DraftSequence, FeatureDrafter, info_of
 from draft_service.in_process import InprocessLink, connect
 from outrider.drafting.events import DraftEvents
@@ -28,6 +32,7 @@ from outrider.heads import tokenizer_fingerprint
 from outrider.sampling import LOSSLESS_MODES, SamplingParams, VerificationMode
 from outrider.settings import SettingsError
 from outrider.wire.frames import DraftLink
+from target_service.text.loading import load_tokenizer
 
 VOCABULARY = TINY["vocab_size"]
 SETTINGS: dict[str, Any] = {
@@ -255,6 +260,23 @@ def test_a_draft_with_another_tokenizer_of_the_same_size_is_refused(folders: dic
     link = connect(f"model --draft-model {folder} --dtype float32 --kv-tokens 1024")
     with pytest.raises(WrongVocabulary, match="another tokenizer"):
         link(cast(Any, None), VOCABULARY, "that of another tokenizer")
+
+
+@pytest.mark.parametrize("kind", [byte_level, sentence_piece, unigram, word_piece], ids=lambda kind: kind.__name__)
+def test_a_folders_tokenizer_is_known_as_its_target_knows_it(kind: Callable[[], Tokenizer], tmp_path: Path) -> None:
+    """With tokens that only its settings have: a model had not drafted for its own twin, nor a head for its target."""
+    kind().save(str(tmp_path / "tokenizer.json"))
+    plain = folder_fingerprint(tmp_path)
+    more = {kind().get_vocab_size(): {"content": "<|more|>", "special": True}}
+    (tmp_path / "tokenizer_config.json").write_text(json.dumps({"added_tokens_decoder": more}))
+    assert folder_fingerprint(tmp_path) == tokenizer_fingerprint(load_tokenizer(tmp_path)) != plain
+
+
+def test_a_folder_of_words_has_a_tokenizer(tmp_path: Path) -> None:
+    words = ["[PAD]", "[UNK]", "[CLS]", "[SEP]", "[MASK]", "hello", "world"]
+    (tmp_path / "vocab.txt").write_text("\n".join(words))
+    (tmp_path / "config.json").write_text(json.dumps({"model_type": "bert"}))
+    assert folder_fingerprint(tmp_path) == tokenizer_fingerprint(load_tokenizer(tmp_path))
 
 
 def test_it_wants_no_features(folders: dict[str, Path]) -> None:

@@ -10,8 +10,9 @@ import pytest
 from tokenizer_kinds import CHAT_TEMPLATE, KINDS, byte_level, sentence_piece
 from tokenizers import AddedToken, Tokenizer
 
+from outrider.checkpoints.tokenizer_files import TokenizerRefused
 from outrider.heads import tokenizer_fingerprint
-from target_service.text.loading import TokenizerRefused, load_tokenizer
+from target_service.text.loading import load_tokenizer
 from target_service.text.prompt_encoder import PromptEncoder
 from target_service.text.tokenizer import ModelTokenizer
 
