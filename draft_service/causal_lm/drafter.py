@@ -82,13 +82,12 @@ class ModelNetwork:
     successors = 0
 
     def __init__(self, model: Any) -> None:
-        """Changes the model: its attention uses our cache from now on."""
-        config = model.config
+        """Changes the model: its attention uses our cache from now on. Raises `NotSupported` for one whose keys and
+        values are not alike in all layers."""
         model.set_attn_implementation(_ATTENTION)
         self._body, self._lm_head = model.get_decoder(), model.get_output_embeddings()
-        self.layers, self.dtype, self.device = int(config.num_hidden_layers), model.dtype, model.device
-        self.kv_heads = int(getattr(config, "num_key_value_heads", None) or config.num_attention_heads)
-        self.head_dim = int(getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads)
+        self.layers, self.dtype, self.device = int(model.config.num_hidden_layers), model.dtype, model.device
+        self.kv_heads, self.head_dim = self._key_shape()
 
     def forward_rows(self, token_ids: Tensor, carried: Tensor | None, positions: Tensor, attend: Attend) -> RowOutput:  # noqa: ARG002
         """See `Network.forward_rows`. The state for children is empty."""
@@ -97,6 +96,25 @@ class ModelNetwork:
         )
         hidden: Tensor = output.last_hidden_state[0]
         return RowOutput(hidden[:, :0], hidden)
+
+    @torch.inference_mode()
+    def _key_shape(self) -> tuple[int, int]:
+        """Heads and width of the keys of every layer: configurations name them in many ways, or not at all."""
+        keys, values = dict[int, torch.Size](), dict[int, torch.Size]()
+
+        def look(layer: int, query: Tensor, key: Tensor, value: Tensor) -> Tensor:
+            keys[layer], values[layer] = key.shape, value.shape
+            return query.new_zeros(*query.shape[:-1], value.shape[-1])
+
+        token = torch.zeros(1, dtype=torch.int64, device=self.device)
+        self.forward_rows(token, None, token, look)
+        if keys.keys() != set(range(self.layers)):
+            raise NotSupported(f"{len(keys)} of the {self.layers} layers of a model have attention: it cannot draft")
+        if len(shapes := {*keys.values(), *values.values()}) > 1:
+            found = ", ".join(sorted(f"{heads} x {width}" for _, heads, width in shapes))
+            raise NotSupported(f"a model whose keys and values have several shapes ({found}) cannot draft")
+        _, heads, width = shapes.pop()
+        return heads, width
 
     def logits(self, lm_input: Tensor) -> Tensor:
         logits: Tensor = self._lm_head(lm_input)
@@ -160,8 +178,17 @@ class ModelDrafter(CachingDrafter):
         model = model.to(config.device).eval().requires_grad_(False)
         if not getattr(model, "_supports_attention_backend", False):
             raise NotSupported(f"{settings.model_type} cannot draft: its attention cannot be replaced")
-        self._own_hidden = _own_hidden(model)
-        return ModelNetwork(model)
+        if any(getattr(module, "is_causal", True) is False for module in model.modules()):
+            raise NotSupported(f"{settings.model_type} cannot draft: its tokens see later ones")
+        try:
+            self._own_hidden = _own_hidden(model)
+            return ModelNetwork(model)
+        except (torch.OutOfMemoryError, NotSupported):
+            raise
+        # A model of another kind, such as an encoder, may raise anything.
+        except Exception as error:
+            reason = f"it does not run on token ids alone: {first_line(error)}"
+            raise NotSupported(f"{settings.model_type} cannot draft: {reason}") from error
 
     def _warm_up(self) -> None:
         """Raises `NotSupported` unless the model's hidden state through our cache is the one of its own attention."""

@@ -219,12 +219,45 @@ def test_what_cannot_draft_is_refused(tmp_path: Path) -> None:
         ModelDrafter(ModelConfig(draft_model=str(tmp_path / "sliding")))
     for family in ("mamba", "mamba2", "recurrent_gemma", "rwkv"):
         AutoConfig.for_model(family).save_pretrained(tmp_path / family)
-        with pytest.raises(NotSupported, match=r"cannot draft|cannot be loaded") as refused:
+        with pytest.raises(
+            NotSupported, match=r"cannot draft: (state-space|layers that are not|it has no attention)"
+        ) as refused:
             ModelDrafter(ModelConfig(draft_model=str(tmp_path / family)))
         assert "\n" not in refused.value.message
     for name in ("llama3.2:1b", "/absent/model.gguf"):
         with pytest.raises(NotSupported, match="cannot draft"):
             ModelDrafter(ModelConfig(draft_model=name))
+
+
+@pytest.mark.parametrize(
+    ("family", "changes"),
+    [
+        ("gpt_bigcode", {"n_embd": 48, "n_layer": 2, "n_head": 4, "n_positions": 256, "multi_query": True}),
+        ("jetmoe", {"kv_channels": 12, "num_local_experts": 4, "num_experts_per_tok": 2}),
+    ],
+)
+def test_keys_are_as_wide_as_the_models_own(family: str, changes: dict[str, Any], tmp_path: Path) -> None:
+    """Configurations name heads in many ways; what is found is compared with the model's own attention."""
+    make_tiny(family, **changes).save_pretrained(tmp_path)
+    make_drafter(tmp_path).stop()
+
+
+@pytest.mark.parametrize(
+    ("family", "changes", "reason"),
+    [
+        ("xmod", {"is_decoder": True}, "does not run on token ids alone"),
+        ("bert", {}, "its tokens see later ones"),
+        ("deepseek_v3", {"num_key_value_heads": 4}, r"several shapes \(4 x 128, 4 x 192\)"),
+    ],
+    ids=["xmod", "bert", "deepseek_v3"],
+)
+def test_what_runs_otherwise_is_refused_in_one_line(
+    family: str, changes: dict[str, Any], reason: str, tmp_path: Path
+) -> None:
+    make_tiny(family, **changes).save_pretrained(tmp_path)
+    with pytest.raises(NotSupported, match=reason) as refused:
+        make_drafter(tmp_path)
+    assert "\n" not in refused.value.message
 
 
 @pytest.mark.parametrize("spoil", ["cut", "missing", "quantised", "pickled", "fifo"])

@@ -125,6 +125,11 @@ TINY_MODELS: dict[str, tuple[str, dict[str, Any]]] = {
     "deepseek_v3": ("deepseek_v3", V3 | SIGMOID),
     "deepseek_v3, halves": ("deepseek_v3", V3 | {"q_lora_rank": None, "rope_interleave": False}),
     "glm4_moe_lite": ("glm4_moe_lite", V3 | SIGMOID),
+    "glm4_moe_lite, listed": (
+        "glm4_moe_lite",
+        {name: value for name, value in (V3 | SIGMOID).items() if name != "first_k_dense_replace"}
+        | {"mlp_layer_types": ["sparse", "dense"]},
+    ),
     "youtu": ("youtu", V3),
     "minicpm3": ("minicpm3", V3 | {"scale_emb": 3.0, "scale_depth": 1.4}),
 } | WINDOWED | RECURRENT  # fmt: skip

@@ -16,7 +16,7 @@ import torch
 from conftest import make_tiny
 from safetensors.torch import load_file, save_file
 from torch import Tensor
-from transformers import PreTrainedModel
+from transformers import AutoConfig, PreTrainedModel
 
 from outrider.checkpoints import tensors as tensors_module
 from outrider.checkpoints.causal_lm import load_causal_lm, read_configuration
@@ -408,6 +408,14 @@ class TestHeaders:
             with pytest.raises(CheckpointRefused, match="a fifo"), opened(tmp_path / "fifo"):
                 pass
         assert len(os.listdir("/proc/self/fd")) == before
+
+
+def test_numbers_that_json_lacks_are_read_as_transformers_writes_them(tmp_path: Path) -> None:
+    """No hybrid of Mamba layers that transformers had written could be read again."""
+    config = AutoConfig.for_model("bamba", mamba_n_groups=1, time_step_limit=(0.0, float("inf")))
+    config.save_pretrained(tmp_path)
+    assert "__float__" in (tmp_path / "config.json").read_text()
+    assert tuple(read_configuration(tmp_path).time_step_limit) == (0.0, float("inf"))
 
 
 class TestFormats:

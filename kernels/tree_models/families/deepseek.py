@@ -104,7 +104,8 @@ def _experts(config: Any, router: RouterSpec) -> ExpertsSpec:
 def _latent_experts(config: Any, experts: ExpertsSpec, *, interleaved: bool) -> Description:
     norm, dense = rms_norm(config), mlp(config, bias=False)
     attending = latent_attention(config, interleaved=interleaved)
-    layers = [
-        layer(attending, experts if index >= config.first_k_dense_replace else dense, norm) for index in counted(config)
-    ]
+    kinds = getattr(config, "mlp_layer_types", None)
+    if kinds is None:
+        kinds = ["sparse" if index >= config.first_k_dense_replace else "dense" for index in counted(config)]
+    layers = [layer(attending, experts if kind == "sparse" else dense, norm) for kind in kinds]
     return Description(decoder(config, layers, norm), WeightNames())

@@ -24,6 +24,7 @@ _KINDS = {
 }
 # Of a config or an index; the largest published index, of 91,991 tensors, has 9 MB.
 _JSON_BYTES = 32 << 20
+_NUMBERS = {"Infinity": float("inf"), "-Infinity": float("-inf"), "NaN": float("nan")}
 
 
 @contextmanager
@@ -61,6 +62,11 @@ def read_into(descriptor: int, place: memoryview, offset: int, name: str) -> Non
         done += count
 
 
+def _number_of(entry: dict[str, Any]) -> Any:
+    """A number that JSON has no word for, as transformers writes it: {"__float__": "Infinity"}."""
+    return _NUMBERS.get(str(entry["__float__"]), entry) if entry.keys() == {"__float__"} else entry
+
+
 def read_json_object(path: Path) -> dict[str, Any]:
     """The object that a JSON file holds. Raises `CheckpointRefused` where it cannot be read, is no object, or has more
     than 32 MiB."""
@@ -70,7 +76,7 @@ def read_json_object(path: Path) -> dict[str, Any]:
         text = bytearray(size)
         read_into(descriptor, memoryview(text), 0, path.name)
     try:
-        entries = json.loads(text)
+        entries = json.loads(text, object_hook=_number_of)
     except (ValueError, RecursionError) as error:
         raise CheckpointRefused(f"{path.name} is no JSON: {first_line(error)}") from None
     if not isinstance(entries, dict):

@@ -49,6 +49,7 @@ from tree_models.layers.placing import Placement
 from tree_models.layers.rank_group import RankGroup
 from tree_models.ranks.decoder import build_rank
 from tree_models.reference import layers_that_differ
+from tree_models.spec import FamilyRefused
 from tree_models.weights.checkpoint import Stored, TensorSource, TextPart, WeightsRefused, WholeNames
 from tree_models.weights.mxfp4 import DequantisedExperts
 
@@ -220,6 +221,8 @@ def _decoder(
             differing = layers_that_differ(decoder, settings, source)
     except WeightsRefused as error:
         raise CheckpointRefused(str(error)) from None
+    except FamilyRefused as error:
+        raise ModelRefused(f"{settings.model_type}: {error}") from None
     if differing:
         log.warning("our layers of %s differ from transformers': %s", settings.model_type, ", ".join(differing))
         return None
