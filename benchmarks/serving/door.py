@@ -1,6 +1,7 @@
 """What a streamed token costs between the engine and its reader, over gRPC and over each HTTP endpoint.
 
-    python -m benchmarks.serving.door [--streams 128] [--steps 20,8] [--doors grpc,completions] [--json FILE]
+    python -m benchmarks.serving.door [--streams 128] [--steps 20,8] [--doors grpc,completions] [--workers 1,2]
+        [--json FILE]
 
 There is no model: an engine in a process of its own makes a token for every stream in each step of a given time. Target
 and gateway are the real services in processes of their own, so the figures are of everything between the engine's
@@ -18,6 +19,7 @@ from __future__ import annotations
 import argparse
 import asyncio
 import contextlib
+import itertools
 import json
 import os
 import selectors
@@ -71,6 +73,7 @@ class DoorFigure:
     tokens. Medians of the rounds."""
 
     door: str
+    workers: int
     step_ms: float
     offered_tokens_per_second: float
     tokens_per_second: float
@@ -146,7 +149,7 @@ def run_engine(descriptor: int) -> int:
 
 
 @contextlib.contextmanager
-def services(step_ms: float) -> Iterator[tuple[str, str, dict[str, int]]]:
+def services(step_ms: float, workers: int = 1) -> Iterator[tuple[str, str, dict[str, int]]]:
     """A target and a gateway: the addresses of both, and the process that each began with."""
     port, web_port = free_port(), free_port()
     path = os.pathsep.join([str(_SCRIPTED), *filter(None, [os.environ.get("PYTHONPATH")])])
@@ -162,7 +165,7 @@ def services(step_ms: float) -> Iterator[tuple[str, str, dict[str, int]]]:
         target = start(*_SCRIPT, "--serve", str(port), "--steps", str(step_ms))
         wait_for(f"127.0.0.1:{port}", target)
         listen = f"127.0.0.1:{web_port}"
-        limit = ("--max-running", str(_GATEWAY_CALLS), "--log-level", "warning")
+        limit = ("--max-running", str(_GATEWAY_CALLS), "--log-level", "warning", "--workers", str(workers))
         gateway = start(
             sys.executable, "-m", "outrider_gateway", "--listen", listen, "--target", f"127.0.0.1:{port}", *limit
         )
@@ -240,10 +243,10 @@ async def read_grpc(address: str, streams: int, tokens: int, meter: Meter) -> No
         await asyncio.gather(*(one() for _ in range(streams)))
 
 
-def measure_door(door: str, step_ms: float, options: argparse.Namespace) -> DoorFigure:
-    """The figure of one door."""
+def measure_door(door: str, workers: int, step_ms: float, options: argparse.Namespace) -> DoorFigure:
+    """The figure of one door of so many gateway processes."""
     rounds = []
-    with services(step_ms) as (target, gateway, started):
+    with services(step_ms, workers) as (target, gateway, started):
         streams = None if door == "grpc" else HttpStreams(gateway, options.streams)
         processes = {name: family(pid) for name, pid in started.items()}
         # The first round is not counted.
@@ -260,6 +263,7 @@ def measure_door(door: str, step_ms: float, options: argparse.Namespace) -> Door
     rates, joined, tokens, requests = zip(*rounds, strict=True)
     return DoorFigure(
         door,
+        workers,
         step_ms,
         round(options.streams / step_ms * 1e3),
         round(statistics.median(rates)),
@@ -277,10 +281,19 @@ def _medians(rounds: Sequence[Mapping[str, float]]) -> dict[str, float]:
 
 def table(figures: list[DoorFigure]) -> str:
     """The figures as Markdown."""
-    head = ["door", "step, ms", "offered, tokens/s", "made, tokens/s", "tokens an event", "target, µs a token"]
+    head = [
+        "door",
+        "workers",
+        "step, ms",
+        "offered, tokens/s",
+        "made, tokens/s",
+        "tokens an event",
+        "target, µs a token",
+    ]
     rows = [
         [
             one.door,
+            one.workers,
             f"{one.step_ms:g}",
             f"{one.offered_tokens_per_second:.0f}",
             f"{one.tokens_per_second:.0f}",
@@ -300,6 +313,7 @@ def main() -> None:
     parser.add_argument("--rounds", type=int, default=5, help="of which medians are taken")
     parser.add_argument("--steps", type=comma_separated(float), default=[20.0, 2.1], help="step times in milliseconds")
     parser.add_argument("--doors", type=comma_separated(str), default=["grpc", *_HTTP])
+    parser.add_argument("--workers", type=comma_separated(int), default=[1], help="processes of the gateway")
     parser.add_argument("--table", type=Path)
     parser.add_argument("--serve", type=int, help=argparse.SUPPRESS)
     parser.add_argument("--engine", type=int, help=argparse.SUPPRESS)
@@ -309,9 +323,10 @@ def main() -> None:
     if options.serve is not None:
         sys.exit(serve_target(options.steps[0], options.serve))
     figures = []
-    for step_ms in options.steps:
-        for door in options.doors:
-            figures.append(measure_door(door, step_ms, options))
+    for step_ms, door in itertools.product(options.steps, options.doors):
+        # Those of the gateway, which has no part in gRPC.
+        for workers in options.workers[:1] if door == "grpc" else options.workers:
+            figures.append(measure_door(door, workers, step_ms, options))
             sys.stderr.write(f"{figures[-1]}\n")
     document = {
         **provenance("serving.door", ("uvicorn", "uvloop", "grpcio", "protobuf")),

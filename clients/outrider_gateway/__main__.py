@@ -34,6 +34,10 @@ def main(argv: Sequence[str] | None = None) -> int:
         if missing := missing_for("gateway"):
             raise SettingsError(missing)
         configure_logging(config.log_level)
+        if config.processes > 1:
+            from outrider_gateway.workers.parent import serve_by_workers
+
+            return run(serve_by_workers(config, access, config.processes))
         from outrider_gateway.server import serve
 
         return run(serve(config, access))

@@ -9,19 +9,17 @@ from typing import TypeVar
 
 from starlette.types import Scope
 
-from outrider.admission.pacing import RefusalPace
-from outrider.admission.shares import PEER_FACTOR, TENANT_FACTOR, Shares
+from outrider.admission.shares import Shares
 from outrider.admission.text_pool import TextPool
 from outrider.errors import QuotaExceeded
 from outrider_gateway.caller import HttpCaller
-from outrider_gateway.config import GatewayConfig
 from outrider_gateway.failures import Refused, TooMany
 from outrider_gateway.known_callers import KnownCallers
 from outrider_gateway.peers import peer_name
+from outrider_gateway.shared_state import SharedState
 from outrider_gateway.targets import Targets
 
 Result = TypeVar("Result")
-_FACTORS = {"tenant": TENANT_FACTOR, "peer": PEER_FACTOR}
 # Bytes of a body that are not counted: what a connection holds of every body before anybody reads it.
 UNCOUNTED_BYTES = 64 * 1024
 # Longer bodies are read by a thread. Chosen: parsing and checking this many takes a millisecond.
@@ -39,12 +37,10 @@ class Holder:
 class GatewayAdmission:
     """What all requests share. Belongs to the event loop."""
 
-    def __init__(self, config: GatewayConfig, targets: Targets) -> None:
+    def __init__(self, state: SharedState, targets: Targets) -> None:
         self._known = KnownCallers(targets)
-        self._answers = Shares("answers", config.max_running, _FACTORS)
-        self._bytes = Shares("bytes of bodies", config.max_pending_bytes, _FACTORS)
-        # Places of refusals that wait: as many as connections.
-        self._pace = RefusalPace(config.max_connections)
+        self._answers, self._bytes = state.places.answers, state.places.body_bytes
+        self._pace = state.pace
         self._texts = TextPool()
 
     @contextlib.asynccontextmanager

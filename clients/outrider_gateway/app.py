@@ -22,14 +22,14 @@ from outrider_gateway.failures import Refused
 from outrider_gateway.hosts import host_check
 from outrider_gateway.messages_json import MessageBuilder, error_body
 from outrider_gateway.messages_request import count_call, messages_request
-from outrider_gateway.metrics import GatewayMetrics
+from outrider_gateway.metrics import PAGE_TYPE, GatewayMetrics
 from outrider_gateway.page import page_routes
 from outrider_gateway.response_json import ResponseBuilder
 from outrider_gateway.responses import ResponsesEndpoint, StoredResponseRoutes
 from outrider_gateway.responses_json import ResponsesBuilder
 from outrider_gateway.responses_request import responses_request
 from outrider_gateway.served_models import ServedModels
-from outrider_gateway.stored_responses import StoredResponses
+from outrider_gateway.shared_state import SharedState
 from outrider_gateway.target_calls import CallEndpoint, detokenize_call, tokenize_call
 from outrider_gateway.targets import Targets
 from outrider_gateway.translation import chat_request, completion_request
@@ -54,19 +54,19 @@ _NOT_SERVED = {
 class Application:
     """What the routes share. `draining` is set when the gateway is about to stop."""
 
-    def __init__(self, config: GatewayConfig, targets: Targets, models: ServedModels, metrics: GatewayMetrics) -> None:
+    def __init__(self, config: GatewayConfig, targets: Targets, models: ServedModels, state: SharedState) -> None:
         self.draining = False
         self.targets = targets
         self._served = models
-        self._metrics = metrics
+        self._state = state
+        self.metrics = metrics = GatewayMetrics()
         metrics.gauges(targets.readings)
-        self._admission = admission = GatewayAdmission(config, targets)
-        shared = config, admission, targets, models, metrics
-        stored = StoredResponses(config.stored_response_bytes, config.stored_response_seconds)
+        self._admission = admission = GatewayAdmission(state, targets)
+        shared, kept = (config, admission, targets, models, metrics), state.responses
         generating: dict[str, ASGIApp] = {
             "/v1/chat/completions": GenerationEndpoint("chat", *shared, chat_request, ResponseBuilder),
             "/v1/completions": GenerationEndpoint("completions", *shared, completion_request, ResponseBuilder),
-            "/v1/responses": ResponsesEndpoint("responses", *shared, responses_request, ResponsesBuilder, stored),
+            "/v1/responses": ResponsesEndpoint("responses", *shared, responses_request, ResponsesBuilder, kept),
         }
         generating["/v1/messages"] = GenerationEndpoint(
             "messages", *shared, messages_request, MessageBuilder, error_body=error_body
@@ -78,7 +78,7 @@ class Application:
         }
         routes: list[BaseRoute] = [
             *(Route(path, endpoint, methods=["POST"]) for path, endpoint in {**generating, **calls}.items()),
-            StoredResponseRoutes(admission, stored).route(),
+            StoredResponseRoutes(admission, kept).route(),
             Route("/version", self._version),
             Route("/v1/models", self._models),
             Route("/v1/models/{model:path}", self._model),
@@ -115,8 +115,8 @@ class Application:
         return JSONResponse({"status": status, "targets": targets}, 200 if ready else 503)
 
     async def _metrics_page(self, _request: Request) -> Response:
-        page, content_type = self._metrics.page()
-        return Response(page, headers={"content-type": content_type})
+        page = await self._state.metrics_page(self.metrics)
+        return Response(page, headers={"content-type": PAGE_TYPE})
 
 
 def _shortcut(endpoints: Mapping[str, ASGIApp], others: ASGIApp) -> ASGIApp:

@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import re
+import socket
 from dataclasses import dataclass
 
 from outrider.addresses import address_problem
+from outrider.busy_polling import usable_cores
 from outrider.pem import check_pair
 from outrider.settings import Settings, SettingsError, comma_words, setting
 from outrider_gateway.discovery import target_name
@@ -18,6 +20,12 @@ _LABEL = r"[a-z0-9_]([a-z0-9_-]{0,61}[a-z0-9_])?"
 _HOST = re.compile(rf"\.?{_LABEL}(\.{_LABEL})*")
 MAX_HOST = 253
 ANY_HOST = "*"
+MOST_WORKERS = 64
+# Whether connections can be handed to another process, as everywhere but on Windows.
+CAN_SHARE = hasattr(socket, "send_fds")
+# Without a number of workers: one for so many cores, and so many at most. Chosen: target, engine and clients have the
+# other cores, and each worker takes some 60 MB.
+_CORES_EACH, _CHOSEN_AT_MOST = 4, 4
 
 
 @dataclass(frozen=True)
@@ -29,6 +37,9 @@ class GatewayConfig(Settings):
         "target services, with commas between: HOST:PORT, unix:PATH, or dns:///HOST:PORT for every address of a name",
     )
     listen: str = setting("127.0.0.1:8000", "HOST:PORT to serve HTTP on")
+    workers: int = setting(
+        0, "processes that answer, behind one port; 0 chooses by the cores that there are", ge=0, le=MOST_WORKERS
+    )
     page: bool = setting(True, "serve the chat page at /")
     allow_host: str = setting("", "names that clients know this server by, commas between; .a.example has all below")
     allow_origin: str = setting("", "origins whose pages may call, such as https://a.example, commas between; * is any")
@@ -88,6 +99,12 @@ class GatewayConfig(Settings):
         if self.tls_certificate:
             check_pair(self.tls_certificate, self.tls_key)
         host_and_port(self.listen)
+        _need(self.workers <= 1 or CAN_SHARE, "workers", "several need Linux or macOS")
+
+    @property
+    def processes(self) -> int:
+        """Processes that answer: `workers`, or as many as there are cores for."""
+        return self.workers or min(_CHOSEN_AT_MOST, max(1, int(usable_cores() // _CORES_EACH))) if CAN_SHARE else 1
 
     @property
     def targets(self) -> tuple[str, ...]:

@@ -11,7 +11,7 @@ from typing import Any
 
 from starlette.types import ASGIApp, Receive, Scope, Send
 
-from outrider.admission.shares import PEER_FACTOR, Shares
+from outrider.admission.shares import PEER_FACTOR, HolderCounts, Shares
 from outrider.errors import QuotaExceeded
 from outrider.log_limit import LogLimit
 from outrider_gateway.failures import Refused
@@ -30,8 +30,9 @@ class Connections:
     """The connections of all peers. Where a peer has as many as it may, or all together, its longest idle one is closed
     for a further one; where none is idle, the further one is for health alone, and the oldest of these makes way."""
 
-    def __init__(self, most: int) -> None:
-        self._shares = Shares("connections", most, {"peer": PEER_FACTOR})
+    def __init__(self, shares: Shares, idle: HolderCounts) -> None:
+        """`idle` counts those of each peer that are idle, for who chooses a process for a connection."""
+        self._shares, self._idle_counts = shares, idle
         # By peer, the longest idle first. Idle: no request is being read or answered.
         self._idle: dict[str, OrderedDict[GatewayProtocol, None]] = {}
         # Those for health alone, the oldest first.
@@ -66,15 +67,21 @@ class Connections:
 
     def mark_idle(self, connection: GatewayProtocol) -> None:
         """No request is being read or answered from now on."""
-        if connection.placed:
-            self._idle.setdefault(connection.peer, OrderedDict())[connection] = None
+        idle = self._idle.get(connection.peer, OrderedDict())
+        if connection.placed and connection not in idle:
+            self._idle[connection.peer] = idle
+            idle[connection] = None
+            self._idle_counts.add(1, {"peer": connection.peer})
 
     def mark_busy(self, connection: GatewayProtocol) -> None:
         """A request has come."""
-        idle = self._idle.get(connection.peer, OrderedDict())
-        idle.pop(connection, None)
+        idle = self._idle.get(connection.peer)
+        if idle is None or connection not in idle:
+            return
+        del idle[connection]
+        self._idle_counts.add(-1, {"peer": connection.peer})
         if not idle:
-            self._idle.pop(connection.peer, None)
+            del self._idle[connection.peer]
 
     def _reserved(self, peer: str) -> bool:
         """Reserve a place; whether there was one."""

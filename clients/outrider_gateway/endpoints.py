@@ -27,7 +27,7 @@ class GenerationEndpoint(Endpoint, Generic[Request, Built]):
     async def _serve(self, call: HttpCall) -> None:
         config, most = self._config, self._models.longest_prompt
         request, size = await self._read(call, lambda body: self._translate(body, config.max_choices, most))
-        request = self._prepared(call, request)
+        request = await self._prepared(call, request)
         # The bytes stay counted, once for each call that carries them.
         call.held.grow_to(size * request.choices)
         call.line.request = request
@@ -35,11 +35,11 @@ class GenerationEndpoint(Endpoint, Generic[Request, Built]):
         call.writer.failure = builder.failure
         call.line.results = await self._answer(call, request, builder)
 
-    def _prepared(self, _call: HttpCall, request: Request) -> Request:
+    async def _prepared(self, _call: HttpCall, request: Request) -> Request:
         """The request with what is known of its caller."""
         return request
 
-    def _answered(self, _call: HttpCall, _request: Request, _builder: Built) -> None:
+    async def _answered(self, _call: HttpCall, _request: Request, _builder: Built) -> None:
         """Note a complete answer, before its end is sent."""
 
     async def _answer(self, call: HttpCall, request: Request, builder: Built) -> list[Result]:
@@ -72,7 +72,7 @@ class GenerationEndpoint(Endpoint, Generic[Request, Built]):
             results = await dispatcher.write_answers(builder.started, on_chunk, on_result, at_once)
         if request.include_usage:
             last += builder.usage_event(results)
-        self._answered(call, request, builder)
+        await self._answered(call, request, builder)
         await writer.end(last + builder.end)
         return results
 
@@ -80,6 +80,6 @@ class GenerationEndpoint(Endpoint, Generic[Request, Built]):
         async with while_connected(call.receive):
             results = await dispatcher.write_answers(builder.started, builder.keep)
         body = builder.whole(results)
-        self._answered(call, request, builder)
+        await self._answered(call, request, builder)
         await call.writer.whole(body)
         return results

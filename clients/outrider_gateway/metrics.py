@@ -7,6 +7,8 @@ from prometheus_client import CONTENT_TYPE_PLAIN_0_0_4, CollectorRegistry, Proce
 from outrider.telemetry.registry import MetricSet
 from outrider.telemetry.table import GATEWAY
 
+PAGE_TYPE = CONTENT_TYPE_PLAIN_0_0_4
+
 
 class GatewayMetrics:
     """The series of one gateway, and their page."""
@@ -15,6 +17,7 @@ class GatewayMetrics:
         self._set = MetricSet(GATEWAY)
         # Takes what gives the values of gauges at every scrape.
         self.gauges = self._set.gauges
+        self.figures = self._set.figures
         self._registry = CollectorRegistry()
         ProcessCollector(registry=self._registry)
         self._registry.register(self._set)
@@ -26,6 +29,6 @@ class GatewayMetrics:
         self._set.counter("outrider_gateway_requests", endpoint, str(status)).add()
         self._set.histogram("outrider_gateway_request_seconds", endpoint).observe(seconds)
 
-    def page(self) -> tuple[bytes, str]:
-        """The text of /metrics, and its content type."""
-        return generate_latest(self._registry), CONTENT_TYPE_PLAIN_0_0_4
+    def page(self) -> bytes:
+        """The text of /metrics, of type `PAGE_TYPE`."""
+        return generate_latest(self._registry)

@@ -19,19 +19,20 @@ from outrider_gateway.endpoints import GenerationEndpoint
 from outrider_gateway.failures import Refused
 from outrider_gateway.responses_json import Json, ResponsesBuilder
 from outrider_gateway.responses_request import ResponsesRequest
-from outrider_gateway.stored_responses import StoredResponse, StoredResponses
+from outrider_gateway.shared_state import ResponseStore
+from outrider_gateway.stored_responses import StoredResponse
 
 
 @dataclass
 class ResponsesEndpoint(GenerationEndpoint[ResponsesRequest, ResponsesBuilder]):
     """Answers requests, and keeps what they may go on with."""
 
-    _stored: StoredResponses
+    _stored: ResponseStore
 
-    def _prepared(self, call: HttpCall, request: ResponsesRequest) -> ResponsesRequest:
+    async def _prepared(self, call: HttpCall, request: ResponsesRequest) -> ResponsesRequest:
         if not request.previous:
             return request
-        found = self._stored.get(call.holder.tenant, request.previous)
+        found = await self._stored.get(call.holder.tenant, request.previous)
         if found is None:
             raise Refused(
                 404,
@@ -41,12 +42,12 @@ class ResponsesEndpoint(GenerationEndpoint[ResponsesRequest, ResponsesBuilder]):
             )
         return request.continuing(found.turns)
 
-    def _answered(self, call: HttpCall, request: ResponsesRequest, builder: ResponsesBuilder) -> None:
+    async def _answered(self, call: HttpCall, request: ResponsesRequest, builder: ResponsesBuilder) -> None:
         response = builder.complete
         if request.store and response is not None:
             turns = (*request.turns, *_said(response["output"]))
             stored = StoredResponse(orjson.dumps(response), turns)
-            self._stored.put(call.holder.tenant, builder.response_id, stored)
+            await self._stored.put(call.holder.tenant, builder.response_id, stored)
 
 
 def _said(items: Sequence[Json]) -> tuple[ChatTurn, ...]:
@@ -66,7 +67,7 @@ class StoredResponseRoutes:
     """GET and DELETE of the responses that are kept."""
 
     admission: GatewayAdmission
-    stored: StoredResponses
+    stored: ResponseStore
 
     def route(self) -> Route:
         return Route("/v1/responses/{response_id}", self._serve, methods=["GET", "DELETE"])
@@ -75,12 +76,12 @@ class StoredResponseRoutes:
         response_id = request.path_params["response_id"]
         caller = caller_from(request.scope["headers"])
         async with self.admission.admitted(caller, request.scope) as holder:
-            found = self.stored.get(holder.tenant, response_id)
+            found = await self.stored.get(holder.tenant, response_id)
             if found is None:
                 raise Refused(404, "no such response is kept", param="response_id", code="response_not_found")
             if request.query_params.get("stream") in ("true", "1"):
                 raise Refused(400, "stream: a response that is kept is whole", param="stream")
             if request.method == "DELETE":
-                self.stored.delete(holder.tenant, response_id)
+                await self.stored.delete(holder.tenant, response_id)
                 return JSONResponse({"id": response_id, "object": "response", "deleted": True})
             return Response(found.body, media_type="application/json")

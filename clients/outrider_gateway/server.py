@@ -24,10 +24,10 @@ from outrider_client.connection import Connection
 from outrider_client.terminal.options import AccessOptions
 from outrider_gateway.app import Application
 from outrider_gateway.config import GatewayConfig, host_and_port
-from outrider_gateway.connections import HEALTH_CONNECTIONS, Connections, GatewayProtocol
+from outrider_gateway.connections import Connections, GatewayProtocol
 from outrider_gateway.discovery import Resolver, TargetName, target_name
-from outrider_gateway.metrics import GatewayMetrics
 from outrider_gateway.served_models import ServedModels
+from outrider_gateway.shared_state import SharedState, most_connections
 from outrider_gateway.targets import NamedTargets, Targets
 
 logger = logging.getLogger(__name__)
@@ -38,22 +38,27 @@ _OTHER_FILES = 128
 
 
 class GatewayServer:
-    """The gateway as an async context manager, inside which it answers at `address`."""
+    """The gateway as an async context manager, inside which it answers at `address`, or on connections that it is
+    given."""
 
-    def __init__(self, config: GatewayConfig, access: AccessOptions) -> None:
-        """`access` is how the gateway itself reaches its targets, for their health; callers bring their own."""
+    def __init__(self, config: GatewayConfig, access: AccessOptions, state: SharedState | None = None) -> None:
+        """`access` is how the gateway itself reaches its targets, for their health; callers bring their own. With a
+        `state` that other processes share it listens nowhere, and `adopt` takes its connections."""
         self._config = config
         self._access = access
+        self._listens = state is None
+        self._state = SharedState.of_one_process(config) if state is None else state
         self._leave = contextlib.AsyncExitStack()
         self.address = ""
 
     async def __aenter__(self) -> GatewayServer:
         config, access = self._config, self._access
         async with contextlib.AsyncExitStack() as leave:
-            _raise_file_limit(config.max_connections + HEALTH_CONNECTIONS + _OTHER_FILES)
-            listening = leave.enter_context(contextlib.closing(_listen(config.listen)))
-            host, port = listening.getsockname()[:2]
-            self.address = f"[{host}]:{port}" if ":" in host else f"{host}:{port}"
+            raise_file_limit(config)
+            listening = []
+            if self._listens:
+                listening.append(leave.enter_context(contextlib.closing(listen(config.listen))))
+                self.address = address_of(listening[0])
             tracing = set_up_tracing(telemetry.GATEWAY_SERVICE, config.otlp_endpoint, ratio=config.trace_ratio)
             leave.callback(tracing.shutdown)
             names = {address: target_name(address) for address in config.targets}
@@ -65,11 +70,11 @@ class GatewayServer:
                 start_seconds=config.target_start_seconds,
             )
             models = ServedModels(targets, int(time.time()))
-            self.application = Application(config, targets, models, GatewayMetrics())
-            self._server = _Uvicorn(_uvicorn_config(config, self.application))
+            self.application = Application(config, targets, models, self._state)
+            self._server = _Uvicorn(_uvicorn_config(config, self.application, self._state))
             # From here on it may be told to drain.
             await leave.enter_async_context(targets)
-            self._serving = asyncio.create_task(self._server.serve([listening]))
+            self._serving = asyncio.create_task(self._server.serve(listening))
             leave.push_async_callback(self._stop)
             while not self._server.started:
                 if self._serving.done():
@@ -81,6 +86,11 @@ class GatewayServer:
 
     async def __aexit__(self, *_: object) -> None:
         await self._leave.aclose()
+
+    async def adopt(self, connection: socket.socket) -> None:
+        """Answer on a connection that another process has accepted. Returns once it is ready, which takes a handshake
+        with TLS. Raises `OSError` where it is gone by then."""
+        await self._server.adopt(connection)
 
     def drain(self, *, at_once: bool = False) -> None:
         """Take no new connection, and end when running answers have ended, or `at_once`."""
@@ -97,13 +107,14 @@ class GatewayServer:
         self.drain()
         await self.ended()
 
-    def log_address(self) -> None:
-        """Log where it serves, and a warning where tokens are not safe."""
-        scheme = "https" if self._config.tls_certificate else "http"
-        host, _ = host_and_port(self._config.listen)
-        logger.info("serving %s://%s for %s", scheme, self.address, ", ".join(self._config.targets))
-        if scheme == "http" and not is_loopback(host):
-            logger.warning("%s is reachable from elsewhere without TLS: tokens travel in plain text", self.address)
+
+def log_address(config: GatewayConfig, address: str) -> None:
+    """Log where a gateway serves, and a warning where tokens are not safe."""
+    scheme = "https" if config.tls_certificate else "http"
+    host, _ = host_and_port(config.listen)
+    logger.info("serving %s://%s for %s", scheme, address, ", ".join(config.targets))
+    if scheme == "http" and not is_loopback(host):
+        logger.warning("%s is reachable from elsewhere without TLS: tokens travel in plain text", address)
 
 
 async def serve(config: GatewayConfig, access: AccessOptions) -> int:
@@ -122,7 +133,7 @@ async def serve(config: GatewayConfig, access: AccessOptions) -> int:
     for number in (signal.SIGINT, signal.SIGTERM):
         loop.add_signal_handler(number, on_signal)
     async with server:
-        server.log_address()
+        log_address(config, server.address)
         with settled():
             await server.ended()
     logger.info("stopped")
@@ -136,12 +147,25 @@ class _Uvicorn(uvicorn.Server):
     def capture_signals(self) -> Iterator[None]:
         yield
 
+    async def adopt(self, connection: socket.socket) -> None:
+        """See `GatewayServer.adopt`."""
+        config = self.config
 
-def _uvicorn_config(config: GatewayConfig, application: Application) -> uvicorn.Config:
+        def protocol() -> asyncio.Protocol:
+            # As `uvicorn.Server.startup` makes one for a connection that it accepts.
+            return config.http_protocol_class(  # type: ignore[call-arg]
+                config=config, server_state=self.server_state, app_state=self.lifespan.state
+            )
+
+        await asyncio.get_running_loop().connect_accepted_socket(protocol, connection, ssl=config.ssl)
+
+
+def _uvicorn_config(config: GatewayConfig, application: Application, state: SharedState) -> uvicorn.Config:
+    connections = Connections(state.places.connections, state.places.idle)
     return uvicorn.Config(
         application.asgi,
         # A class for uvicorn, which calls it for each connection.
-        http=partial(GatewayProtocol, Connections(config.max_connections)),  # type: ignore[arg-type]
+        http=partial(GatewayProtocol, connections),  # type: ignore[arg-type]
         ws="none",
         lifespan="off",
         # Ours are set up already. A line for every request is what metrics are for.
@@ -168,8 +192,9 @@ def _client(connection: Connection, tracing: Tracing) -> Client:
     return Client(connection, tracing, carries=True)
 
 
-def _raise_file_limit(wanted: int) -> None:
+def raise_file_limit(config: GatewayConfig) -> None:
     """Have descriptors for all connections: without one for a further, none is accepted, not even for health."""
+    wanted = most_connections(config) + _OTHER_FILES
     try:
         import resource
     except ImportError:
@@ -183,10 +208,17 @@ def _raise_file_limit(wanted: int) -> None:
         logger.warning("%d files may be open, too few for --max-connections: the limit should be %d", most, wanted)
 
 
-def _listen(listen: str) -> socket.socket:
-    host, port = host_and_port(listen)
+def listen(where: str) -> socket.socket:
+    """The socket of a gateway that listens on HOST:PORT. Raises `SettingsError`."""
+    host, port = host_and_port(where)
     family = socket.AF_INET6 if ":" in host else socket.AF_INET
     try:
         return socket.create_server((host, port), family=family, backlog=_BACKLOG)
     except OSError as error:
-        raise SettingsError(f"cannot listen on {listen}: {error.strerror}") from None
+        raise SettingsError(f"cannot listen on {where}: {error.strerror}") from None
+
+
+def address_of(listening: socket.socket) -> str:
+    """HOST:PORT that a socket listens on."""
+    host, port = listening.getsockname()[:2]
+    return f"[{host}]:{port}" if ":" in host else f"{host}:{port}"

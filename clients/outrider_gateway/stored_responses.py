@@ -31,7 +31,8 @@ class StoredResponse:
 
 
 class StoredResponses:
-    """The latest responses. Belongs to the event loop."""
+    """The latest responses. Belongs to the event loop; its methods wait for nothing, and are coroutines because another
+    process's are."""
 
     def __init__(self, most_bytes: int, seconds: float, clock: Callable[[], float] = time.monotonic) -> None:
         """Up to `most_bytes` of all tenants, a quarter of them of one, each for so many seconds. `clock` returns
@@ -45,7 +46,7 @@ class StoredResponses:
     def kept_bytes(self) -> int:
         return sum(self._bytes.values())
 
-    def put(self, tenant: str, response_id: str, response: StoredResponse) -> bool:
+    async def put(self, tenant: str, response_id: str, response: StoredResponse) -> bool:
         """Keep a response. False for one that is too large; the oldest ones make room for others."""
         self._expire()
         if response.size > self._most // _TENANT_PART:
@@ -59,13 +60,13 @@ class StoredResponses:
             self._drop_oldest(max(self._bytes, key=self._bytes.__getitem__))
         return True
 
-    def get(self, tenant: str, response_id: str) -> StoredResponse | None:
+    async def get(self, tenant: str, response_id: str) -> StoredResponse | None:
         """A tenant's own response; None for any other, and for one that is kept no longer."""
         self._expire()
         found = self._kept.get((tenant, response_id))
         return None if found is None else found[0]
 
-    def delete(self, tenant: str, response_id: str) -> bool:
+    async def delete(self, tenant: str, response_id: str) -> bool:
         """Whether there was such a response."""
         self._expire()
         return self._drop((tenant, response_id))

@@ -16,12 +16,12 @@ NamedSettings = Mapping[tuple[str, str], str]
 WITH_HEAD = ("eagle", "medusa", "merged", "mtp")
 # The default of the draft's own setting, which cannot be imported here.
 _MERGED_DRAFTERS = "eagle,trie"
-_SECTIONS = ("target", "draft", "eagle", "medusa", "model", "mtp", "merged")
+_SECTIONS = ("target", "draft", "eagle", "medusa", "model", "mtp", "merged", "gateway")
 
 
 def named_settings(environment: Mapping[str, str], path: Path | None) -> dict[tuple[str, str], str]:
-    """Values that environment and configuration file give to target and draft. A file that cannot be read gives none:
-    the services report what is wrong with it."""
+    """Values that environment and configuration file give to services and drafters. A file that cannot be read gives
+    none: the services report what is wrong with it."""
     document: dict[str, Any] = {}
     if path is not None:
         with contextlib.suppress(SettingsError):

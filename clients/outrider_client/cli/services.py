@@ -43,7 +43,8 @@ def _up(arguments: argparse.Namespace) -> int:
         path = settings_file(arguments)
         shared = given(config=str(path or ""))
         named = named_settings(os.environ, path)
-        placed = place(visible_gpus(), up.drafter, up.model, target_words, draft_words, named)
+        gpus = visible_gpus()
+        placed = place(gpus, up.drafter, up.model, target_words, draft_words, named)
         host = f"[{up.host}]" if ":" in up.host else up.host
         listen = f"{host}:{up.port}"
 
@@ -69,7 +70,11 @@ def _up(arguments: argparse.Namespace) -> int:
         gateway = None
         if http:
             # It reaches the target by the settings of [client], like every client.
-            flags = (*given(listen=http, target=listen), *_TARGET_STARTS, *shared, *flag_words(up.gateway_flags))
+            flags = (*given(listen=http, target=listen), *_TARGET_STARTS, *shared)
+            if not gpus and ("gateway", "workers") not in named:
+                # A CPU makes fewer tokens than one process writes.
+                flags += ("--workers", "1")
+            flags += flag_words(up.gateway_flags)
             gateway = ServiceCommand("gateway", service_argv("outrider_gateway", *flags), http)
         emit = partial(_emit, error_console())
         return _supervise(Supervisor(target, draft, emit, gateway=gateway, alone=alone), placed, up.mps)

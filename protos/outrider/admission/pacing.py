@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import asyncio
 import time
+from contextlib import AbstractContextManager, nullcontext
+from typing import Protocol
 
 # Refusals of one tenant that are sent at once after a pause, and per second from then on. Chosen: short bursts are not
 # delayed, and a tenant that is refused all day takes little of the event loop.
@@ -16,16 +18,47 @@ LARGE_BYTES = 8 * 1024
 _MOST_SECONDS = 10.0
 
 
+class RefusalTimes(Protocol):
+    """By tenant: the monotonic time by which all its refusals will have been sent."""
+
+    def exclusive(self) -> AbstractContextManager[object]:
+        """While the block runs, nobody else changes a time."""
+
+    def get(self, tenant: str, now: float) -> float:
+        """The tenant's time; `now` where that is past or not known."""
+
+    def put(self, tenant: str, sent_by: float) -> None: ...
+
+
+class OwnRefusalTimes:
+    """The times of one thread; those that are past take no memory for long."""
+
+    def __init__(self) -> None:
+        self._sent_by: dict[str, float] = {}
+
+    def exclusive(self) -> AbstractContextManager[object]:
+        return nullcontext()
+
+    def get(self, tenant: str, now: float) -> float:
+        if tenant not in self._sent_by:
+            self._sent_by = {name: at for name, at in self._sent_by.items() if at > now}
+        return max(self._sent_by.get(tenant, now), now)
+
+    def put(self, tenant: str, sent_by: float) -> None:
+        self._sent_by[tenant] = sent_by
+
+
 class RefusalPace:
     """Delays the refusals of tenants that are refused often. Belongs to the server's event loop. 330 callers of one
     tenant that called again at once made another's steps four times as long on two cores."""
 
-    def __init__(self, room: int) -> None:
-        """`room`: calls that may wait; further ones are refused at once."""
+    def __init__(self, room: int, times: RefusalTimes | None = None) -> None:
+        """`room`: calls that may wait; further ones are refused at once. `times` are those of this object alone where
+        they are not given."""
         self._room = room
         self._waiting = 0
-        # By tenant: when all its refusals will have been sent, at `_PER_SECOND`.
-        self._sent_by: dict[str, float] = {}
+        # At `_PER_SECOND`.
+        self._times: RefusalTimes = OwnRefusalTimes() if times is None else times
 
     async def wait(self, tenant: str, size: int = 0) -> None:
         """Return when the refusal of a tenant's call, whose request has `size` bytes, shall be sent."""
@@ -40,10 +73,9 @@ class RefusalPace:
 
     def _delay(self, tenant: str, count: float, now: float) -> float:
         """Count a refusal as `count` of them; returns seconds until it is sent."""
-        if tenant not in self._sent_by:
-            self._sent_by = {name: at for name, at in self._sent_by.items() if at > now}
-        at = max(self._sent_by.get(tenant, now), now)
-        delay = min(at - now - (_BURST - 1) / _PER_SECOND, _MOST_SECONDS)
-        if delay < _MOST_SECONDS:
-            self._sent_by[tenant] = at + count / _PER_SECOND
+        with self._times.exclusive():
+            at = self._times.get(tenant, now)
+            delay = min(at - now - (_BURST - 1) / _PER_SECOND, _MOST_SECONDS)
+            if delay < _MOST_SECONDS:
+                self._times.put(tenant, at + count / _PER_SECOND)
         return delay

@@ -14,6 +14,7 @@ import threading
 import time
 from bisect import bisect_left
 from collections.abc import Callable, Iterable, Iterator, Mapping
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 from wsgiref.simple_server import WSGIRequestHandler, make_server
 
@@ -82,6 +83,15 @@ class Histogram:
             self.exemplars[place] = Exemplar({"trace_id": trace_id}, value, time.time())
 
 
+@dataclass(frozen=True, slots=True)
+class Figures:
+    """The values of a `MetricSet` at one moment, without exemplars."""
+
+    counters: list[tuple[str, Labels, float]]
+    histograms: list[tuple[str, Labels, list[int], float]]  # with the count of each bucket, and the sum
+    gauges: list[Reading]
+
+
 class MetricSet(Collector):
     """The series of one process, made from rows of the metric table. Names that are not in it raise `KeyError`."""
 
@@ -110,6 +120,27 @@ class MetricSet(Collector):
     def gauges(self, source: Callable[[], Iterable[Reading]]) -> None:
         """Call `source` for the values of gauges at every scrape, in the scraping thread."""
         self._sources.append(source)
+
+    def figures(self) -> Figures:
+        """All values as they are now, for another process."""
+        return Figures(
+            [(name, labels, one.value) for name, series in self._counters.items() for labels, one in series.items()],
+            [
+                (name, labels, list(one.counts), one.sum)
+                for name, series in self._histograms.items()
+                for labels, one in series.items()
+            ],
+            [reading for source in self._sources for reading in source()],
+        )
+
+    def add_counted(self, figures: Figures) -> None:
+        """Add counters and histograms of another set of the same metrics to these."""
+        for name, labels, value in figures.counters:
+            self.counter(name, *labels).add(value)
+        for name, labels, counts, total in figures.histograms:
+            histogram = self.histogram(name, *labels)
+            histogram.counts = [own + other for own, other in zip(histogram.counts, counts, strict=True)]
+            histogram.sum += total
 
     def _check(self, name: str, kind: str, labels: Labels) -> MetricSpec:
         spec = self._specs[name]

@@ -1,0 +1,85 @@
+"""A worker's side of the socket to its parent: responses that the parent keeps, the page of metrics, and orders."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable
+from typing import TypeVar, cast
+
+from outrider.processes.framing import FrameCutter
+from outrider.telemetry.registry import Figures
+from outrider_gateway.metrics import GatewayMetrics
+from outrider_gateway.stored_responses import StoredResponse
+from outrider_gateway.workers import messages
+
+_COUNTED_SECONDS = 1.0
+Wanted = TypeVar("Wanted", bound=messages.Answer)
+
+
+class ParentLink(asyncio.Protocol):
+    """An `outrider_gateway.shared_state.ResponseStore`, and what else the parent does for a worker."""
+
+    def __init__(self, on_drain: Callable[[bool], None]) -> None:
+        """`on_drain` is called with whether the worker has to end at once, also when the parent has ended."""
+        self._on_drain = on_drain
+        self._frames = FrameCutter()
+        self._transport: asyncio.Transport | None = None
+        self._calls = 0
+        self._waiting: dict[int, asyncio.Future[messages.Answer]] = {}
+        self._figures: Callable[[], Figures] | None = None
+
+    def send(self, message: messages.FromWorker) -> None:
+        """Send a message; nothing where the parent has ended."""
+        if self._transport is not None and not self._transport.is_closing():
+            self._transport.write(messages.pack(message))
+
+    async def count(self, figures: Callable[[], Figures]) -> None:
+        """Send `figures` from now on, once a second and when the parent asks, until this is cancelled."""
+        self._figures = figures
+        while True:
+            await asyncio.sleep(_COUNTED_SECONDS)
+            self.send(messages.Counted(figures()))
+
+    async def put(self, tenant: str, response_id: str, response: StoredResponse) -> bool:
+        kept = await self._ask(lambda call: messages.Keep(call, tenant, response_id, response), messages.Kept)
+        return kept.kept
+
+    async def get(self, tenant: str, response_id: str) -> StoredResponse | None:
+        return (await self._ask(lambda call: messages.Find(call, tenant, response_id), messages.Found)).response
+
+    async def delete(self, tenant: str, response_id: str) -> bool:
+        return (await self._ask(lambda call: messages.Delete(call, tenant, response_id), messages.Deleted)).deleted
+
+    async def metrics_page(self, _own: GatewayMetrics) -> bytes:
+        """The text of /metrics, of all workers together."""
+        return (await self._ask(messages.AskPage, messages.Page)).page
+
+    async def _ask(self, question: Callable[[int], messages.FromWorker], _answer: type[Wanted]) -> Wanted:
+        self._calls += 1
+        call = self._calls
+        self._waiting[call] = future = asyncio.get_running_loop().create_future()
+        try:
+            self.send(question(call))
+            return cast(Wanted, await future)
+        finally:
+            self._waiting.pop(call, None)
+
+    # `asyncio.Protocol`.
+
+    def connection_made(self, transport: asyncio.BaseTransport) -> None:
+        self._transport = cast(asyncio.Transport, transport)
+
+    def data_received(self, data: bytes) -> None:
+        for message in map(messages.for_worker, self._frames.feed(data)):
+            if isinstance(message, messages.Drain):
+                self._on_drain(message.at_once)
+            elif isinstance(message, messages.AskFigures):
+                if self._figures is not None:
+                    self.send(messages.Counted(self._figures(), asked=True))
+            elif not isinstance(message, messages.Configure):
+                future = self._waiting.get(message.call)
+                if future is not None and not future.done():
+                    future.set_result(message)
+
+    def connection_lost(self, _exc: Exception | None) -> None:
+        self._on_drain(True)
