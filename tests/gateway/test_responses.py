@@ -239,20 +239,20 @@ def test_an_answer_without_parts_is_an_empty_message() -> None:
     assert (item["type"], item["content"][0]["text"]) == ("message", "")
 
 
-def test_stored_responses_are_bounded_for_each_tenant() -> None:
+async def test_stored_responses_are_bounded_for_each_tenant() -> None:
     now = 0.0
     stored = StoredResponses(13_000, 10.0, lambda: now)
     small = StoredResponse(b"x" * 500, (ChatTurn("user", "a"),))
-    assert not stored.put("a", "large", StoredResponse(b"x" * 4000, ()))
+    assert not await stored.put("a", "large", StoredResponse(b"x" * 4000, ()))
     for number in range(4):
-        assert stored.put("a", f"{number}", small)
+        assert await stored.put("a", f"{number}", small)
     # A quarter of all is a tenant's.
-    assert [bool(stored.get("a", f"{number}")) for number in range(4)] == [False, False, True, True]
-    assert stored.get("b", "3") is None and not stored.delete("b", "3")
+    assert [bool(await stored.get("a", f"{number}")) for number in range(4)] == [False, False, True, True]
+    assert (await stored.get("b", "3")) is None and not await stored.delete("b", "3")
     for tenant in "bcdef":
         for number in range(3):
-            stored.put(tenant, f"{number}", small)
+            await stored.put(tenant, f"{number}", small)
         assert stored.kept_bytes <= 13_000
-    assert stored.get("f", "2") is small
+    assert (await stored.get("f", "2")) is small
     now = 11.0
-    assert stored.get("f", "2") is None and stored.kept_bytes == 0
+    assert (await stored.get("f", "2")) is None and stored.kept_bytes == 0
