@@ -74,7 +74,7 @@ def _up(arguments: argparse.Namespace) -> int:
             if not gpus and ("gateway", "workers") not in named:
                 # A CPU makes fewer tokens than one process writes.
                 flags += ("--workers", "1")
-            flags += flag_words(up.gateway_flags)
+            flags = (*flags, *flag_words(up.gateway_flags))
             gateway = ServiceCommand("gateway", service_argv("outrider_gateway", *flags), http)
         emit = partial(_emit, error_console())
         return _supervise(Supervisor(target, draft, emit, gateway=gateway, alone=alone), placed, up.mps)
