@@ -41,7 +41,7 @@ class WorkerChild(asyncio.Protocol):
         assert self._process is not None, "it was started"
         return self._process.pid
 
-    async def start(self, configure: messages.Configure, memory: int) -> None:
+    async def start(self, configure: messages.ConfigureWorker, memory: int) -> None:
         """Start the process, with the descriptor of the shared memory."""
         # Its parent ends it in order, not a terminal's Ctrl-C.
         self._process, own_end = start_child(_COMMAND, own_group=True)
@@ -93,7 +93,7 @@ class WorkerChild(asyncio.Protocol):
         for message in map(messages.for_parent, self._frames.feed(data)):
             if isinstance(message, messages.Serving):
                 self.serving = True
-            elif isinstance(message, messages.StartRefused):
+            elif isinstance(message, messages.WorkerRefused):
                 self.refused = message.reason
             self._on_message(self, message)
 

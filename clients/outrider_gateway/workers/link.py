@@ -76,7 +76,7 @@ class ParentLink(asyncio.Protocol):
             elif isinstance(message, messages.AskFigures):
                 if self._figures is not None:
                     self.send(messages.Counted(self._figures(), asked=True))
-            elif not isinstance(message, messages.Configure):
+            elif not isinstance(message, messages.ConfigureWorker):
                 future = self._waiting.get(message.call)
                 if future is not None and not future.done():
                     future.set_result(message)

@@ -19,7 +19,7 @@ class _WorkerMessage(msgspec.Struct, frozen=True, array_like=True, tag=True):
 # To a worker.
 
 
-class Configure(_WorkerMessage, frozen=True):
+class ConfigureWorker(_WorkerMessage, frozen=True):
     """The first message. `place` is the worker's among `workers`; `secret` is of the counts in `memory_bytes` of shared
     memory."""
 
@@ -76,7 +76,7 @@ class Serving(_WorkerMessage, frozen=True):
     """It takes connections from now on."""
 
 
-class StartRefused(_WorkerMessage, frozen=True):
+class WorkerRefused(_WorkerMessage, frozen=True):
     """Its settings cannot work; it ends."""
 
     reason: str
@@ -121,8 +121,8 @@ class AskPage(_WorkerMessage, frozen=True):
 
 
 Answer = Kept | Found | Deleted | Page
-ToWorker = Configure | Drain | AskFigures | Answer
-FromWorker = Serving | StartRefused | Counted | Keep | Find | Delete | AskPage
+ToWorker = ConfigureWorker | Drain | AskFigures | Answer
+FromWorker = Serving | WorkerRefused | Counted | Keep | Find | Delete | AskPage
 
 _encoder = msgspec.msgpack.Encoder()
 _to_worker = msgspec.msgpack.Decoder(ToWorker)

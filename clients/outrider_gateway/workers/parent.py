@@ -116,7 +116,7 @@ class GatewayParent:
             child = WorkerChild(place, self._on_message)
             begun = loop.time()
             self._children[place] = child
-            configure = messages.Configure(
+            configure = messages.ConfigureWorker(
                 self._config, self._access, place, self._workers, self._secret, self._memory.size
             )
             await child.start(configure, self._memory.descriptor)
@@ -151,7 +151,7 @@ class GatewayParent:
             if not self._first[child.place].done():
                 self._first[child.place].set_result("")
             self._accept_more()
-        elif not isinstance(message, messages.StartRefused):
+        elif not isinstance(message, messages.WorkerRefused):
             task = asyncio.create_task(self._answer(child, message))
             self._asking.add(task)
             task.add_done_callback(self._asking.discard)

@@ -58,7 +58,9 @@ class Handed:
             connection.close()
 
 
-async def serve_worker(link_socket: socket.socket, lane: socket.socket, memory: int, own: messages.Configure) -> int:
+async def serve_worker(
+    link_socket: socket.socket, lane: socket.socket, memory: int, own: messages.ConfigureWorker
+) -> int:
     """Serve until the parent says so, or has ended. `memory` is the descriptor of shared memory. Returns the process's
     exit status."""
     loop, config = asyncio.get_running_loop(), own.config
@@ -92,19 +94,19 @@ async def serve_worker(link_socket: socket.socket, lane: socket.socket, memory: 
             await end_tasks(counting)
             link.send(messages.Counted(server.application.metrics.figures()))
     except SettingsError as error:
-        link.send(messages.StartRefused(str(error)))
+        link.send(messages.WorkerRefused(str(error)))
         return 2
     finally:
         transport.close()
     return 0
 
 
-def configured(link_socket: socket.socket) -> tuple[messages.Configure, socket.socket, int]:
+def configured(link_socket: socket.socket) -> tuple[messages.ConfigureWorker, socket.socket, int]:
     """What the parent sends first: the settings, the socket of connections, and the descriptor of shared memory."""
     _, (memory, lane), _, _ = socket.recv_fds(link_socket, 1, 2)
     length = int.from_bytes(_exactly(link_socket, LENGTH_BYTES), "big")
     own = messages.for_worker(_exactly(link_socket, length))
-    assert isinstance(own, messages.Configure), "the first message"
+    assert isinstance(own, messages.ConfigureWorker), "the first message"
     connections = socket.socket(fileno=lane)
     for one in (link_socket, connections):
         one.setblocking(False)
