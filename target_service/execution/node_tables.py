@@ -144,6 +144,11 @@ class NodeTables:
         if tree is not None and (expected is not None or tree.expected is not None):
             tree.expected, tree.changed = expected, True
 
+    def expected(self, sequence_id: int) -> PredictedNodes | None:
+        """The expected nodes that were last given for the sequence."""
+        tree = self._trees.get(sequence_id)
+        return None if tree is None else tree.expected
+
     def predict(self, sequence_id: int, predicted: PredictedNodes | None) -> None:
         """Replace the predicted nodes of the sequence's tree. A sequence without a slot gets one, if one is free."""
         self.enter(sequence_id)

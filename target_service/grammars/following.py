@@ -130,49 +130,49 @@ class FollowedGrammar:
         that is forced, and where few tokens may come each of them, behind the output and behind rows of its tree. Takes
         up to `masks` masks besides."""
         # By falling probability, with numbers so that nothing else is compared.
-        places = list(self._places_behind_rows())
+        places = list(self._places_of_rows())
         heapq.heapify(places)
         found, seen, count, number = list[ExpectedPath](), set[tuple[int, ...]](), 0, len(self._rows)
         while places and count < most and masks > 0:
             negative, _, place = heapq.heappop(places)
-            path, scores, children = place.path, place.scores, place.children
-            if path in seen:
+            if place.path in seen:
                 continue
-            masks -= 1
-            if children is None:
-                forced = place.matcher.compute_ff_tokens()
-                if self._ends.intersection(forced) or not place.matcher.consume_tokens(forced):
+            seen.add(place.path)
+            words, path, scores = place.words, place.path, place.scores
+            # A copy costs a microsecond, and what it meets is not the output's.
+            matcher = place.matcher.deep_copy()
+            if not matcher.consume_tokens(list(path[place.consumed :])):
+                continue
+            if words is None:
+                masks -= 1
+                forced = matcher.compute_ff_tokens()
+                if self._ends.intersection(forced) or not matcher.consume_tokens(forced):
                     continue
                 path, scores, count = (*path, *forced), (*scores, *[1.0] * len(forced)), count + len(forced)
                 seen.update([path[: len(path) - behind] for behind in range(len(forced))])
-                words = self._words_of(place.matcher)
-                children = {} if words is None else self._children(words)
-                if forced and not children:
-                    found.append(ExpectedPath(path, scores))
-            seen.add(place.path)
+                words = self._words_of(matcher)
+            children = {} if words is None else self._children(words)
+            if path != place.path and not children:
+                found.append(ExpectedPath(path, scores))
             for token, chance in children.items():
                 found.append(ExpectedPath((*path, token), (*scores, chance)))
                 count += 1
-                matcher = place.matcher.deep_copy()
-                if -negative * chance >= _LEAST_CHANCE and matcher.consume_token(token):
+                if -negative * chance >= _LEAST_CHANCE:
                     number += 1
-                    heapq.heappush(places, (negative * chance, number, _Place(matcher, *found[-1])))
+                    heapq.heappush(places, (negative * chance, number, _Place(matcher, len(path), *found[-1])))
         return found
 
-    def _places_behind_rows(self) -> Iterator[tuple[float, int, _Place]]:
-        """The rows that were followed last behind which few tokens may come, as `expected` orders them."""
+    def _places_of_rows(self) -> Iterator[tuple[float, int, _Place]]:
+        """The rows that were followed last, as `expected` orders them."""
         paths = list[tuple[int, ...]]()
         for number, row in enumerate(self._rows):
             path = (*paths[row.parent], row.token) if paths else ()
             paths.append(path)
-            children = self._children(row.words)
-            if not children:
-                continue
-            # A copy, so that what it meets is not the output's: it costs a microsecond.
-            matcher = self._matcher.deep_copy()
-            if matcher.consume_tokens(list(path)):
+            # Where many tokens may come, more words than these have some.
+            if np.count_nonzero(row.words) <= _MOST_CHILDREN:
                 scores = (_OTHERS_CHANCE,) * len(path)
-                yield -(_OTHERS_CHANCE ** len(path)), number, _Place(matcher, path, scores, children)
+                place = _Place(self._matcher, 0, path, scores, row.words)
+                yield -(_OTHERS_CHANCE ** len(path)), number, place
 
     def _children(self, words: NDArray[np.int32]) -> dict[int, float]:
         """The tokens that a mask allows, and how probable each is, without those that end the output; none where they
@@ -258,13 +258,13 @@ class FollowedGrammar:
 
 
 class _Place(NamedTuple):
-    """Where text is expected: a grammar behind a path from the root."""
+    """Where text is expected: behind a path from the root, of which a grammar has read the first tokens."""
 
     matcher: LLMatcher
+    consumed: int
     path: tuple[int, ...]
     scores: tuple[float, ...]
-    # What may come there; None where it is not known yet.
-    children: dict[int, float] | None = None
+    words: NDArray[np.int32] | None = None  # the mask there; None where it is not known yet
 
 
 class _FollowedRow(NamedTuple):

@@ -18,7 +18,10 @@ from target_service.speculation.policy.live_sequence import LiveSequence
 _CHAIN, _RENEWED = 160, 96
 # Nodes that a form lets expect, masks that are computed for those of all sequences of a step, and for those of one at
 # least: the host computes them while a pass runs. Chosen.
-_EXPECTED_NODES, _EXPECTED, _LEAST_EXPECTED = 160, 48, 3
+_EXPECTED_NODES, _EXPECTED, _LEAST_EXPECTED = 160, 48, 2
+# Tokens of expected text that are left below the output's last token, with which it is not renewed. Chosen: a pass
+# seldom accepts more.
+_ENOUGH_EXPECTED = 16
 
 
 def graft_predictions(sequences: Iterable[Sequence], live: Mapping[int, LiveSequence], tables: NodeTables) -> None:
@@ -44,6 +47,10 @@ def graft_expected(sequences: Iterable[Sequence], live: Mapping[int, LiveSequenc
     for sequence in of_forms:
         grammar, request = live[sequence.sequence_id].verifier.grammar, sequence.request
         if grammar is None or not (request.speculate and request.max_draft_nodes and request.device_rows):
+            continue
+        known = tables.expected(sequence.sequence_id)
+        left = [] if known is None else known.from_base(len(sequence.token_ids))
+        if any([len(tokens) >= _ENOUGH_EXPECTED for tokens, _ in left]):
             continue
         paths = grammar.expected(_EXPECTED_NODES, max(most, _LEAST_EXPECTED))
         chains = tuple([PredictedChain(path.token_ids, path.scores) for path in paths])
