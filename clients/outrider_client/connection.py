@@ -14,7 +14,7 @@ from typing import Any, Self, TypeVar
 import grpc
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 
-from outrider.addresses import address_problem
+from outrider.addresses import address_problem, is_local, proxy_options
 from outrider.pem import check_authority, check_pair
 from outrider_client.failures import cancellations, typed_error
 
@@ -22,7 +22,6 @@ logger = logging.getLogger(__name__)
 Answer = TypeVar("Answer")
 TENANT_KEY = "outrider-tenant"
 TOKEN_KEY = "authorization"
-_LOCAL = ("unix:", "127.", "localhost:", "[::1]:")
 _OPTIONS: tuple[tuple[str, Any], ...] = (
     ("grpc.max_receive_message_length", 16 * 1024 * 1024),
     ("grpc.max_send_message_length", -1),
@@ -88,9 +87,9 @@ class Connection(AsyncClosing):
             raise ValueError(problem)
         self.address = address
         self.metadata = _metadata(token, tenant)
-        if token and tls is None and not address.startswith(_LOCAL):
+        if token and tls is None and not is_local(address):
             logger.warning("the token travels to %s in plain text: use TLS", address)
-        options = _OPTIONS
+        options = (*_OPTIONS, *proxy_options(address))
         if address.startswith("dns:"):
             options += (("grpc.service_config", _READY_IN_TURN),)
         if server_name:

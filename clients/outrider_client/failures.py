@@ -12,7 +12,7 @@ import grpc
 
 from outrider.errors import DeadlineExceeded, Draining, EngineDead, Loading, OutriderError
 from outrider.unreachable import TlsProblem as TlsProblem
-from outrider.unreachable import cause_of
+from outrider.unreachable import cause_of, proxy_hint
 from outrider.wire.trees import error_of_rpc
 
 # The status that gRPC gives a stream when a write finds the connection lost before a read does.
@@ -27,7 +27,7 @@ class ServiceUnreachable(ConnectionError):
 
     def __init__(self, address: str, detail: str) -> None:
         self.cause, self.tls_problem = cause_of(detail)
-        super().__init__(f"cannot reach {address}: {self.cause}")
+        super().__init__(f"cannot reach {address}: {self.cause}{proxy_hint(address)}")
         self.address = address
         self.detail = detail
 

@@ -9,7 +9,7 @@ import time
 from collections.abc import Callable, Collection, Iterator, Sequence
 from dataclasses import dataclass, field
 
-from outrider.errors import Loading, OutriderError
+from outrider.errors import DeadlineExceeded, Loading, OutriderError
 from outrider.model_names import answers_to
 from outrider.runtime import end_tasks
 from outrider.telemetry.registry import Reading
@@ -80,6 +80,8 @@ class Target:
                 await self._ask_why_not()
         except ServiceUnreachable as error:
             self._unreached(error)
+        except DeadlineExceeded:
+            self._becomes(False, f"it has not answered within {_HEALTH_TIMEOUT_SECONDS:g} s")
         except OutriderError as error:
             about_the_caller = error.code.name in _ABOUT_THE_CALLER
             self._becomes(about_the_caller, "healthy" if about_the_caller else error.message)

@@ -2,6 +2,10 @@
 
 from __future__ import annotations
 
+from outrider.host_names import is_loopback
+
+# Of channels to services on this machine: gRPC would ask the proxy that `http_proxy` names for them too.
+_WITHOUT_PROXY = (("grpc.enable_http_proxy", 0),)
 # Schemes of gRPC's name syntax; what follows them is not checked.
 _SCHEMES = ("unix", "unix-abstract", "dns", "ipv4", "ipv6", "passthrough")
 # Schemes of URLs, and whether they imply TLS.
@@ -12,6 +16,19 @@ def address_problem(address: str) -> str | None:
     """Why this is no address, in one line; None for HOST:PORT, unix:PATH and gRPC's names, such as `dns:///`."""
     reason = _reason(address)
     return None if reason is None else f"{address!r} is not HOST:PORT or unix:PATH: {reason}"
+
+
+def is_local(address: str) -> bool:
+    """Whether an address is of this machine by its text: a socket, or a loopback address or name."""
+    if address.startswith(("unix:", "unix-abstract:")):
+        return True
+    plain = address.removeprefix("ipv4:").removeprefix("ipv6:").rpartition("/")[2]
+    return is_loopback(plain.rpartition(":")[0])
+
+
+def proxy_options(address: str) -> tuple[tuple[str, int], ...]:
+    """Options of a channel to an address, so that none to this machine goes through a proxy."""
+    return _WITHOUT_PROXY if is_local(address) else ()
 
 
 def _reason(address: str) -> str | None:

@@ -10,7 +10,7 @@ from pathlib import Path
 import grpc
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 
-from outrider.addresses import address_problem
+from outrider.addresses import address_problem, proxy_options
 from outrider.limits import TENANT_WORD, lines_of_words
 from outrider.pem import check_authority
 from outrider.settings import CommandParser, SettingsError
@@ -27,8 +27,9 @@ def check(address: str, service: str = "", *, timeout: float = 3.0, ca: str = ""
     file of tokens that cannot be read or holds none."""
     metadata = [("authorization", f"Bearer {_first_token(tokens)}")] if tokens else []
     credentials = grpc.ssl_channel_credentials(Path(ca).read_bytes()) if ca else None
-    channel = grpc.secure_channel(address, credentials) if credentials else grpc.insecure_channel(address)
-    with channel:
+    options = proxy_options(address)
+    plain, secure = grpc.insecure_channel, grpc.secure_channel
+    with secure(address, credentials, options) if credentials else plain(address, options) as channel:
         stub = health_pb2_grpc.HealthStub(channel)
         try:
             # Without `wait_for_ready`, which would hide the cause behind the deadline.

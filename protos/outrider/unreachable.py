@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import os
 from enum import Enum
+
+from outrider.addresses import is_local
 
 # gRPC's prefix when no connection was made; connections that break later have none.
 _NOT_CONNECTED = "failed to connect to all addresses"
@@ -14,6 +17,11 @@ _HUNG_UP = ("Socket closed", "Connection reset by peer", "Connection reset by pe
 _SECURE = "Secure read failed"
 # In gRPC's message about a response in HTTP/1, such as a gateway's.
 _HTTP1 = "http1.x server"
+# In gRPC's message about anything else that is no HTTP/2.
+_NO_HTTP2 = "Failed parsing HTTP/2"
+# What names a proxy to gRPC, the first of them that is set.
+_PROXIES = ("grpc_proxy", "https_proxy", "http_proxy")
+SPEAKS_NO_HTTP2 = "it speaks no HTTP/2, and so no gRPC"
 SPEAKS_HTTP = "it speaks HTTP/1 and no gRPC, as a gateway does"
 
 
@@ -23,6 +31,14 @@ class TlsProblem(Enum):
     EXPECTED = "the server seems to expect TLS, or a client's certificate"
     NOT_SPOKEN = "we speak TLS, and the server does not"
     NOT_TRUSTED = "the server's certificate is not one that we trust"
+
+
+def proxy_hint(address: str) -> str:
+    """How a channel to this address goes through a proxy; empty where none is named, or the address is local."""
+    name = next((name for name in _PROXIES if os.environ.get(name)), "")
+    return (
+        f" (gRPC takes the proxy of {name}, unless no_proxy names the host)" if name and not is_local(address) else ""
+    )
 
 
 def cause_of(detail: str) -> tuple[str, TlsProblem | None]:
@@ -41,6 +57,8 @@ def cause_of(detail: str) -> tuple[str, TlsProblem | None]:
         return "it ended the TLS handshake, as a server does that asks for a client's certificate", TlsProblem.EXPECTED
     if _HTTP1 in detail:
         return SPEAKS_HTTP, None
+    if _NO_HTTP2 in detail:
+        return SPEAKS_NO_HTTP2, None
     if detail.startswith(_NOT_CONNECTED) and cause.endswith(_HUNG_UP):
         return f"it hung up at once ({cause}), as a server does that speaks TLS", TlsProblem.EXPECTED
     return cause, None

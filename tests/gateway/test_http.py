@@ -13,6 +13,7 @@ import httpx
 import pytest
 from scripted_engine import ScriptedEngine
 from scripted_service import byte_tokenizer
+from tcp_server import answering
 from waits import HUNG_SECONDS, until
 
 from outrider.serving import Authenticator, Caller
@@ -576,6 +577,19 @@ async def test_a_target_that_was_never_there_is_logged_once(
     assert line.startswith(
         f"target 127.0.0.1:{unused_tcp_port} is left out: cannot reach 127.0.0.1:{unused_tcp_port}: "
     )
+
+
+async def test_a_target_that_never_answers_is_told_from_a_slow_one(monkeypatch: pytest.MonkeyPatch) -> None:
+    """It takes connections and says nothing, as a frozen process does."""
+    monkeypatch.setattr("outrider_gateway.targets._HEALTH_TIMEOUT_SECONDS", 0.1)
+
+    async def keep(reader: asyncio.StreamReader, _writer: asyncio.StreamWriter) -> None:
+        await reader.read()
+
+    async with answering(keep) as address, Client.connect(address) as client:
+        target = GatewayTarget(client)
+        await target.check_health()
+        assert (target.healthy, target.state) == (False, "it has not answered within 0.1 s")
 
 
 async def test_drain_lets_running_answers_finish(gateways: Any) -> None:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from outrider.addresses import address_problem
+from outrider.addresses import address_problem, is_local, proxy_options
 from outrider.healthcheck import main
 
 
@@ -62,6 +62,28 @@ def test_addresses(address: str) -> None:
 )
 def test_what_is_none(address: str, reason: str) -> None:
     assert address_problem(address) == f"{address!r} is not HOST:PORT or unix:PATH: {reason}"
+
+
+@pytest.mark.parametrize(
+    ("address", "local"),
+    [
+        ("127.0.0.1:50051", True),
+        ("localhost:50051", True),
+        ("[::1]:50051", True),
+        ("ipv4:127.0.0.2:50051", True),
+        ("ipv6:[::1]:50051", True),
+        ("dns:///localhost:50051", True),
+        ("unix:/run/outrider.sock", True),
+        ("unix-abstract:outrider", True),
+        ("models:50051", False),
+        ("unix-box:50051", False),
+        ("10.0.0.1:50051", False),
+        ("dns:///models:50051", False),
+    ],
+)
+def test_no_proxy_is_asked_for_what_is_on_this_machine(address: str, local: bool) -> None:
+    assert is_local(address) is local
+    assert bool(proxy_options(address)) is local
 
 
 def test_the_health_check_says_so(capsys: pytest.CaptureFixture[str]) -> None:

@@ -18,7 +18,7 @@ from outrider.errors import OutriderError
 from outrider.roles import missing_for, missing_module
 from outrider.runtime import run
 from outrider.settings import SettingsError, add_flags, load, settings_file, unreadable
-from outrider.unreachable import SPEAKS_HTTP, TlsProblem
+from outrider.unreachable import SPEAKS_HTTP, SPEAKS_NO_HTTP2, TlsProblem
 from outrider.visible import one_line
 from outrider_client.failures import ServiceUnreachable
 from outrider_client.local.stack import ServiceFailed
@@ -97,7 +97,7 @@ def table_console() -> Console:
 
 def advice(error: ServiceUnreachable) -> str:
     """What the user of a command can do about an unreachable service."""
-    if error.cause == SPEAKS_HTTP:
+    if error.cause in (SPEAKS_HTTP, SPEAKS_NO_HTTP2):
         return "A target listens on a port of its own, 50051 by default."
     if error.tls_problem is None:
         return "Is it running? `outrider up` starts both services on this machine."

@@ -19,6 +19,7 @@ from typing import Any
 
 import grpc
 
+from outrider.addresses import proxy_options
 from outrider.busy_polling import BUSY_POLL_SECONDS, BusyPolling
 from outrider.drafting.events import Connected, Disconnected, DraftEvents
 from outrider.drafting.several import SeveralDrafts
@@ -102,6 +103,7 @@ class LinkOptions:
             ("grpc.max_send_message_length", -1),
             # We do the backoff; a subchannel shared with an earlier attempt would add gRPC's.
             ("grpc.use_local_subchannel_pool", 1),
+            *proxy_options(address),
         ]
         if self.tls is not None:
             return grpc.aio.secure_channel(address, self.tls.credentials(), options=options)
