@@ -220,7 +220,7 @@ class TargetConfig(ServiceSettings):
     @property
     def served_names(self) -> tuple[str, ...]:
         """`served_model_name`, resolved: at least one name."""
-        return comma_words(self.served_model_name) or (self.model,)
+        return tuple(dict.fromkeys(comma_words(self.served_model_name))) or (self.model,)
 
     def with_head_of_draft(self, named: NamedSettings) -> TargetConfig:
         """These settings with `draft_head`, if a drafter in this process is told its head and the target is not."""

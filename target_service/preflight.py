@@ -23,6 +23,9 @@ from target_service.model.loading.hub import PullFailed, fetch_head
 from target_service.model.loading.store import resolve
 from target_service.shared_prompts import read_shared_prompts
 
+# Characters of a name that a model is served under. Chosen: hub ids have at most 96, and the gateway takes more.
+_MOST_NAME = 256
+
 
 class EngineRefused(Exception):
     """No engine can run with these settings; the process should exit with `status`."""
@@ -38,6 +41,12 @@ def check_settings(config: TargetConfig) -> None:
     check_device_name(config.device)
     if config.lookup_tokens > 0 and not config.captures:
         raise SettingsError("--lookup-tokens: needs captured steps on a GPU; elsewhere there is --draft inprocess:trie")
+    for name in config.served_names:
+        # Such as control characters and bytes that are no UTF-8, which no message can carry.
+        if config.served_model_name and (not name.isprintable() or len(name) > _MOST_NAME):
+            raise SettingsError(
+                f"--served-model-name: {name[:40]!a} is no name of 1 to {_MOST_NAME} printable characters"
+            )
     if config.max_context > MOST_CONTEXT:
         raise SettingsError(f"--max-context: must be at most {MOST_CONTEXT}")
     for flag, folder in (("--weights-folder", config.weights_folder), ("--weights-staging", config.weights_staging)):

@@ -85,6 +85,8 @@ class HttpProtocol(BoundedHeads):
     def _start_asgi_task(self, cycle: RequestResponseCycle, app: ASGIApp) -> None:  # type: ignore[override]
         cycle.scope["extensions"] = {AT_ONCE: {BODY: BodyAtOnce(cycle)}}
         if cycle.scope["http_version"] == "1.0":
+            # Which knows no answers of that kind (RFC 9110, 10.1.1).
+            cycle.waiting_for_100_continue = False
             app = _ended_by_the_close(cycle, app)
         super()._start_asgi_task(cycle, app)  # type: ignore[arg-type]
 

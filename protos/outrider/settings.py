@@ -179,6 +179,14 @@ class CommandParser(argparse.ArgumentParser):
         """Print the help, or raise what writing it does: argparse would hide it."""
         (sys.stdout if file is None else file).write(self.format_help())
 
+    def parse_known_args(self, args: Any = None, namespace: Any = None) -> Any:
+        """As argparse, but what follows `--..-flags` is its value, though it begins with a dash as flags do."""
+        words = list(sys.argv[1:] if args is None else args)
+        for place in reversed(range(len(words) - 1)):
+            if words[place].startswith("--") and words[place].endswith("-flags"):
+                words[place : place + 2] = ["=".join(words[place : place + 2])]
+        return super().parse_known_args(words, namespace)
+
     def error(self, message: str) -> NoReturn:
         # Names of files may come from others, by a pattern of the shell.
         message = visible(message)

@@ -146,7 +146,8 @@ async def test_a_tunnel_is_refused(gateways: Any) -> None:
 async def test_http_1_0_is_answered_without_chunks_and_closed(gateways: Any, stream: bool) -> None:
     async with gateways() as gateway:
         said = await answer(
-            await connect(gateway), request({**TEXT, "stream": stream}, "1.0", "connection: keep-alive\r\n")
+            await connect(gateway),
+            request({**TEXT, "stream": stream}, "1.0", "connection: keep-alive\r\nexpect: 100-continue\r\n"),
         )
         head, _, body = said.partition(b"\r\n\r\n")
         assert b"200" in head.splitlines()[0] and b"transfer-encoding" not in head and b"connection: close" in head

@@ -15,7 +15,7 @@ from draft_service.config import DraftConfig
 from draft_service.drafters.base import DRAFTERS, drafter_spec
 from draft_service.training.config import TrainingConfig
 from outrider import settings as outrider_settings
-from outrider.settings import SECTIONS, Settings, SettingsError, add_flags, load, setting
+from outrider.settings import SECTIONS, CommandParser, Settings, SettingsError, add_flags, load, setting
 from outrider.tree import MAX_ROWS
 from outrider_gateway.config import GatewayConfig
 from target_service.config import MOST_DRAFTED, MOST_LOOKED_UP, TargetConfig
@@ -278,3 +278,14 @@ def test_numbers_have_a_least_value() -> None:
         if field.metadata["bounds"]["ge"] is None and field.metadata["bounds"]["gt"] is None
     }
     assert not free
+
+
+@pytest.mark.parametrize("value", ["--log-requests", "--mps --log-level debug", "", "-x", "plain"])
+def test_flags_for_others_may_be_a_single_one(value: str) -> None:
+    """A word that begins with a dash was taken for the command's own next flag, and its value for missing."""
+    parser = CommandParser()
+    parser.add_argument("--target-flags")
+    parser.add_argument("--mps", action="store_true")
+    given = parser.parse_args(["--target-flags", value, "--mps"])
+    assert (given.target_flags, given.mps) == (value, True)
+    assert parser.parse_args([f"--target-flags={value}"]).target_flags == value

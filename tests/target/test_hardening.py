@@ -244,6 +244,16 @@ class TestSettings:
         with pytest.raises(SettingsError, match=message):
             check_settings(TargetConfig(**change))
 
+    @pytest.mark.parametrize("name", ["a\nb", "\x1b[31m", "a\udcff", "x" * 257])
+    def test_a_name_that_no_message_can_carry_is_refused(self, name: str) -> None:
+        with pytest.raises(SettingsError, match="is not a name of 1 to 256 printable characters"):
+            check_settings(TargetConfig(served_model_name=f"alpha,{name}", listen="127.0.0.1:0"))
+
+    def test_names_are_served_once_each(self) -> None:
+        config = TargetConfig(served_model_name=" alpha, Zoë ,a b,alpha,", listen="127.0.0.1:0")
+        check_settings(config)
+        assert config.served_names == ("alpha", "Zoë", "a b")
+
     @pytest.mark.parametrize(
         "draft",
         ["draft:50052", "127.0.0.1:1", "[::1]:50052", "unix:/run/d", "inprocess:trie", "a:1, b:2", "dns:///a:1"],
