@@ -60,12 +60,16 @@ class MoveRows(_PassMessage, frozen=True):
 
 
 class MoveAccepted(_PassMessage, frozen=True):
-    """Move what the last pass wrote of accepted rows, as `ModelRunner.move_accepted` does, by verdicts of this size,
-    which are shared next; `parameters` as many integers shared before them, where the pass was eager."""
+    """Move what a pass wrote of accepted rows, as `ModelRunner.move_accepted` does, by `verdicts` integers, which are
+    shared next."""
 
     max_sequences: int
     verdicts: int
-    parameters: int
+    # Of the captured pass; zeros for the last eager one.
+    rows: int = 0
+    sequences: int = 0
+    # Of an eager pass: as many integers are shared before the verdicts.
+    parameters: int = 0
 
 
 class CapturePass(_PassMessage, frozen=True):

@@ -271,10 +271,9 @@ class ModelRunner:
         """Have the other ranks move what this pass wrote of accepted rows. Before each `move_accepted`, and outside of
         graphs."""
         if self.link is not None:
-            shared = len(done.parameters) if done.graph_buffers is None else 0
-            self.link.send(MoveAccepted(len(verdicts.accepted_counts), len(verdicts.tensor), shared))
-            if shared:
-                self.link.share(done.parameters)
+            counts = len(verdicts.accepted_counts), len(verdicts.tensor)
+            self.link.send(MoveAccepted(*counts, parameters=len(done.parameters)))
+            self.link.share(done.parameters)
 
     def move_accepted(
         self, written: WrittenRows, verdicts: Verdicts, backend: Literal["triton", "torch"] | None = None

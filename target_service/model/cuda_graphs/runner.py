@@ -24,11 +24,19 @@ from target_service.model.cuda_graphs.step_buffer import StepBuffer
 from target_service.model.forward import ForwardInput, ForwardPass, pass_over, rows_of
 from target_service.model.hidden_state_hooks import LayerHooks
 from target_service.model.preparing import prepare_network
-from target_service.model.rank_link import CapturePass, CountFreeMemory, DropCaptures, ReplayPass, UseCache
+from target_service.model.rank_link import (
+    CapturePass,
+    CountFreeMemory,
+    DropCaptures,
+    MoveAccepted,
+    ReplayPass,
+    UseCache,
+)
 from target_service.model.runner import Begin, ModelRunner
 from tree_kernels.logit_shaping import SequenceTexts
 from tree_kernels.node_table import NodeTable, fill_pending
 from tree_kernels.recurrence import RecurrentPass
+from tree_kernels.verification import Verdicts
 from tree_models.fused.preparing import LayerOptions
 
 # Versions of a layer that the compiler may make: one for each number of rows and each frame of a layer.
@@ -155,11 +163,22 @@ class CapturedRunner(ModelRunner):
         return done
 
     @torch.inference_mode()
-    def replay(self, bucket: Bucket) -> ForwardPass:
+    def replay(self, bucket: Bucket) -> None:
         """Run the captured pass of this size, with integers that the leading rank shares."""
-        captured = self._captured[bucket]
-        self._launch(captured)
-        return _pass_of(captured, self.cache)
+        self._launch(self._captured[bucket])
+
+    def pass_of(self, bucket: Bucket) -> ForwardPass:
+        """The captured pass of this size, as it ran last."""
+        return _pass_of(self._captured[bucket], self.cache)
+
+    def prepare_moves(self, done: ForwardPass, verdicts: Verdicts) -> None:
+        """See `ModelRunner.prepare_moves`."""
+        if not isinstance(done.graph_buffers, _Captured):
+            super().prepare_moves(done, verdicts)
+        elif self.link is not None:
+            bucket = done.graph_buffers.buffer.bucket
+            counts = len(verdicts.accepted_counts), len(verdicts.tensor)
+            self.link.send(MoveAccepted(*counts, bucket.rows, bucket.sequences))
 
     @torch.inference_mode()
     def empty_passes(self) -> Iterator[ForwardPass]:
@@ -276,13 +295,17 @@ class CapturedRunner(ModelRunner):
         self._stream.synchronize()
         # The first layer makes the schedule, which has to become part of the graph.
         buffer.plan.schedules.clear()
+        return _Captured(*self._record(buffer))
+
+    def _record(self, buffer: StepBuffer) -> tuple[torch.cuda.CUDAGraph, StepBuffer, Tensor, Tensor, Tensor | None]:
+        """The graph of a pass with its buffer and results."""
         graph = torch.cuda.CUDAGraph()
         # Threads of NCCL ask for the state of their events meanwhile.
-        mode = "global" if link is None else "thread_local"
+        mode = "global" if self.link is None else "thread_local"
         with torch.cuda.graph(graph, pool=self._pool, stream=self._stream, capture_error_mode=mode):
             results = self._run(buffer)
         torch.cuda.current_stream(self.device).wait_stream(self._stream)
-        return _Captured(graph, buffer, *results)
+        return graph, buffer, *results
 
     def _run(self, buffer: StepBuffer) -> tuple[Tensor, Tensor, Tensor | None]:
         """Logits, token ids and places of nodes' inputs of all rows of the bucket."""

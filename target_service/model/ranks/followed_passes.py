@@ -35,17 +35,15 @@ class FollowedPasses:
         self._runner, self._graphs = runner, PassGraphs(runner.device)
         # By (sequences, size).
         self._verdicts: dict[tuple[int, int], Verdicts] = {}
-        # Of the last pass, and what owns them where they keep their addresses.
-        self._written: WrittenRows | None = None
-        self._graph_buffers: object | None = None
+        # [rows] int32 of the last eager pass.
+        self._slots: Tensor | None = None
 
     def follow(self, message: PassMessage) -> None:
         """Do what a message is of. Waits for the leading rank to do the same."""
         runner = self._runner
         match message:
             case ReplayPass(rows, sequences):
-                done = self._captured.replay(Bucket(rows, sequences))
-                self._written, self._graph_buffers = done.written, done.graph_buffers
+                self._captured.replay(Bucket(rows, sequences))
             case MoveAccepted():
                 self._move(message)
             case RunPass():
@@ -72,21 +70,23 @@ class FollowedPasses:
         rows = 0 if chosen is None else torch.tensor(chosen, dtype=torch.int64, device=runner.device)
         token_ids = torch.zeros(len(batch.token_ids), dtype=torch.int64, device=runner.device)
         runner.compute_logits(batch, token_ids, rows, None)
-        slots = torch.tensor(batch.slots, dtype=torch.int32, device=runner.device)
-        self._written, self._graph_buffers = WrittenRows(slots, self._integers(0)), None
+        self._slots = torch.tensor(batch.slots, dtype=torch.int32, device=runner.device)
 
     def _move(self, message: MoveAccepted) -> None:
-        runner, link, written = self._runner, self._runner.link, self._written
-        assert link is not None and written is not None, "what is moved was written by a pass"
-        size = message.max_sequences, message.verdicts
+        runner, size = self._runner, (message.max_sequences, message.verdicts)
         if size not in self._verdicts:
             self._verdicts[size] = Verdicts.over(self._integers(message.verdicts), message.max_sequences)
         verdicts = self._verdicts[size]
-        if message.parameters:
-            written = written._replace(parameters=self._integers(message.parameters))
-            link.share(written.parameters)
-        rows = written
-        self._graphs.replay_or_capture(self._graph_buffers, size, lambda: runner.move_accepted(rows, verdicts))
+        if message.rows:
+            done = self._captured.pass_of(Bucket(message.rows, message.sequences))
+            self._graphs.replay_or_capture(
+                done.graph_buffers, size, lambda: runner.move_accepted(done.written, verdicts)
+            )
+            return
+        assert self._slots is not None and runner.link is not None, "rows are moved that a pass wrote"
+        parameters = self._integers(message.parameters)
+        runner.link.share(parameters)
+        runner.move_accepted(WrittenRows(self._slots, parameters), verdicts)
 
     def _integers(self, count: int) -> Tensor:
         return torch.zeros(count, dtype=torch.int32, device=self._runner.device)

@@ -1,0 +1,234 @@
+"""Captured passes on two ranks, as threads and without a GPU: a graph is a launch that is run again.
+
+What a GPU would do by itself is done here by the plain forms of its kernels, over the very buffers of a captured step.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import itertools
+import queue
+import random
+from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass, replace
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+from conftest import make_tiny
+from engine_harness import engine_config, knowing_tree, plain, request, run
+from thread_ranks import Exchange, ThreadRank
+from torch import Tensor
+from transformers import PreTrainedModel
+
+from outrider.sampling import SamplingParams
+from target_service.core.sequence import SequenceRequest
+from target_service.execution.device_executor import DeviceSteps
+from target_service.model.cuda_graphs.capturing import capture_steps
+from target_service.model.cuda_graphs.pass_graphs import PassGraphs
+from target_service.model.cuda_graphs.runner import CapturedRunner, CaptureOptions
+from target_service.model.cuda_graphs.step_buffer import StepBuffer
+from target_service.model.rank_link import PassMessage
+from target_service.model.ranks.followed_passes import FollowedPasses
+from target_service.model.runner import runner_over
+from target_service.model.support import description_of
+from tree_kernels import paging
+from tree_kernels.attention import AttentionBatch, TreeAttention
+from tree_kernels.linear import layers as linear_layers
+from tree_models.fused.preparing import LayerOptions
+from tree_models.layers import paged
+from tree_models.layers.placing import Placement
+from tree_models.ranks.decoder import build_rank
+from tree_models.reference import published_tensors
+
+triton_attention = pytest.importorskip("tree_kernels.attention.triton_backend")
+
+CPU = torch.device("cpu")
+VOCABULARY, RANKS, SEQUENCES, ROWS, PAGE_SIZE, MAX_TOKENS = 211, 2, 4, 48, 4, 14
+SAMPLINGS = {
+    "greedy": SamplingParams(ignore_eos=True),
+    "seeded": SamplingParams(temperature=0.8, top_p=0.9, seed=99, ignore_eos=True),
+}
+
+
+class ReadBack(TreeAttention):
+    """Attention of a captured step: reads what the plan's tensors describe, by the rules of the kernels."""
+
+    def __init__(self) -> None:
+        super().__init__("torch")
+        self.backend = "triton"
+        self._plain = self._implementation
+        self._implementation = triton_attention.TritonAttention(CPU, triton_attention.TritonSettings(processors=4))
+
+    def run(self, plan: Any, query: Tensor, *others: Any) -> Tensor:
+        if len(plan.query_starts) == 2 and not plan.query_starts[-1]:
+            return query
+        batch = batch_of(plan)
+        rows = batch.query_starts[-1]
+        attended = query.new_zeros(query.shape)
+        if rows:
+            attended[:rows] = self._plain.run(self._plain.plan(batch), query[:rows], *others)
+        return attended
+
+
+def batch_of(plan: Any) -> AttentionBatch:
+    starts, page_starts, table = plan.query_starts.tolist(), plan.page_starts.tolist(), plan.page_table.tolist()
+    prefixes, causal, parents = plan.prefix_lengths.tolist(), plan.causal.tolist(), plan.parents.tolist()
+    spans = list(itertools.pairwise(starts))
+    keys = [prefix + end - start for prefix, (start, end) in zip(prefixes, spans, strict=True)]
+    held = [tuple(table[at : at - (-count // PAGE_SIZE)]) for at, count in zip(page_starts, keys, strict=True)]
+    trees = [None if flag else tuple(parents[start:end]) for flag, (start, end) in zip(causal, spans, strict=True)]
+    # Those without rows have no keys either.
+    there = [place for place, (start, end) in enumerate(spans) if end > start]
+    return AttentionBatch(
+        (0, *[spans[place][1] for place in there]),
+        tuple([prefixes[place] for place in there]),
+        tuple([held[place] for place in there]),
+        PAGE_SIZE,
+        tuple([trees[place] for place in there]),
+    )
+
+
+class Rerun:
+    """Stands for a graph: a replay runs the launch again, and writes its results where the first one's are."""
+
+    def __init__(self, launch: Callable[[], Any], results: tuple[Tensor | None, ...] = ()) -> None:
+        self._launch, self._results = launch, results
+
+    def replay(self) -> None:
+        for held, made in zip(self._results, self._launch() or (), strict=True):
+            if held is not None and made is not held:
+                held.copy_(made)
+
+
+class RerunRunner(CapturedRunner):
+    """Captures by running."""
+
+    def _record(self, buffer: StepBuffer) -> Any:
+        def launch() -> tuple[Tensor, Tensor, Tensor | None]:
+            buffer.plan.schedules.clear()
+            return self._run(buffer)
+
+        results = launch()
+        return Rerun(launch, results), buffer, *results
+
+
+@dataclass
+class ThreadLink(ThreadRank):
+    """A `RankLink` of threads."""
+
+    messages: queue.SimpleQueue[PassMessage | None] | None = None
+
+    @property
+    def leads(self) -> bool:
+        return self.rank == 0
+
+    def send(self, message: PassMessage) -> None:
+        if self.leads:
+            assert self.messages is not None
+            self.messages.put(message)
+
+    def share(self, tensor: Tensor) -> None:
+        parts = self._parts(tensor.clone())
+        tensor.copy_(parts[0])
+
+
+@pytest.fixture
+def without_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
+    """What captured steps need of a GPU beside kernels."""
+    stream = SimpleNamespace(wait_stream=lambda _: None, synchronize=lambda: None)
+    monkeypatch.setattr(torch.cuda, "graph_pool_handle", lambda: None)
+    monkeypatch.setattr(torch.cuda, "Stream", lambda _: stream)
+    monkeypatch.setattr(torch.cuda, "current_stream", lambda _: stream)
+    monkeypatch.setattr(torch.cuda, "stream", lambda _: contextlib.nullcontext())
+    monkeypatch.setattr(torch.cuda, "synchronize", lambda _: None)
+    monkeypatch.setattr(torch.cuda, "empty_cache", lambda: None)
+    # Of which 64 pages come.
+    monkeypatch.setattr(torch.cuda, "mem_get_info", lambda _: ((6 << 30) + (64 << 20), 8 << 30))
+    monkeypatch.setattr(PassGraphs, "_capture", lambda _, launch: (Rerun(launch), None))
+
+    def write_kv(key: Tensor, value: Tensor, key_cache: Tensor, value_cache: Tensor, slots: Tensor) -> None:
+        there = slots >= 0
+        paging.write_kv(key[there], value[there], key_cache, value_cache, slots[there].long())
+
+    for module in (paged, linear_layers):
+        monkeypatch.setattr(module, "write_kv", write_kv)
+
+
+@pytest.fixture(scope="module")
+def model() -> PreTrainedModel:
+    return make_tiny(num_hidden_layers=2)
+
+
+def captured_rank(model: PreTrainedModel, link: ThreadLink) -> RerunRunner:
+    """As `loader.load_runner` makes one."""
+    description = description_of(model.config)
+    assert description is not None
+    decoder = build_rank(description, published_tensors(model), Placement(CPU, torch.float32, ranks=link))
+    runner = runner_over(decoder, None, num_pages=64, page_size=PAGE_SIZE, end_token_ids=())
+    runner.attention = ReadBack()
+    if link.leads:
+        runner.enable_device_row_selection(SEQUENCES, 3)
+    options = CaptureOptions(ROWS, SEQUENCES, LayerOptions(compiled=False))
+    captured = RerunRunner(runner, options)
+    assert all(captured.network.forms), "every layer has its fused form, for ranks too"
+    captured.link = link
+    return captured
+
+
+def follow(model: PreTrainedModel, link: ThreadLink) -> None:
+    passes = FollowedPasses(captured_rank(model, link))
+    assert link.messages is not None
+    with torch.inference_mode():
+        while message := link.messages.get():
+            passes.follow(message)
+
+
+@pytest.fixture
+def leading(without_gpu: None, model: PreTrainedModel) -> Iterator[RerunRunner]:
+    del without_gpu
+    exchange, messages = Exchange(RANKS), queue.SimpleQueue[PassMessage | None]()
+    links = [ThreadLink(rank, exchange, messages=messages) for rank in range(RANKS)]
+    with ThreadPoolExecutor(1) as threads:
+        following = threads.submit(follow, model, links[1])
+        following.add_done_callback(lambda _: exchange.barrier.abort())
+        try:
+            runner = captured_rank(model, links[0])
+            capture_steps(runner, seconds=60.0, memory_share=0.5)
+            yield runner
+        finally:
+            messages.put(None)
+            following.result()
+
+
+def requests(sampling: SamplingParams) -> list[SequenceRequest]:
+    rng = random.Random(3)
+    prompts = [[rng.randrange(3, VOCABULARY) for _ in range(length)] for length in (5, 17, 40)]
+    return [request(prompt, MAX_TOKENS, sampling=sampling) for prompt in prompts]
+
+
+def test_captured_passes_of_ranks(leading: RerunRunner, model: PreTrainedModel) -> None:
+    """Prompts, some of them eager for their length; trees of the host and of the device; several passes in a launch."""
+    steps = DeviceSteps(leading, max_sequences=SEQUENCES, max_rows=ROWS, backend="torch")
+    # In which the buffers of captured steps are made: PyTorch does not let others write them, as a GPU's kernels do.
+    with torch.inference_mode():
+        steps.warm_up()
+        # As where the time for capturing was over: the others are eager.
+        leading.buckets = tuple(bucket for bucket in leading.buckets if bucket.rows <= ROWS // 2)
+        config = engine_config(max_step_rows=ROWS, max_running=SEQUENCES, prefill_chunk=ROWS)
+        for sampling in SAMPLINGS.values():
+            wanted = requests(sampling)
+            expected = [plain(model, one) for one in wanted]
+            whole = [(*one.token_ids, *output) for one, output in zip(wanted, expected, strict=True)]
+            predicted = [replace(one, prediction=output) for one, output in zip(wanted, expected, strict=True)]
+            for each, propose, passes in (
+                (wanted, None, 1),
+                (wanted, None, 4),
+                (wanted, knowing_tree(whole, VOCABULARY, 12, right=0.8), 1),
+                (predicted, knowing_tree(whole, VOCABULARY, 12, right=0.8), 2),
+            ):
+                outcomes = run(leading, each, propose=propose, launch=steps, passes=passes, stagger=2, config=config)
+                assert [outcome.token_ids for outcome in outcomes] == expected
+            assert sum(outcome.finished.totals.accepted_tokens for outcome in outcomes) > 10
