@@ -29,6 +29,7 @@ from target_service.execution.device_executor import DeviceSteps
 from target_service.model.cuda_graphs.capturing import capture_steps
 from target_service.model.cuda_graphs.pass_graphs import PassGraphs
 from target_service.model.cuda_graphs.runner import CapturedRunner, CaptureOptions
+from target_service.model.cuda_graphs.sizes import buckets_up_to
 from target_service.model.cuda_graphs.step_buffer import StepBuffer
 from target_service.model.rank_link import PassMessage
 from target_service.model.ranks.followed_passes import FollowedPasses
@@ -145,8 +146,9 @@ def without_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(torch.cuda, "stream", lambda _: contextlib.nullcontext())
     monkeypatch.setattr(torch.cuda, "synchronize", lambda _: None)
     monkeypatch.setattr(torch.cuda, "empty_cache", lambda: None)
-    # Of which 64 pages come.
-    monkeypatch.setattr(torch.cuda, "mem_get_info", lambda _: ((6 << 30) + (64 << 20), 8 << 30))
+    # Beside what graphs may take, some hundred pages.
+    free = len(buckets_up_to(ROWS, SEQUENCES)) * (16 << 20) + (256 << 10)
+    monkeypatch.setattr(torch.cuda, "mem_get_info", lambda _: (free, free))
     monkeypatch.setattr(PassGraphs, "_capture", lambda _, launch: (Rerun(launch), None))
 
     def write_kv(key: Tensor, value: Tensor, key_cache: Tensor, value_cache: Tensor, slots: Tensor) -> None:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any, Protocol, cast
 
@@ -71,6 +71,10 @@ _BESIDE_GPU = 1
 
 class RankGroupLink(RankGroup, RankLink, Protocol):
     """What layers and passes need of the other ranks."""
+
+
+# As `load_runner`, of one rank.
+LoadRank = Callable[[TargetConfig, RankGroupLink], ModelRunner]
 
 
 def load_runner(config: TargetConfig, link: RankGroupLink | None = None) -> ModelRunner:

@@ -17,11 +17,11 @@ from outrider.busy_polling import BUSY_POLL_SECONDS, allowed_seconds
 from outrider.processes.children import received
 from outrider.processes.framing import FrameCutter
 from outrider.runtime import configure_logging, settled
-from target_service.model.loading.loader import load_runner
+from target_service.model.loading.loader import LoadRank, load_runner
 from target_service.model.rank_link import PassMessage
 from target_service.model.ranks.collectives import DistributedRanks
 from target_service.model.ranks.followed_passes import FollowedPasses
-from target_service.model.ranks.messages import Join, Ping, RankMessage, unpack
+from target_service.model.ranks.messages import BeginServing, Join, Ping, RankMessage, unpack
 
 _RECEIVE_BYTES = 1 << 16
 _ANSWER = b"\1"
@@ -36,8 +36,8 @@ class FollowingLink(DistributedRanks):
         """See `RankLink.send`."""
 
 
-def follow(descriptor: int) -> None:
-    """Run for the leading rank at the other end of an inherited socket, until that closes it. Raises what loading and
+def follow(descriptor: int, load: LoadRank = load_runner) -> None:
+    """Run for the leading rank at the other end of an inherited socket, until that closes it. Raises what `load` and
     passes do: then the leading rank ends too."""
     # The leading rank ends after its service has drained, and this one with it.
     for name in (signal.SIGINT, signal.SIGTERM):
@@ -54,14 +54,15 @@ def follow(descriptor: int) -> None:
     if device.type == "cuda":
         torch.cuda.set_device(device)
     link = FollowingLink(join.rank, config.tensor_parallel, Path(join.store), config.heartbeat_seconds, device)
-    passes = FollowedPasses(load_runner(config, link))
+    passes = FollowedPasses(load(config, link))
     if device.type == "cuda":
         # A rank that wakes late holds up all others.
         inbox.poll(allowed_seconds(BUSY_POLL_SECONDS))
     with settled(), torch.inference_mode():
-        link.begin_serving()
         for message in inbox:
-            if isinstance(message, Ping):
+            if isinstance(message, BeginServing):
+                link.begin_serving()
+            elif isinstance(message, Ping):
                 if device.type == "cuda":
                     torch.cuda.synchronize(device)
                 connection.sendall(_ANSWER)

@@ -10,6 +10,7 @@ import subprocess
 import tempfile
 import threading
 import time
+from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
 
@@ -22,11 +23,11 @@ from outrider.processes.outbox import Outbox
 from outrider.processes.python import module_command
 from outrider.settings import SettingsError
 from target_service.config import TargetConfig
-from target_service.model.loading.loader import load_runner
+from target_service.model.loading.loader import LoadRank, load_runner
 from target_service.model.loading.store import resolve
 from target_service.model.rank_link import PassMessage
 from target_service.model.ranks.collectives import DistributedRanks
-from target_service.model.ranks.messages import Join, Ping, RankMessage, pack
+from target_service.model.ranks.messages import BeginServing, Join, Ping, RankMessage, pack
 from target_service.model.runner import ModelRunner
 from target_service.model.support import ModelRefused, description_of, text_part
 from tree_models.ranks.share import rank_share
@@ -43,7 +44,8 @@ class FollowingRanks:
     """The processes of all ranks but the first. They end with this one; if one of them ends or hangs before, this one
     ends too, since no pass can run any more."""
 
-    def __init__(self, config: TargetConfig, store: Path) -> None:
+    def __init__(self, config: TargetConfig, store: Path, command: Sequence[str]) -> None:
+        """`command` starts each process."""
         self._closing = threading.Event()
         self._serving = threading.Event()
         self._heartbeat_seconds = config.heartbeat_seconds
@@ -51,7 +53,7 @@ class FollowingRanks:
         self._outboxes: list[Outbox] = []
         self._watches: list[threading.Thread] = []
         for rank in range(1, config.tensor_parallel):
-            process, connection = start_child(module_command("target_service.model.ranks"))
+            process, connection = start_child(command)
             self._children.append((process, connection))
             outbox = Outbox(connection)
             self._outboxes.append(outbox)
@@ -113,9 +115,9 @@ class LeadingLink(DistributedRanks):
 
     leads = True
 
-    def __init__(self, config: TargetConfig, store: Path) -> None:
-        """Start the other ranks' processes, which meet this one at a file that does not exist yet."""
-        self.followers = FollowingRanks(config, store)
+    def __init__(self, config: TargetConfig, store: Path, command: Sequence[str]) -> None:
+        """Start the other ranks' processes by `command`, which meet this one at a file that does not exist yet."""
+        self.followers = FollowingRanks(config, store, command)
         try:
             ranks = config.tensor_parallel
             super().__init__(0, ranks, store, config.heartbeat_seconds, torch.device(config.device))
@@ -129,6 +131,7 @@ class LeadingLink(DistributedRanks):
 
     def begin_serving(self) -> None:
         """See `DistributedRanks.begin_serving`."""
+        self.followers.send(BeginServing())
         super().begin_serving()
         self.followers.begin_serving()
 
@@ -142,12 +145,18 @@ def load_ranks(config: TargetConfig) -> tuple[ModelRunner, LeadingLink]:
     """Start a process for each further rank of `config.tensor_parallel`, and load the model with them. Raises what
     `load_runner` does."""
     _check_divisible(config)
+    return start_ranks(config, load_runner, module_command("target_service.model.ranks"))
+
+
+def start_ranks(config: TargetConfig, load: LoadRank, command: Sequence[str]) -> tuple[ModelRunner, LeadingLink]:
+    """The runner that `load` makes of the leading rank, with its link to the others, whose processes `command` starts;
+    each calls `following.follow` with the file descriptor that is its last argument."""
     config = replace(config, device=device_of(config, 0))
     choose_device(config.device)
     with tempfile.TemporaryDirectory(prefix="outrider-ranks-") as folder:
-        link = LeadingLink(config, Path(folder) / "store")
+        link = LeadingLink(config, Path(folder) / "store", command)
         try:
-            runner = load_runner(config, link)
+            runner = load(config, link)
             link.begin_serving()
         except BaseException:
             link.close()

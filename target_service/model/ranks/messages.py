@@ -22,7 +22,11 @@ class Ping(msgspec.Struct, frozen=True, array_like=True, tag=True):
     """To be answered with one byte once the device has done all that was sent before."""
 
 
-RankMessage = Join | Ping | PassMessage
+class BeginServing(msgspec.Struct, frozen=True, array_like=True, tag=True):
+    """Wait for others no longer than for a step from now on."""
+
+
+RankMessage = Join | BeginServing | Ping | PassMessage
 _encoder = msgspec.msgpack.Encoder()
 _decoder = msgspec.msgpack.Decoder(RankMessage)
 
