@@ -90,7 +90,7 @@ test-compose: install
 .PHONY: test-gpu
 test-gpu:
 	PYTHONPATH=kernels:protos:tests:. $(PYTHON) -m pytest -c /dev/null --rootdir . --import-mode=importlib -m gpu \
-	  tests/kernels tests/e2e/test_gpu.py tests/e2e/test_gpu_features.py tests/e2e/test_gpu_layers.py \
+	  tests/kernels tests/e2e/test_gpu.py tests/e2e/test_gpu_features.py tests/e2e/test_gpu_layers.py tests/e2e/test_gpu_ranks.py \
 	  tests/draft/test_eagle_gpu.py tests/draft/test_eagle_fused.py tests/draft/test_model_drafter.py \
 	  tests/draft/test_training_unrolling.py
 

@@ -19,7 +19,18 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from benchmarks.engine.steps import CONTEXT, PAGE_SIZE, SHAPES, StepLoad, config_of, error, figures_of, likeliest, step
+from benchmarks.engine.steps import (
+    CONTEXT,
+    PAGE_SIZE,
+    SHAPES,
+    StepLoad,
+    config_of,
+    error,
+    figures_of,
+    likeliest,
+    step,
+    timeline_of,
+)
 from benchmarks.shared.report import parser_of, show, write_json
 from outrider.processes.python import module_command
 from target_service.config import TargetConfig
@@ -110,6 +121,7 @@ def main() -> None:
     parser.add_argument("--ranks", type=int, nargs="+", default=[1, 2])
     parser.add_argument("--device", default="cuda")
     parser.add_argument("--steps", type=int, default=STEPS)
+    parser.add_argument("--profile", action="store_true", help="also the launches of a layer, on a GPU")
     options = parser.parse_args()
     model = options.shape if options.layers is None else f"{options.shape}:{options.layers}"
     results: list[dict[str, Any]] = []
@@ -127,6 +139,10 @@ def main() -> None:
             result["error"] = error(logits, first.setdefault(load, logits))
             results.append(result)
             show(f"{ranks} ranks, {load}: {figures['median']:.3f} ms, error {result['error']:.4f}")
+            if options.profile and options.device != "cpu" and load in LOADS[::2]:
+                result["timeline"] = timeline_of(runner, load, runner.network.layer_count)
+                parts = [one for one in result["timeline"] if one["part"] == "layer"]
+                show("; ".join(f"{one['kernel'][:24]} {one['us']:.1f}" for one in parts))
             if options.json:
                 # After each, as the next may fail.
                 write_json(options.json, {"model": model, "results": results})
