@@ -1,6 +1,6 @@
 """Time of summing up rows over two or more GPUs of one host, within a CUDA graph: NCCL and PyTorch's symmetric memory.
 
-    python -m benchmarks.kernels.all_reduce --ranks 2 --json FILE
+    python -m benchmarks.ranks.all_reduce --ranks 2 --json FILE
 
 Each graph holds 64 sums one after the other, as a model of 32 layers has them; times are of one.
 """

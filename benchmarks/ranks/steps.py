@@ -1,7 +1,7 @@
 """Time of a plain step of a model that several ranks share, beside one rank: random weights, the same for any number.
 
-    python -m benchmarks.engine.rank_steps --shape llama-8b --ranks 1 2 --json FILE
-    python -m benchmarks.engine.rank_steps --shape tiny --device cpu --ranks 1 2      # a rehearsal
+    python -m benchmarks.ranks.steps --shape llama-8b --ranks 1 2 --json FILE
+    python -m benchmarks.ranks.steps --shape tiny --device cpu --ranks 1 2      # a rehearsal
 
 Each number of ranks has its own processes, one after the other. Times are of steps through `ModelRunner.forward`, from
 the call until the likeliest tokens are on the host; on GPUs steps are captured. `error` is the relative difference of
@@ -132,7 +132,7 @@ def main() -> None:
         if ranks == 1:
             runner = load_random(config, None)
         else:
-            runner, link = start_ranks(config, load_random, module_command("benchmarks.engine.rank_steps"))
+            runner, link = start_ranks(config, load_random, module_command("benchmarks.ranks.steps"))
         for load in LOADS:
             figures, logits = measured(runner, load, options.steps)
             result = {"ranks": ranks, **asdict(load), "wall_ms": figures, "error": 0.0}
