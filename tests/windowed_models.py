@@ -22,6 +22,10 @@ MAX_TOKENS = 14
 EXPERTS: dict[str, Any] = {
     "num_experts": 4, "num_local_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 24,
 }  # fmt: skip
+GEMMA4: dict[str, Any] = {
+    "num_hidden_layers": 6, "head_dim": 16, "global_head_dim": 24, "sliding_window": 5,
+    "layer_types": ["sliding_attention", "full_attention"] * 3,
+}  # fmt: skip
 PARTIAL = {"rope_type": "default", "rope_theta": 10000.0, "partial_rotary_factor": 0.5}
 
 # By a name for the test: `model_type`, and settings beside the usual ones of `conftest.TINY`.
@@ -64,6 +68,22 @@ WINDOWED: dict[str, tuple[str, dict[str, Any]]] = {
                 "sliding_attention": {"rope_type": "default", "rope_theta": 1e4},
             },
         },
+    ),
+    "gemma4": (
+        "gemma4_text",
+        GEMMA4 | {"num_kv_shared_layers": 3, "use_double_wide_mlp": True, "vocab_size_per_layer_input": 211,
+                  "hidden_size_per_layer_input": 8},
+    ),
+    "gemma4, experts": (
+        "gemma4_text",
+        GEMMA4 | {
+            "enable_moe_block": True, "num_experts": 4, "top_k_experts": 2, "moe_intermediate_size": 24,
+            "attention_k_eq_v": True, "num_global_key_value_heads": 1, "hidden_size_per_layer_input": 0,
+        },
+    ),
+    "gemma4_unified": (
+        "gemma4_unified_text",
+        GEMMA4 | {"attention_k_eq_v": True, "num_global_key_value_heads": 1, "final_logit_softcapping": 1.5},
     ),
     "olmo3": (
         "olmo3",

@@ -48,12 +48,23 @@ class WeightNames:
     mixer_norm: str = "linear_attn.norm"
     mixer_out: str = "linear_attn.out_proj"
 
+    # Of vectors for each layer, and of what a layer does with its own.
+    layer_inputs: str = "model.embed_tokens_per_layer"
+    layer_inputs_projection: str = "model.per_layer_model_projection"
+    layer_inputs_norm: str = "model.per_layer_projection_norm"
+    input_gate: str = "per_layer_input_gate"
+    input_projection: str = "per_layer_projection"
+    input_norm: str = "post_per_layer_input_norm"
+    layer_scale: str = "layer_scalar"  # whole
+
     gate_up: tuple[str, ...] = ("mlp.gate_proj", "mlp.up_proj")  # without a gate, the last
     down: str = "mlp.down_proj"
     activation: str = "mlp.act_fn"
 
     router: str = "mlp.gate"
     router_bias: str = "mlp.gate.bias"  # whole
+    router_scale: str = "router.scale"  # whole
+    expert_scales: str = "router.per_expert_scale"  # whole
     correction: str = "mlp.gate.e_score_correction_bias"  # whole, as it has no suffix
     correction_dimensions: int = 1  # those before the last are ones
     # Of each expert, or without "{expert}" one tensor of all.
@@ -64,6 +75,10 @@ class WeightNames:
     expert_down_bias: str = "mlp.experts.down_proj_bias"
     # The tensors of all experts have inputs before outputs, and each number of a gate beside its up.
     experts_transposed: bool = False
+    # Of experts beside a dense MLP: norms behind the MLP, and before and behind the experts.
+    after_dense: str = "post_feedforward_layernorm_1"
+    before_experts: str = "pre_feedforward_layernorm_2"
+    after_experts: str = "post_feedforward_layernorm_2"
     shared_gate_up: tuple[str, ...] = ("mlp.shared_experts.gate_proj", "mlp.shared_experts.up_proj")
     shared_down: str = "mlp.shared_experts.down_proj"
     shared_gate: str = "mlp.shared_expert_gate"
@@ -77,7 +92,8 @@ class WeightNames:
     @property
     def of_body(self) -> tuple[str, ...]:
         """Names below the body, which is what the head reads."""
-        return self.embedding, self.final_norm, self.layer
+        inputs = self.layer_inputs, self.layer_inputs_projection, self.layer_inputs_norm
+        return self.embedding, self.final_norm, self.layer, *inputs
 
     def in_layer(self, name: str, layer: int, expert: int = 0) -> str:
         """The whole name of what `name` is in a layer."""

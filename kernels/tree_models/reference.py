@@ -133,7 +133,23 @@ def _outputs(own: Any, inner: Any, config: Any, decoder: Decoder, index: int) ->
     hidden = 0.05 * torch.randn(_ROWS, decoder.hidden_size, generator=generator)
     hidden = hidden.to(decoder.device, decoder.dtype)
     positions = torch.arange(_ROWS, device=decoder.device)
-    spec = decoder.spec.layers[index].attention
+    layer: Any = decoder.layers[index]
+    spec = layer.spec.attention
+    cache, vectors = SimpleNamespace(keys={}, values={}), None
+    if not isinstance(spec, RecurrentSpec):
+        heads, *widths = expanded_shape(spec)
+        place = layer.attention.cache_layer
+        cache.keys[place], cache.values[place] = (hidden.new_zeros(1, _ROWS, heads, width) for width in widths)
+    given: dict[str, Any] = {}
+    if layer.spec.added_input is not None:
+        vectors = torch.randn(_ROWS, layer.spec.added_input.width, generator=generator).to(hidden)
+        given["per_layer_input"] = vectors[None]
+    if "shared_kv_states" in signature(own.forward).parameters:
+        given["shared_kv_states"] = {}
+        if spec.keys_of is not None:
+            kept = [torch.randn(one[place].shape, generator=generator).to(hidden) for one in (cache.keys, cache.values)]
+            cache.keys[place], cache.values[place] = kept
+            given["shared_kv_states"][config.layer_types[index]] = tuple(one.transpose(1, 2) for one in kept)
     seen = sequence_mask(_batch(), 0, getattr(spec, "window", None)).to(decoder.device)
     mask = torch.zeros(seen.shape, device=decoder.device, dtype=decoder.dtype)
     mask.masked_fill_(~seen, torch.finfo(decoder.dtype).min)
@@ -143,18 +159,13 @@ def _outputs(own: Any, inner: Any, config: Any, decoder: Decoder, index: int) ->
         attention_mask=None if isinstance(spec, RecurrentSpec) else mask[None, None],
         position_ids=positions[None],
         position_embeddings=_turns(inner, config, hidden, positions, index),
+        **given,
     )
     expected = (output[0] if isinstance(output, tuple) else output)[0]
     attention = TreeAttention("reference", decoder.device)
     plan = attention.plan(_batch())
-    layer: Any = decoder.layers[index]
-    cache = SimpleNamespace(keys={}, values={})
-    if not isinstance(spec, RecurrentSpec):
-        heads, *widths = expanded_shape(spec)
-        place = layer.attention.cache_layer
-        cache.keys[place], cache.values[place] = (hidden.new_zeros(1, _ROWS, heads, width) for width in widths)
     step = PagedPass(attention, plan, positions, cache, _recurrent_pass(decoder))
-    found = layer(hidden, decoder.angles_of(index, positions), step)
+    found = layer(hidden, decoder.angles_of(index, positions), step, None, vectors)
     return found - hidden, expected - hidden
 
 
@@ -168,6 +179,8 @@ def surroundings_that_differ(config: Any) -> list[str]:
     small = copy.deepcopy(config)
     small.vocab_size = min(_WORDS, int(config.vocab_size))
     small.dtype = small.pad_token_id = None
+    if getattr(small, "vocab_size_per_layer_input", None):
+        small.vocab_size_per_layer_input = small.vocab_size
     if getattr(small, "sliding_window", None):
         small.sliding_window = _WINDOW
     description = describe(small)
@@ -178,10 +191,14 @@ def surroundings_that_differ(config: Any) -> list[str]:
     source = TensorsInMemory({name: tensor for name, tensor in own.state_dict().items() if not tensor.is_meta})
     ends = replace(description, spec=replace(description.spec, layers=()))
     decoder = build(ends, source, Placement(torch.device("cpu"), torch.float32))
-    logits, expected = decoder.logits(decoder.norm(decoder.embedded(words))), seen.logits
+    embedded = decoder.embedded(words)
     found = []
-    if not float((logits - expected).abs().max()) <= _CLOSE * float(expected.abs().max()):
+    if not _close(decoder.logits(decoder.norm(embedded)), seen.logits):
         found.append("embeddings or logits")
+    if decoder.layer_inputs is not None:
+        vectors = decoder.layer_inputs(words, embedded)
+        if not all(_close(vectors[:, index], own["vectors"][0]) for index, own in enumerate(seen.layers)):
+            found.append("vectors of layers")
     found += [f"the mask of layer {index}" for index in _masks_that_differ(description.spec, seen.layers)]
     last = min(max(_PLACES), description.spec.max_positions - 1)
     places = torch.tensor([min(place, last) for place in _PLACES])
@@ -211,8 +228,8 @@ def _without_layers(config: Any, words: Tensor, places: Tensor) -> tuple[SimpleN
     given: list[dict[str, Any]] = []
 
     def passes(whole: bool) -> Callable[..., Any]:
-        def forward(hidden: Tensor, **arguments: Any) -> Any:
-            given.append(arguments)
+        def forward(hidden: Tensor, vectors: Tensor | None = None, **arguments: Any) -> Any:
+            given.append(arguments | {"vectors": vectors})
             return hidden if whole else (hidden, None)
 
         return forward
@@ -233,6 +250,10 @@ def _without_layers(config: Any, words: Tensor, places: Tensor) -> tuple[SimpleN
         if logits.shape[:2] == (1, len(words)):
             break
     return SimpleNamespace(logits=logits[0].float(), layers=given), model
+
+
+def _close(found: Tensor, expected: Tensor) -> bool:
+    return float((found - expected).abs().max()) <= _CLOSE * float(expected.abs().max())
 
 
 def _masks_that_differ(spec: DecoderSpec, given: Sequence[dict[str, Any]]) -> list[int]:

@@ -204,6 +204,8 @@ class RouterSpec:
     wide: bool = False  # logits are computed in fp32
     rounded: bool = False  # weights are rounded to the model's type
     jitter: float = 0.0  # of sparsemixer: twice this relative distance is close
+    norm: NormSpec | None = None  # of the rows, without weights, which are then multiplied by stored numbers / sqrt(H)
+    expert_scales: bool = False  # weights are multiplied by a stored number of each expert
 
 
 @dataclass(frozen=True, slots=True)
@@ -222,6 +224,36 @@ class ExpertsSpec:
 
 
 @dataclass(frozen=True, slots=True)
+class DenseAndExpertsSpec:
+    """An MLP and a mixture of experts side by side, each between norms of its own; the router reads rows that neither
+    has normed (Gemma 4)."""
+
+    dense: MLPSpec
+    experts: ExpertsSpec
+    norm: NormSpec  # before and behind each
+
+
+@dataclass(frozen=True, slots=True)
+class AddedInputSpec:
+    """What a layer adds last: norm(projection(activation(gate(rows)) * vectors))."""
+
+    width: int
+    activation: Activation
+    norm: NormSpec
+
+
+@dataclass(frozen=True, slots=True)
+class LayerInputsSpec:
+    """Where the vectors of a token for each layer come from: one is looked up by the token, another projected from its
+    embedding and normed."""
+
+    vocabulary_size: int
+    layers: int
+    width: int
+    norm: NormSpec
+
+
+@dataclass(frozen=True, slots=True)
 class LayerSpec:
     """One decoder layer.
 
@@ -229,13 +261,15 @@ class LayerSpec:
     """
 
     attention: AttentionSpec | LatentSpec | RecurrentSpec  # or what is in its place
-    mlp: MLPSpec | ExpertsSpec
+    mlp: MLPSpec | ExpertsSpec | DenseAndExpertsSpec
     before_attention: NormSpec | None
     before_mlp: NormSpec | None
     after_attention: NormSpec | None = None
     after_mlp: NormSpec | None = None
     parallel: bool = False
     residual_scale: float = 1.0  # of what attention and MLP add
+    added_input: AddedInputSpec | None = None
+    scaled: bool = False  # the layer's output is multiplied by a stored number
     # Vectors side by side that attention reads. More than one, as in the first layer of an EAGLE-3 head, are normed
     # outside and given.
     read_vectors: int = 1
@@ -255,3 +289,4 @@ class DecoderSpec:
     embedding_scale: float = 1.0
     logits_scale: float = 1.0
     logits_cap: float | None = None
+    layer_inputs: LayerInputsSpec | None = None

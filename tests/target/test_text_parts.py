@@ -10,6 +10,7 @@ import pytest
 import torch
 from conftest import make_tiny
 from safetensors.torch import save_file
+from windowed_models import WINDOWED
 
 from target_service.config import TargetConfig
 from target_service.model.loading.inspection import inspect
@@ -52,9 +53,33 @@ def test_the_part_for_text_is_served(folder: Path) -> None:
     assert inspect(folder).verdict == "can be served"
 
 
+def test_gemma_4_is_served_as_it_is_published(tmp_path: Path, byte_tokenizer: Any) -> None:
+    """With keys and values of layers that have none, which nobody reads."""
+    model_type, settings = WINDOWED["gemma4"]
+    settings = settings | {"vocab_size": 300, "vocab_size_per_layer_input": 300, "tie_word_embeddings": True}
+    model = make_tiny(model_type, **settings)
+    published = published_tensors(model)
+    tensors = {
+        name.replace("model.", "model.language_model.", 1): published.read(name).clone() for name in published.stored
+    }
+    unread = "model.language_model.layers.5.self_attn."
+    tensors |= {f"{unread}k_proj.weight": torch.zeros(48, 48), f"{unread}k_norm.weight": torch.zeros(24)}
+    tensors["model.vision_tower.patch_embedder.input_proj.weight"] = torch.zeros(8, 8)
+    tensors["model.embed_audio.embedding_projection.weight"] = torch.zeros(8, 8)
+    save_file(tensors, tmp_path / "model.safetensors")
+    text = model.config.to_dict()
+    config = {"model_type": "gemma4", "architectures": ["Gemma4ForConditionalGeneration"], "text_config": text}
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    byte_tokenizer.save_pretrained(tmp_path)
+    runner = load_runner(TargetConfig(model=str(tmp_path), dtype="float32", kv_tokens=64))
+    check_runner(runner, own_logits(model))
+    assert inspect(tmp_path).verdict == "can be served"
+    assert len(runner.cache.keys) == 3
+
+
 def test_another_kind_of_text_is_refused(folder: Path) -> None:
     config = json.loads((folder / "config.json").read_text())
-    config["text_config"] |= {"model_type": "gpt_oss"}
+    config["text_config"] |= {"model_type": "gpt_neox"}
     (folder / "config.json").write_text(json.dumps(config))
     with pytest.raises(ModelRefused, match="it takes more than text"):
         load_runner(TargetConfig(model=str(folder), dtype="float32", kv_tokens=64))

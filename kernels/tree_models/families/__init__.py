@@ -38,6 +38,8 @@ FAMILIES: Mapping[str, Family] = {
     "gemma": gemma.gemma,
     "gemma2": gemma.gemma2,
     "gemma3_text": gemma.gemma3,
+    "gemma4_text": gemma.gemma4,
+    "gemma4_unified_text": gemma.gemma4,
     "glm": glm.glm,
     "glm4": glm.glm4,
     "glm4_moe": glm.glm4_moe,

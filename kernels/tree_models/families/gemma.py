@@ -1,12 +1,25 @@
-"""Gemma 1 to 3, and VaultGemma."""
+"""Gemma 1 to 4, and VaultGemma."""
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
-from tree_models.families.common import Description, attention, counted, decoder, layer, mlp, rms_norm
+from tree_models.families.common import Description, activation, attention, counted, decoder, layer, mlp, rms_norm
 from tree_models.names import WeightNames
-from tree_models.spec import FamilyRefused, HeadNormSpec, NormSpec
+from tree_models.spec import (
+    AddedInputSpec,
+    AttentionSpec,
+    DenseAndExpertsSpec,
+    ExpertsSpec,
+    FamilyRefused,
+    HeadNormSpec,
+    LayerInputsSpec,
+    LayerSpec,
+    MLPSpec,
+    NormSpec,
+    RouterSpec,
+)
 
 _BETWEEN: dict[str, Any] = {"before_mlp": "pre_feedforward_layernorm"}
 _BEHIND: dict[str, Any] = {"after_attention": "post_attention_layernorm", "after_mlp": "post_feedforward_layernorm"}
@@ -35,6 +48,75 @@ def gemma3(config: Any) -> Description:
     behind = {"after_attention": norm, "after_mlp": norm}
     attending = _scores(config) | {"head_norm": HeadNormSpec(norm), "score_cap": None}
     return _gemma(config, norm, WeightNames(**_BETWEEN, **_BEHIND), behind, **attending)
+
+
+def gemma4(config: Any) -> Description:
+    """Gemma 4's text: vectors of each token for each layer, last layers that attend to the keys of layers before them,
+    wider heads where there is no window, experts beside an MLP."""
+    if config.use_bidirectional_attention == "all":
+        raise FamilyRefused("its tokens see later ones")
+    if getattr(config, "per_layer_config", None) is None:
+        raise FamilyRefused("this version of transformers has no sizes of heads by layer")
+    norm = rms_norm(config)
+    norms: dict[str, Any] = {"before_attention": norm, "after_attention": norm, "before_mlp": norm, "after_mlp": norm}
+    count, shared = int(config.num_hidden_layers), int(config.num_kv_shared_layers)
+    feeding: MLPSpec | DenseAndExpertsSpec = mlp(config, bias=False)
+    if getattr(config, "enable_moe_block", False):
+        norms["before_mlp"] = None
+        feeding = _experts(config, mlp(config, bias=False), norm)
+    width, inputs = int(getattr(config, "hidden_size_per_layer_input", None) or 0), None
+    if width:
+        norms["added_input"] = AddedInputSpec(width, activation(config), norm)
+        inputs = LayerInputsSpec(int(config.vocab_size_per_layer_input), count, width, norm)
+    layers = []
+    for index in counted(config):
+        own = feeding
+        if index >= count - shared > 0 and config.use_double_wide_mlp:
+            own = mlp(config, 2 * config.intermediate_size, bias=False)
+        layers.append(LayerSpec(_gemma4_attention(config, index, count - shared), own, **norms, scaled=True))
+    cap = config.final_logit_softcapping
+    scales = {"embedding_scale": float(config.hidden_size) ** 0.5, "logits_cap": None if cap is None else float(cap)}
+    # Checkpoints have them, and nobody reads them.
+    unread = "|".join(str(index) for index in counted(config) if index >= count - shared)
+    ignored = (rf"model\.layers\.({unread})\.self_attn\.(k_proj|v_proj|k_norm|v_norm)\..*",) if unread else ()
+    names = WeightNames(
+        **_BETWEEN,
+        **_BEHIND,
+        router="router.proj",
+        expert_gate_up=("experts.gate_up_proj",),
+        expert_down="experts.down_proj",
+        expert_suffix="",
+        ignored=(*WeightNames().ignored, *ignored),
+    )
+    return Description(decoder(config, layers, norm, layer_inputs=inputs, **scales), names)
+
+
+def _gemma4_attention(config: Any, index: int, own: int) -> AttentionSpec:
+    """Of a layer of Gemma 4, of which the first `own` have keys and values."""
+    kinds, norm = config.layer_types, rms_norm(config)
+    return attention(
+        config.per_layer_config[index],
+        index,
+        windows=True,
+        scaling=1.0,
+        head_norm=HeadNormSpec(norm),
+        value_norm=replace(norm, weight=False),
+        keys_are_values=bool(config.attention_k_eq_v) and kinds[index] != "sliding_attention",
+        # The last before them of the same kind.
+        keys_of=own - 1 - kinds[:own][::-1].index(kinds[index]) if index >= own else None,
+    )
+
+
+def _experts(config: Any, dense: MLPSpec, norm: NormSpec) -> DenseAndExpertsSpec:
+    router = RouterSpec(norm=replace(norm, weight=False), expert_scales=True)
+    experts = ExpertsSpec(
+        count=int(config.num_experts),
+        top_k=int(config.top_k_experts),
+        width=int(config.moe_intermediate_size),
+        router=router,
+        activation=activation(config),
+    )
+    return DenseAndExpertsSpec(dense, experts, norm)
 
 
 def _gemma(

@@ -36,7 +36,9 @@ def rotary(
     kind = str(parameters.get("rope_type", "default"))
     if kind not in _TYPES:
         raise FamilyRefused(f"rotary frequencies of type {kind} are not served")
-    width = int(head_width * float(parameters.get("partial_rotary_factor") or 1.0))
+    share = float(parameters.get("partial_rotary_factor") or 1.0)
+    # Where all of a head is rotated, a part of it by nothing.
+    width = head_width if kind == "proportional" else int(head_width * share)
     frequencies, own = _TYPES[kind](parameters, width, int(config.max_position_embeddings))
     return RotarySpec(tuple(frequencies.tolist()), own if scaling is None else scaling, interleaved)
 
@@ -99,6 +101,13 @@ def _yarn(parameters: Mapping[str, Any], width: int, longest: int) -> tuple[Tens
     return frequencies, float(yarn_softness(factor, 1.0) if scaling is None else scaling)
 
 
+def _proportional(parameters: Mapping[str, Any], width: int, longest: int) -> tuple[Tensor, float]:
+    """The first pairs of a head, a share of it, are rotated at the frequencies of a whole head, the rest by nothing."""
+    frequencies, _ = _linear({"factor": 1.0} | dict(parameters), width, longest)
+    frequencies[int(float(parameters.get("partial_rotary_factor") or 1.0) * width // 2) :] = 0.0
+    return frequencies, 1.0
+
+
 def _longrope(parameters: Mapping[str, Any], width: int, longest: int) -> tuple[Tensor, float]:
     """LongRoPE (arXiv 2402.13753), for texts up to the original context: longer ones are not served."""
     original = parameters["original_max_position_embeddings"]
@@ -126,4 +135,5 @@ _TYPES: Mapping[str, _Frequencies] = {
     "llama3": _llama3,
     "yarn": _yarn,
     "longrope": _longrope,
+    "proportional": _proportional,
 }

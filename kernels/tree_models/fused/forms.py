@@ -27,7 +27,7 @@ from tree_kernels.linear import (
 )
 from tree_models.layers.attention import HeadAttention
 from tree_models.layers.decoder import DecoderLayer
-from tree_models.layers.experts import MixtureOfExperts
+from tree_models.layers.experts import DenseAndExperts, MixtureOfExperts
 from tree_models.layers.linear import PlainWeight
 from tree_models.layers.mlp import MLP
 from tree_models.layers.norm import HeadNorm, Normalization
@@ -124,6 +124,8 @@ def parts_of(layer: DecoderLayer) -> LayerParts | None:
     norms = [layer.before_attention, layer.after_attention, layer.before_mlp, layer.after_mlp]
     found = [None if norm is None else norm_of(norm) for norm in norms]
     heads, qkv, out = _head_form(attention), attention.qkv.plain, attention.out.plain
+    if isinstance(layer.mlp, DenseAndExperts) or layer.added_input is not None or layer.scale is not None:
+        return None
     mlp = _mlp_parts(layer.mlp) if isinstance(layer.mlp, MLP) else _expert_parts(layer.mlp)
     if heads is None or mlp is None or qkv is None or out is None:
         return None

@@ -13,8 +13,9 @@ from torch.nn import functional
 from tree_kernels.linear import ScaledRows
 from tree_kernels.recurrence import StateShape
 from tree_models.layers.attention import HeadAttention
-from tree_models.layers.experts import MixtureOfExperts
+from tree_models.layers.experts import DenseAndExperts, MixtureOfExperts
 from tree_models.layers.latent import LatentHeads
+from tree_models.layers.layer_inputs import AddedInput, LayerInputs
 from tree_models.layers.linear import Linear
 from tree_models.layers.mlp import MLP
 from tree_models.layers.norm import Normalization
@@ -28,6 +29,7 @@ from tree_models.spec import (
     AttentionSpec,
     DecoderSpec,
     DeltaNetSpec,
+    DenseAndExpertsSpec,
     ExpertsSpec,
     FamilyRefused,
     GatedConvolutionSpec,
@@ -59,18 +61,29 @@ class DecoderLayer(nn.Module):
             self.attention = GatedDeltaNet(spec.attention, *of, kept)
         else:
             self.attention = StateSpace(spec.attention, *of, kept)
+        self.mlp: MLP | MixtureOfExperts | DenseAndExperts
         if isinstance(spec.mlp, ExpertsSpec):
-            self.mlp: MLP | MixtureOfExperts = MixtureOfExperts(spec.mlp, hidden_size, layer, place)
+            self.mlp = MixtureOfExperts(spec.mlp, hidden_size, layer, place)
+        elif isinstance(spec.mlp, DenseAndExpertsSpec):
+            self.mlp = DenseAndExperts(spec.mlp, hidden_size, layer, place)
         else:
             self.mlp = MLP(spec.mlp, hidden_size, place)
         norms = spec.before_attention, spec.after_attention, spec.before_mlp, spec.after_mlp
         made = (None if norm is None else Normalization(norm, hidden_size, place) for norm in norms)
         self.before_attention, self.after_attention, self.before_mlp, self.after_mlp = made
+        self.added_input = AddedInput(spec.added_input, hidden_size, place) if spec.added_input else None
+        self.scale = place.empty(1) if spec.scaled else None
 
     def forward(
-        self, hidden: Tensor, angles: Angles | None, step: PagedPass | UncachedPass, given: Tensor | None = None
+        self,
+        hidden: Tensor,
+        angles: Angles | None,
+        step: PagedPass | UncachedPass,
+        given: Tensor | None = None,
+        vectors: Tensor | None = None,
     ) -> Tensor:
-        """[R, H] -> [R, H]. `given` [R, read_vectors * H] is what attention reads in place of normed hidden rows."""
+        """[R, H] -> [R, H]. `given` [R, read_vectors * H] is what attention reads in place of normed hidden rows,
+        `vectors` [R, W] what the layer adds where it has an added input."""
         rows = given
         if rows is None:
             rows = hidden if self.before_attention is None else self.before_attention(hidden)
@@ -79,7 +92,10 @@ class DecoderLayer(nn.Module):
             return self._added(self._added(hidden, attended, self.after_attention), self.mlp(rows), self.after_mlp)
         hidden = self._added(hidden, attended, self.after_attention)
         rows = hidden if self.before_mlp is None else self.before_mlp(hidden)
-        return self._added(hidden, self.mlp(rows), self.after_mlp)
+        hidden = self._added(hidden, self.mlp(rows), self.after_mlp)
+        if self.added_input is not None:
+            hidden = self.added_input(hidden, vectors)
+        return hidden if self.scale is None else hidden * self.scale
 
     def _added(self, residual: Tensor, output: Tensor, norm: Normalization | None) -> Tensor:
         """The residual with what attention or MLP adds, of which each rank has made a part."""
@@ -103,7 +119,11 @@ class DecoderLayer(nn.Module):
             if norm is not None:
                 yield from norm.slots(names.in_layer(name, layer), copy)
         yield from self.attention.slots(names, copy)
-        if isinstance(self.mlp, MixtureOfExperts):
+        if self.added_input is not None:
+            yield from self.added_input.slots(names, layer, copy)
+        if self.scale is not None:
+            yield in_place(names.in_layer(names.layer_scale, layer), self.scale, copy)
+        if not isinstance(self.mlp, MLP):
             yield from self.mlp.slots(names, copy)
         else:
             gate_up = [names.in_layer(name, layer) for name in names.gate_up]
@@ -220,9 +240,11 @@ class LayerStack(nn.Module):
         every: Sequence[Angles],
         step: PagedPass | UncachedPass,
         given: ScaledRows | None = None,
+        vectors: Tensor | None = None,
     ) -> Tensor:
         """[R, H] of hidden rows [R, H], with `angles` of their positions. `given` [R, read_vectors * H] is what the
-        first layer's attention reads, normed whole, where that is not its own norm of the hidden rows."""
+        first layer's attention reads, normed whole, where that is not its own norm of the hidden rows; `vectors`
+        [R, layers, W] what each layer adds where they have added inputs."""
         carried: Any = given
         for index, (layer, form, kind) in enumerate(zip(self.layers, self.forms, self._rotary_places, strict=True)):
             angles = None if kind is None else every[kind]
@@ -232,7 +254,7 @@ class LayerStack(nn.Module):
                 done = form.compute_layer(hidden, carried, angles, step)
             if done is None:
                 rows = given.rows if given is not None and index == 0 else None
-                done = layer(hidden, angles, step, rows), None
+                done = layer(hidden, angles, step, rows, None if vectors is None else vectors[:, index]), None
             hidden, carried = done
             for tap in self._taps.get(index, ()):
                 tap(hidden)
@@ -259,6 +281,9 @@ class Decoder(LayerStack):
         self.head = Linear(spec.hidden_size, [spec.vocabulary_size], place, bias=spec.head_bias)
         if spec.tied and self.head.plain is not None:
             self.head.plain.weight = self.embedding
+        self.layer_inputs: LayerInputs | None = None
+        if spec.layer_inputs is not None:
+            self.layer_inputs = LayerInputs(spec.layer_inputs, spec.hidden_size, place)
 
     @property
     def device(self) -> torch.device:
@@ -320,7 +345,10 @@ class Decoder(LayerStack):
 
     def hidden(self, token_ids: Tensor, positions: Tensor, step: PagedPass) -> Tensor:
         """[R, H] after the last norm."""
-        hidden = self.compute_layers(self.embedded(token_ids), self.angles(positions), step)
+        embedded, vectors = self.embedded(token_ids), None
+        if self.layer_inputs is not None:
+            vectors = self.layer_inputs(token_ids, embedded)
+        hidden = self.compute_layers(embedded, self.angles(positions), step, vectors=vectors)
         normed = None if self.final_form is None else self.final_form.norm(hidden)
         if normed is None:
             normed = self.norm(hidden)
@@ -355,6 +383,8 @@ class Decoder(LayerStack):
         for index, layer in enumerate(self.layers):
             slots += layer.slots(names, index, copy)
         slots += self.norm.slots(names.final_norm, copy)
+        if self.layer_inputs is not None:
+            slots += self.layer_inputs.slots(names, copy)
         return slots + [self._tied(slot, names.head, names.embedding) for slot in self.head.slots([names.head], copy)]
 
     def _tied(self, slot: WeightSlot, name: str, other: str) -> WeightSlot:

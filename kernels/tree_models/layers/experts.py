@@ -1,4 +1,4 @@
-"""A mixture of experts: a router, experts of one width, and perhaps one for every row."""
+"""A mixture of experts: a router, experts of one width, and perhaps one for every row or an MLP beside it."""
 
 from __future__ import annotations
 
@@ -11,11 +11,12 @@ from tree_kernels.experts import ExpertWeights, row_experts
 from tree_kernels.linear import ScaledRows
 from tree_models.layers.linear import Linear
 from tree_models.layers.mlp import MLP, activation_of, gate_form_of
+from tree_models.layers.norm import Normalization
 from tree_models.layers.placing import Placement
 from tree_models.layers.router import TopKRouter
 from tree_models.names import WeightNames
 from tree_models.slots import Copy, WeightSlot, in_place, rearranged, stacked
-from tree_models.spec import ExpertsSpec
+from tree_models.spec import DenseAndExpertsSpec, ExpertsSpec
 
 
 class MixtureOfExperts(nn.Module):
@@ -33,9 +34,9 @@ class MixtureOfExperts(nn.Module):
         self.shared = MLP(spec.shared, hidden_size, place) if spec.shared else None
         self.shared_gate = Linear(hidden_size, [1], place) if spec.shared_gate else None
 
-    def forward(self, rows: Tensor) -> Tensor:
-        """[R, H] -> [R, H]."""
-        output: Tensor = self._mixed(rows)
+    def forward(self, rows: Tensor, routed: Tensor | None = None) -> Tensor:
+        """[R, H] -> [R, H]; `routed` as in `_mixed`."""
+        output: Tensor = self._mixed(rows, routed)
         if self.shared is not None:
             shared: Tensor = self.shared(rows)
             if self.shared_gate is not None:
@@ -51,10 +52,12 @@ class MixtureOfExperts(nn.Module):
 
     # Not compiled: these are launches of their own, or loops on a CPU.
     @torch.compiler.disable  # type: ignore[untyped-decorator]
-    def _mixed(self, rows: Tensor) -> Tensor:
-        """[R, H]: what the chosen experts make of normed rows."""
+    def _mixed(self, rows: Tensor, routed: Tensor | None = None) -> Tensor:
+        """[R, H]: what the chosen experts make of normed rows. `routed` [R, H] is what they are chosen by, where that
+        is something else."""
         scaled = ScaledRows(rows, None, 0.0)
-        output: Tensor = self.op.mix(scaled, self.router.choose(scaled, self.op), self.weights)[0]
+        chosen = self.router.choose(scaled if routed is None else ScaledRows(routed, None, 0.0), self.op)
+        output: Tensor = self.op.mix(scaled, chosen, self.weights)[0]
         return output
 
     def slots(self, names: WeightNames, copy: Copy) -> Iterator[WeightSlot]:
@@ -97,6 +100,42 @@ class MixtureOfExperts(nn.Module):
             bias = names.in_layer(names.expert_gate_up_bias, self.layer)
             yield rearranged(bias, (experts, 2 * width), self.gate_up_bias, _apart, copy)
             yield in_place(names.in_layer(names.expert_down_bias, self.layer), self.down_bias, copy)
+
+
+class DenseAndExperts(nn.Module):
+    """See `DenseAndExpertsSpec`: rows [R, H] that are not normed -> [R, H]."""
+
+    def __init__(self, spec: DenseAndExpertsSpec, hidden_size: int, layer: int, place: Placement) -> None:
+        super().__init__()
+        self.spec, self._layer = spec, layer
+        self.dense = MLP(spec.dense, hidden_size, place)
+        self.experts = MixtureOfExperts(spec.experts, hidden_size, layer, place)
+        norms = (Normalization(spec.norm, hidden_size, place) for _ in range(4))
+        self.before_dense, self.after_dense, self.before_experts, self.after_experts = norms
+
+    def forward(self, hidden: Tensor) -> Tensor:
+        """[R, H] -> [R, H]."""
+        dense: Tensor = self.after_dense(self.dense(self.before_dense(hidden)))
+        mixed: Tensor = self.after_experts(self.experts(self.before_experts(hidden), hidden))
+        return dense + mixed
+
+    def slots(self, names: WeightNames, copy: Copy) -> Iterator[WeightSlot]:
+        """Slots of the layer's tensors."""
+        norms = (
+            (names.before_mlp, self.before_dense),
+            (names.after_dense, self.after_dense),
+            (names.before_experts, self.before_experts),
+            (names.after_experts, self.after_experts),
+        )
+        for name, norm in norms:
+            yield from norm.slots(names.in_layer(name, self._layer), copy)
+        yield from self.dense.slots(
+            [names.in_layer(name, self._layer) for name in names.gate_up],
+            names.in_layer(names.down, self._layer),
+            names.in_layer(names.activation, self._layer),
+            copy,
+        )
+        yield from self.experts.slots(names, copy)
 
 
 def _apart(both: Tensor) -> Tensor:

@@ -11,7 +11,16 @@ from torch import Tensor
 
 from tree_models.names import WeightNames
 from tree_models.ranks.share import kv_heads_of
-from tree_models.spec import AttentionSpec, DecoderSpec, ExpertsSpec, LatentSpec, LayerSpec, MLPSpec, RecurrentSpec
+from tree_models.spec import (
+    AttentionSpec,
+    DecoderSpec,
+    DenseAndExpertsSpec,
+    ExpertsSpec,
+    LatentSpec,
+    LayerSpec,
+    MLPSpec,
+    RecurrentSpec,
+)
 from tree_models.weights.checkpoint import Stored, TensorSource
 
 
@@ -95,7 +104,7 @@ def cuts_of(spec: DecoderSpec, names: WeightNames, rank: int, ranks: int) -> dic
     return cuts
 
 
-def _experts(mlp: MLPSpec | ExpertsSpec, name: str) -> range:
+def _experts(mlp: MLPSpec | ExpertsSpec | DenseAndExpertsSpec, name: str) -> range:
     return range(mlp.count if isinstance(mlp, ExpertsSpec) and "{expert}" in name else 1)
 
 
@@ -130,7 +139,8 @@ class _Cutter:
         own_keys, own_values = ((spec.kv_heads * one, _scaled(keys, one)) for one in (width, spec.width_of_values))
         return [(spec.heads * width, _scaled(heads, width)), own_keys, own_values]
 
-    def mlp(self, spec: MLPSpec | ExpertsSpec, names: WeightNames) -> Iterator[tuple[str, Cut]]:
+    def mlp(self, spec: MLPSpec | ExpertsSpec | DenseAndExpertsSpec, names: WeightNames) -> Iterator[tuple[str, Cut]]:
+        assert not isinstance(spec, DenseAndExpertsSpec), "`rank_share` refuses them"
         if isinstance(spec, MLPSpec):
             yield from self._feed_forward(spec, names.gate_up, names.down)
             return

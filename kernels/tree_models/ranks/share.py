@@ -11,6 +11,7 @@ from dataclasses import replace
 from tree_models.spec import (
     AttentionSpec,
     DecoderSpec,
+    DenseAndExpertsSpec,
     ExpertsSpec,
     FamilyRefused,
     LatentSpec,
@@ -60,7 +61,9 @@ def _attention(spec: AttentionSpec | LatentSpec | RecurrentSpec, ranks: int) -> 
     return replace(spec, heads=heads, kv_heads=len(kv_heads_of(spec.kv_heads, 0, ranks)))
 
 
-def _mlp(spec: MLPSpec | ExpertsSpec, ranks: int) -> MLPSpec | ExpertsSpec:
+def _mlp(spec: MLPSpec | ExpertsSpec | DenseAndExpertsSpec, ranks: int) -> MLPSpec | ExpertsSpec:
+    if isinstance(spec, DenseAndExpertsSpec):
+        raise FamilyRefused(f"{ranks} ranks: experts beside an MLP are not divided")
     if isinstance(spec, MLPSpec):
         return replace(spec, width=_divided(spec.width, ranks, "numbers of an MLP"))
     shared = spec.shared
