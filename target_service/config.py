@@ -110,6 +110,15 @@ class TargetConfig(ServiceSettings):
         "share pages between sequences of a tenant that begin with the same text, and keep them when those end until "
         "their memory is needed",
     )
+    # Chosen: half as many as sequences that run at once. Each takes as much memory as a sequence's own, 72 MiB at
+    # Qwen3.5-9B's shape.
+    kept_states: int = setting(
+        32,
+        "of models whose layers keep states in place of keys and values, how many states are kept beside shared pages, "
+        "for sequences that begin with the same text; with 0 such models share no pages",
+        ge=0,
+        le=4096,
+    )
     kv_events: int = setting(
         0,
         "steps whose KV events are kept for routers that follow which pages are here (SubscribeKvEvents); 0 has none. "

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from array import array
 from collections import OrderedDict
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from collections.abc import Sequence as SequenceOf
 from dataclasses import dataclass
 from hashlib import blake2b
@@ -102,7 +102,19 @@ class PrefixTree:
         self._by_use: OrderedDict[PrefixNode, None] = OrderedDict()
         # Bytes of the hidden states of all nodes.
         self.state_bytes = 0
+        self._forget: Callable[[PrefixNode], None] | None = None
         pages.cached_by(self._take_back)
+
+    def when_forgotten(self, forget: Callable[[PrefixNode], None]) -> None:
+        """Call `forget` with each page that leaves the tree."""
+        self._forget = forget
+
+    def public_tokens(self, token_ids: SequenceOf[int]) -> int:
+        """Tokens of the text's first pages that all tenants share."""
+        pages, size, start = self._root.public, self._pages.page_size, 0
+        while (after := pages.get(_bytes(token_ids[start : start + self.key_tokens]))) is not None:
+            pages, start = after, start + size
+        return start
 
     def __len__(self) -> int:
         """Pages in the tree."""
@@ -169,6 +181,8 @@ class PrefixTree:
         """Forget every page: their keys are of other weights."""
         for node in self._by_use:
             self._pages.uncache(node.page)
+            if self._forget is not None:
+                self._forget(node)
         if self._changes is not None and self._by_use:
             self._changes = [PageChange(0)]
         self._by_use.clear()
@@ -200,6 +214,8 @@ class PrefixTree:
         assert node.parent is not None
         self.state_bytes -= node.states.nbytes if node.states is not None else 0
         del node.parent.children[node.key]
+        if self._forget is not None:
+            self._forget(node)
         if self._changes is not None:
             self._changes.append(PageChange(node.hash))
 

@@ -42,7 +42,7 @@ class PrefixWaits:
         for other in running:
             if other.state is SequenceState.PREFILL and other.request.tenant == sequence.request.tenant:
                 shared = min(wanted, _common(sequence.token_ids, other.token_ids, self._page_size)) // self._page_size
-                if shared >= least and (best is None or shared > best[0]):
+                if shared >= least and (best is None or shared > best[0]) and self._pages.can_wait_for(other, shared):
                     best = shared, other
         if best is None:
             return False

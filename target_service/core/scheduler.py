@@ -199,6 +199,7 @@ class Scheduler:
 
     def count_launched(self, schedule: Schedule) -> None:
         """Count a scheduled step as its tenants' share: it is launched."""
+        self.pages.keep_states(schedule)
         seconds = self.times.seconds(len(schedule.chunks) - schedule.prefilling, schedule.prefill_rows)
         self._time.count_step({chunk.sequence.request.tenant for chunk in schedule.chunks}, seconds)
 
@@ -247,7 +248,7 @@ class Scheduler:
                 # The last pending token is fed alone, after the others. Those of the passes before it are not known
                 # yet.
                 known -= sequence.pending_tokens
-        return min(known, self._prefill_chunk)
+        return self.pages.rows_until_state(sequence, min(known, self._prefill_chunk))
 
     def _share_places(self) -> tuple[list[Sequence], list[Sequence], dict[str, int], float]:
         """The running sequences that decode in the next step and those that read, how many waiting ones may join by

@@ -12,6 +12,11 @@ from target_service.core.schedule import Schedule
 from target_service.core.sequence import Sequence, SequenceState
 from tree_kernels.pages import OutOfPages
 from tree_kernels.prefix_tree import PageChange, PageStates, PrefixNode, PrefixTree
+from tree_kernels.recurrence import KeptStates
+
+# Tokens that a prompt is read from, at least, for its state to be kept behind its last page: that takes a pass of its
+# own for the rest of the page, some hundredth of the time of so many tokens on a CPU. Chosen.
+_LONG_PROMPT = 512
 
 
 class PrefixStates(Protocol):
@@ -48,13 +53,18 @@ class SequencePages:
     def __init__(
         self, cache: KVCache, *, shares: bool = False, states: PrefixStates | None = None, records: bool = False
     ) -> None:
-        """`shares` keeps a tree of prefixes, whose changes it `records`, but not for layers with states: behind a
-        shared page their state is not known. `states` may be set later, while no sequence holds pages."""
+        """`shares` keeps a tree of prefixes, whose changes it `records`; where layers keep states, only if copies of
+        them are kept too. `states` may be set later, while no sequence holds pages."""
         self._cache = cache
-        self.prefixes = PrefixTree(cache, records=records) if shares and cache.recurrent is None else None
+        recurrent = cache.recurrent
+        shares = shares and (recurrent is None or len(recurrent.kept_slots) > 0)
+        self.prefixes = PrefixTree(cache, records=records) if shares else None
+        self.kept = KeptStates(recurrent) if self.prefixes is not None and recurrent is not None else None
+        if self.prefixes is not None and self.kept is not None:
+            self.prefixes.when_forgotten(self.kept.forget_page)
         self.states = states
         # Pages that the next in line needs; 0 if it would not fit without drafted rows either.
-        self._kept_out = 0
+        self.kept_out = 0
 
     @property
     def scarce(self) -> bool:
@@ -62,7 +72,7 @@ class SequencePages:
         free than are in use. Else the next pass is spared taking them again."""
         frames = self._cache.frames
         few_frames = frames is not None and frames.free_frames < frames.used_frames
-        return bool(self._kept_out) or few_frames or self._cache.free_pages < self._cache.used_pages
+        return bool(self.kept_out) or few_frames or self._cache.free_pages < self._cache.used_pages
 
     @property
     def state_bytes(self) -> int:
@@ -81,14 +91,14 @@ class SequencePages:
         if frames is not None and missing > frames.free_frames:
             raise OutOfPages(f"expected {missing} free frames, have {frames.free_frames}")
         last = sequence.pages[-1] if sequence.pages else None
-        recurrent = self._cache.recurrent
-        if recurrent is not None and last is None and not recurrent.free_slots:
+        recurrent = self._cache.recurrent if not sequence.state_slot else None
+        if recurrent is not None and not recurrent.free_slots:
             raise OutOfPages("every slot of recurrent states has a sequence")
         pages = self._cache.allocate(missing, after=last)
         if frames is not None:
             frames.hold(pages)
         sequence.pages.extend(pages)
-        if recurrent is not None and last is None:
+        if recurrent is not None:
             sequence.state_slot = recurrent.allocate_slot()
 
     def lacking(self, wanted: int, reserved: int, rows: int) -> tuple[int, int]:
@@ -106,10 +116,10 @@ class SequencePages:
         where known tokens of `running` or a newcomer need them."""
         wanted = [(sequence, count) for sequence, count in tokens if not self.held(sequence, count)]
         if not wanted:
-            return not self._kept_out
+            return not self.kept_out
         missing = sum([self._missing(sequence, count) for sequence, count in wanted])
         unread = sum([self._unread(one) for one in running if one.state is SequenceState.PREFILL])
-        if missing > self._cache.free_pages - self._kept_out - unread:
+        if missing > self._cache.free_pages - self.kept_out - unread:
             return False
         if self._cache.frames is not None and missing > self._cache.frames.free_frames:
             return False
@@ -137,11 +147,11 @@ class SequencePages:
         """Note that the next in line has to wait for `wanted` pages. If they would be free without drafted rows, none
         are reserved for those, until `forget_newcomer`."""
         for_drafts = sum(max(0, len(one.pages) - self._cache.pages_for(one.length)) for one in running)
-        self._kept_out = wanted if wanted <= self._cache.free_pages + for_drafts else 0
+        self.kept_out = wanted if wanted <= self._cache.free_pages + for_drafts else 0
 
     def forget_newcomer(self) -> None:
         """Let drafted rows have pages again, whoever waits."""
-        self._kept_out = 0
+        self.kept_out = 0
 
     def spare_rows(self, sequence: Sequence) -> int:
         """Rows past the known tokens that fit the sequence's pages and the free ones."""
@@ -178,7 +188,7 @@ class SequencePages:
         if self.prefixes is None:
             return 0
         tokens = sequence.token_ids
-        return len(self._within_windows(list(self.prefixes.match(sequence.request.tenant, tokens, len(tokens) - 1))))
+        return len(self._usable(list(self.prefixes.match(sequence.request.tenant, tokens, len(tokens) - 1))))
 
     def resume(self, sequence: Sequence) -> None:
         """Share the pages that hold the sequence's first tokens. Its last token is always read: a pass makes the next
@@ -189,8 +199,10 @@ class SequencePages:
         tokens, tenant = sequence.token_ids, sequence.request.tenant
         # Log-probabilities of a prompt are made of its tokens' own rows.
         most = max(0, sequence.scored_tokens - 1) if sequence.unscored else len(tokens) - 1
-        nodes = self._within_windows(list(self.prefixes.match(tenant, tokens, most)))
-        nodes = self._within_windows(self._with_states(sequence, nodes))
+        known = list(self.prefixes.match(tenant, tokens, most))
+        recurrent = self._cache.recurrent
+        has_slot = recurrent is None or recurrent.free_slots > 0
+        nodes = self._with_states(sequence, self._usable(known) if has_slot else [])
         if not sequence.totals.preemptions:
             # Later it finds pages of its own.
             sequence.totals.queried_tokens = len(tokens)
@@ -205,6 +217,52 @@ class SequencePages:
             sequence.pages.extend(pages)
             sequence.prefix, sequence.prefix_pages = nodes[-1], len(pages)
             sequence.kv_length = len(pages) * self._cache.page_size
+        if self.kept is not None and recurrent is not None:
+            if nodes:
+                sequence.state_slot = recurrent.allocate_slot()
+                self.kept.restore(nodes[-1], sequence.state_slot)
+            self._want_states(self.kept, sequence, len(known))
+
+    def _want_states(self, kept: KeptStates, sequence: Sequence, known: int) -> None:
+        """Have states kept where the sequence's text parts from what is in the tree, whose first `known` pages it has
+        too; at the end of what all tenants share; and behind a long prompt."""
+        assert self.prefixes is not None
+        tokens, size = sequence.token_ids, self._cache.page_size
+        last = (len(tokens) - 1) // size * size
+        for end in (known * size, min(last, self.prefixes.public_tokens(tokens))):
+            if end > sequence.kv_length:
+                kept.want(sequence.sequence_id, end)
+        if last - sequence.kv_length >= _LONG_PROMPT:
+            kept.want(sequence.sequence_id, last, shared=False)
+
+    def rows_until_state(self, sequence: Sequence, count: int) -> int:
+        """Of `count` known tokens as many as the sequence may read in one pass: none behind where its state is to be
+        kept."""
+        kept = self.kept
+        return count if kept is None else kept.rows_until_wanted(sequence.sequence_id, sequence.kv_length, count)
+
+    def keep_states(self, launched: Schedule) -> None:
+        """Keep the states of sequences that are to be kept where a step ends that was just launched."""
+        if (kept := self.kept) is not None:
+            for sequence, count in ((chunk.sequence, chunk.count) for chunk in launched.chunks):
+                kept.copy_wanted(sequence.sequence_id, sequence.kv_length + count, sequence.state_slot)
+
+    def can_wait_for(self, other: Sequence, pages: int) -> bool:
+        """Whether a sequence that begins with the same pages can go on from them once the other has filled these."""
+        tokens = pages * self._cache.page_size
+        if self.kept is not None and other.kv_length < tokens:
+            self.kept.want(other.sequence_id, tokens)
+        return self.kept is None or other.kv_length < tokens
+
+    def _usable(self, nodes: list[PrefixNode]) -> list[PrefixNode]:
+        """As many of the first nodes as a sequence may begin behind."""
+        nodes = self._within_windows(nodes)
+        while self.kept is not None:
+            kept = self.kept.usable(nodes)
+            nodes = self._within_windows(kept)
+            if len(nodes) == len(kept):
+                break
+        return nodes
 
     def _within_windows(self, nodes: list[PrefixNode]) -> list[PrefixNode]:
         """As many of the first nodes as a sequence may begin behind: layers with a window need the last of them."""
@@ -219,21 +277,29 @@ class SequencePages:
         return nodes[:usable]
 
     def _with_states(self, sequence: Sequence, nodes: list[PrefixNode]) -> list[PrefixNode]:
-        """As many of the first nodes as the sequence may skip, its drafter's states included."""
+        """As many of the first usable nodes as the sequence may skip, its drafter's states included."""
         if self.states is None or not nodes:
             return nodes
         without = max(0, self.states.most_without(sequence)) // self._cache.page_size
-        found: list[PageStates] = []
-        for node in nodes[without:]:
-            if node.states is None:
-                break
-            found.append(node.states)
+        count = without
+        while count < len(nodes) and nodes[count].states is not None:
+            count += 1
+        nodes, skipped = self._usable(nodes[:count]), self._usable(nodes[:without])
+        found = [node.states for node in nodes[without:] if node.states is not None]
         if found and self.states.resume(sequence, without * self._cache.page_size, found):
-            return nodes[: without + len(found)]
-        return nodes[:without]
+            return nodes
+        return skipped
 
-    def publish(self, sequence: Sequence, computed: int) -> None:
-        """Let others share the pages whose `computed` keys are final, where the token behind a page is known."""
+    def folded_behind(self, start: int, known: int, drafted: int) -> int:
+        """Tokens that layers with states hold behind a pass of a sequence: its rows are none of them yet, unless they
+        are more than a tree has."""
+        recurrent = self._cache.recurrent
+        return start + known if recurrent is not None and known + drafted > recurrent.window else start
+
+    def publish(self, sequence: Sequence, computed: int, folded: int | None = None) -> None:
+        """Let others share the pages whose `computed` keys are final, where the token behind a page is known. Layers
+        with states hold `folded` of these, and what they need of the others; None where a pass under way changes
+        that."""
         if self.prefixes is None:
             return
         size, tokens = self._cache.page_size, sequence.token_ids
@@ -255,11 +321,18 @@ class SequencePages:
                 if states is not None:
                     self.prefixes.keep_states(node, states)
             sequence.prefix, sequence.prefix_pages = node, place + 1
+            if self.kept is not None:
+                self.kept.attach(sequence.sequence_id, node, start + size)
+        ends = sequence.prefix_pages * size
+        if self.kept is not None and sequence.prefix is not None and folded is not None and folded <= ends <= computed:
+            self.kept.keep_latest(sequence.sequence_id, sequence.prefix, sequence.state_slot)
 
     def release(self, sequence: Sequence) -> None:
         if self.prefixes is not None and sequence.prefix is not None:
             self.prefixes.use(sequence.prefix)
-        if self._cache.recurrent is not None and sequence.pages:
+        if self.kept is not None:
+            self.kept.forget_sequence(sequence.sequence_id)
+        if self._cache.recurrent is not None and sequence.state_slot:
             self._cache.recurrent.release_slot(sequence.state_slot)
             sequence.state_slot = 0
         self._release(sequence, 0)
@@ -283,6 +356,8 @@ class SequencePages:
             self._cache.frames.check_integrity([one.pages[one.window_start :] for one in held], cached)
         if self._cache.recurrent is not None:
             self._cache.recurrent.check_slots([one.state_slot for one in held if one.pages])
+        if self.kept is not None:
+            self.kept.check_integrity()
 
     def _release(self, sequence: Sequence, keep: int) -> None:
         """Give back all but the sequence's first `keep` pages."""

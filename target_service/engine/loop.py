@@ -211,7 +211,7 @@ class EngineLoop:
         self._mask_ahead()
         trim_pages(step, self.scheduler.pages, {} if self._ahead is None else self._ahead.keys)
         self.drafting.collect(step.batch.items, step.features, outcomes)
-        publish_pages(step, outcomes, self.live, self.scheduler.pages)
+        publish_pages(step, outcomes, self.live, self.scheduler.pages, alone=self._ahead is None)
         self._begin_forms(forms)
         # The draft works while the events go out.
         self.drafting.send_commits(

@@ -43,6 +43,7 @@ Begin = Callable[[StepIntegers, object | None], None]
 _HOOKED_ROWS = 64
 # Those of the default settings: `max_running`, and `max_draft_nodes` with the root.
 _STATE_SLOTS, _LARGEST_TREE = 64, 64
+_KEPT_STATES = 32  # as `kept_states`
 
 
 @dataclass(eq=False, repr=False)
@@ -337,18 +338,19 @@ def runner_over(
     max_context: int | None = None,
     tokenizer_fingerprint: str = "",
     state_slots: int = _STATE_SLOTS,
+    kept_states: int = _KEPT_STATES,
     largest_tree: int = _LARGEST_TREE,
     window_share: float | None = 1.0,
     window_rows: int = 0,
 ) -> ModelRunner:
     """A runner for a network, on its device and in its dtype. Where layers keep states, `state_slots` sequences have
-    one at a time, and `largest_tree` is the most rows of a sequence that may be dropped. Layers with a window have room
-    for `window_share` of what the others keep, and at least for one window and `window_rows`; None keeps all, without
-    frames."""
+    one at a time, `kept_states` are kept behind prefixes, and `largest_tree` is the most rows of a sequence that may be
+    dropped. Layers with a window have room for `window_share` of what the others keep, and at least for one
+    window and `window_rows`; None keeps all, without frames."""
     recurrent, of_network = None, (network.dtype, network.device)
     if network.recurrent_layers is not None:
         count, shape = network.recurrent_layers
-        recurrent = RecurrentStates(count, state_slots, largest_tree, shape, *of_network)
+        recurrent = RecurrentStates(count, state_slots, largest_tree, shape, *of_network, kept_states)
     windows, windowed = {layer: window for layer, window in enumerate(network.windows) if window is not None}, None
     if windows and window_share is not None:
         windowed = WindowedLayers(tuple(windows), max(windows.values()), window_share, window_rows)

@@ -58,13 +58,13 @@ def saved(name: str, folder: Path, tokenizer: Any) -> Path:
 )
 def test_published_folders_are_served(name: str, tmp_path: Path, byte_tokenizer: Any) -> None:
     folder = saved(name, tmp_path, byte_tokenizer)
-    runner = load_runner(TargetConfig(model=str(folder), dtype="float32", kv_tokens=64, max_running=3))
+    runner = load_runner(TargetConfig(model=str(folder), dtype="float32", kv_tokens=64, max_running=3, kept_states=2))
     check_runner(runner, own_logits(made(name)))
     assert inspect(folder).verdict == "can be served"
     states, layers = runner.cache.recurrent, runner.network.recurrent_layers
     assert states is not None and layers is not None and layers[0] == 2
     assert states.free_slots == 3 and states.window == 64
-    assert f"recurrent states of 3 sequences, {states.sequence_bytes:,} bytes each" in str(runner.cache)
+    assert f"recurrent states of 3 sequences and 2 copies, {states.sequence_bytes:,} bytes each" in str(runner.cache)
     assert len(runner.cache.keys) == 1
 
 

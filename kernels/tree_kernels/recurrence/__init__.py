@@ -6,6 +6,7 @@ other as in plain decoding, when the next pass begins.
 """
 
 from tree_kernels.recurrence.dispatch import RecurrenceBackend, RecurrentPass, TreeRecurrence
+from tree_kernels.recurrence.kept import KeptStates
 from tree_kernels.recurrence.states import RecurrentStates
 from tree_kernels.recurrence.types import (
     MOST_NODES,
@@ -21,6 +22,7 @@ __all__ = [
     "MOST_NODES",
     "Convolved",
     "HeadsLayout",
+    "KeptStates",
     "RecurrenceBackend",
     "RecurrencePlan",
     "RecurrentPass",

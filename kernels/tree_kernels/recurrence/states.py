@@ -18,8 +18,8 @@ from tree_kernels.recurrence.types import StateShape
 
 
 class RecurrentStates:
-    """Slots of states, one a sequence, of `layers` recurrent layers. Slot 0 is of no sequence: passes that are run to
-    be measured or checked use it.
+    """Slots of states, one a sequence, of `layers` recurrent layers, and `kept_slots` for copies. Slot 0 is of no
+    sequence: passes that are run to be measured or checked use it.
 
     `states` [layers, slots, H, Dk, Dv] fp32; `windows` [layers, slots, K - 1, C] the last inputs of the convolution,
     the oldest first; `lengths` [slots] int32. Of nodes, `inputs` [layers, slots, window, 1, C] and `gates`
@@ -34,12 +34,14 @@ class RecurrentStates:
         shape: StateShape,
         dtype: torch.dtype,
         device: torch.device,
+        kept: int = 0,
     ) -> None:
-        """`window` is the most rows that a tree has, its root among them."""
+        """`window` is the most rows that a tree has, its root among them; `kept`, how many slots are for copies."""
         if layers < 1 or sequences < 1 or window < 1:
             raise ValueError(f"expected layers, sequences and rows, got {layers}, {sequences} and {window}")
         self.shape, self.window = shape, window
-        slots = sequences + 1
+        slots = sequences + 1 + kept
+        self.kept_slots = range(sequences + 1, slots)
         self.states = lazy_zeros(
             (layers, slots, shape.heads, shape.key_width, shape.value_width), torch.float32, device
         )
@@ -85,6 +87,13 @@ class RecurrentStates:
         """Raise AssertionError unless every slot is free or has one sequence, of those in `owned`."""
         assert sorted([*self._free, *owned]) == list(range(1, self._sequences + 1)), "a slot was lost or has two owners"
 
+    @torch.inference_mode()
+    def copy_slot(self, source: int, target: int) -> None:
+        """Copy all that one slot holds to another, behind the passes that were launched before."""
+        for pool in (self.states, self.windows, self.inputs, self.gates):
+            pool[:, target].copy_(pool[:, source])
+        self.lengths[target : target + 1].copy_(self.lengths[source : source + 1])
+
     def move_nodes(self, slot: int, source_keys: Sequence[int], target_keys: Sequence[int]) -> None:
         """Copy the inputs of nodes at these keys of a sequence to others, of all layers. All sources are read before
         any target is written."""
@@ -97,4 +106,5 @@ class RecurrentStates:
             own.index_copy_(1, target, own.index_select(1, source))
 
     def __str__(self) -> str:
-        return f"recurrent states of {self._sequences} sequences, {self.sequence_bytes:,} bytes each"
+        kept = f" and {len(self.kept_slots)} copies" if self.kept_slots else ""
+        return f"recurrent states of {self._sequences} sequences{kept}, {self.sequence_bytes:,} bytes each"

@@ -298,6 +298,7 @@ def _cache_sizes(config: TargetConfig, network: TargetNetwork, ranks: RankGroup 
         "num_pages": max(1, kv_tokens // config.page_size),
         "page_size": config.page_size,
         "state_slots": config.max_running,
+        "kept_states": config.kept_states if config.prefix_cache else 0,
         "largest_tree": config.max_draft_nodes + 1,
         # Other ranks know nothing of frames.
         "window_share": config.window_share if ranks is None else None,
@@ -307,7 +308,8 @@ def _cache_sizes(config: TargetConfig, network: TargetNetwork, ranks: RankGroup 
 
 
 def _kv_tokens(config: TargetConfig, network: TargetNetwork, ranks: RankGroup | None) -> int:
-    states = config.max_running * states_bytes(network, config.max_draft_nodes + 1)
+    kept = config.kept_states if config.prefix_cache else 0
+    states = (config.max_running + kept) * states_bytes(network, config.max_draft_nodes + 1)
     share = config.window_share if ranks is None else 1.0
     tokens = config.kv_tokens or _tokens_that_fit(network, states, share)
     # The leading rank's pages are those of all.
@@ -324,7 +326,8 @@ def _tokens_that_fit(network: TargetNetwork, states: int, window_share: float) -
     each = _kept_numbers(network, window_share) * network.dtype.itemsize
     if states > free:
         raise ModelRefused(
-            f"recurrent states take {states:,} bytes of {free:,} that are free: set a lower --max-running"
+            f"recurrent states take {states:,} bytes of {free:,} that are free: set a lower --max-running, or a lower "
+            "--kept-states"
         )
     return int(min(_KV_TOKENS_LIMIT, (free - states) * _KV_MEMORY_SHARE / each))
 
