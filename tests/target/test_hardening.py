@@ -246,7 +246,7 @@ class TestSettings:
 
     @pytest.mark.parametrize("name", ["a\nb", "\x1b[31m", "a\udcff", "x" * 257])
     def test_a_name_that_no_message_can_carry_is_refused(self, name: str) -> None:
-        with pytest.raises(SettingsError, match="is not a name of 1 to 256 printable characters"):
+        with pytest.raises(SettingsError, match="is no name of 1 to 256 printable characters"):
             check_settings(TargetConfig(served_model_name=f"alpha,{name}", listen="127.0.0.1:0"))
 
     def test_names_are_served_once_each(self) -> None:
