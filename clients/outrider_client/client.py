@@ -12,7 +12,7 @@ from outrider.sampling import SamplingParams
 from outrider.telemetry.tracing import Tracing
 from outrider.v1 import target_pb2, target_pb2_grpc
 from outrider.weight_updates import RunningRequests, WeightsUpdated
-from outrider.wire.trees import sampling_to_pb
+from outrider_client.arguments import check_options, predicted, sampling_message, set_input
 from outrider_client.carrier import CallCarrier
 from outrider_client.connection import AsyncClosing, Connection, Tls
 from outrider_client.generation import Generation, Speculation
@@ -164,21 +164,21 @@ class Client(AsyncClosing):
             InvalidField: no input, or more than one; token ids that are negative or no 32 bits.
             TypeError: messages of another shape, or options of another type.
         """
-        typed = {"sampling": (sampling, SamplingParams), "speculation": (speculation, Speculation)}
-        _check_options(text=(text, str), chat_options=(chat_options, ChatOptions), **typed)
-        if (bool(messages) + bool(text) + bool(len(token_ids))) != 1:
-            raise InvalidField("input", "needs exactly one of messages, text and token_ids, and not empty")
+        check_options(text=(text, str), model=(model, str), timeout=(timeout, (int, float)))
+        check_options(sampling=(sampling, SamplingParams), speculation=(speculation, Speculation))
+        check_options(chat_options=(chat_options, ChatOptions), special_tokens=(special_tokens, bool))
+        check_options(show_special_tokens=(show_special_tokens, bool), answer_parts=(answer_parts, bool))
         request = target_pb2.GenerateRequest(
             model=model,
-            sampling=sampling_to_pb(sampling or SamplingParams()),
+            sampling=sampling_message(sampling or SamplingParams()),
             speculation=(speculation or Speculation()).to_pb(),
             show_special_tokens=show_special_tokens,
             special_tokens=special_tokens,
             answer_parts=answer_parts,
         )
-        _set_input(request, text, messages, chat_options or ChatOptions(), token_ids)
+        set_input(request, text, messages, chat_options or ChatOptions(), token_ids)
         if prediction is not None:
-            request.prediction.CopyFrom(_predicted(prediction))
+            request.prediction.CopyFrom(predicted(prediction))
         span = RequestSpan(self._tracing, self.address, chat=bool(messages), model=model)
         generate = self._stub.Generate if self._carrier is None else self._carrier.generate
         begin = partial(generate, request, metadata=(*self._connection.metadata, *span.metadata))
@@ -240,7 +240,7 @@ class Client(AsyncClosing):
             InvalidField: neither a text nor messages, or both.
             PositionOutOfRange: it is longer than the model's context.
         """
-        _check_options(text=(text, str), chat_options=(chat_options, ChatOptions))
+        check_options(text=(text, str), chat_options=(chat_options, ChatOptions))
         if bool(messages) + bool(text) != 1:
             raise InvalidField("input", "needs exactly one of messages and text, and not empty")
         request = target_pb2.TokenizeRequest(
@@ -273,39 +273,3 @@ class Client(AsyncClosing):
     async def serving(self, timeout: float = 5.0) -> bool:
         """Whether the target answers that it is healthy."""
         return await self._connection.serving(TARGET_SERVICE, timeout)
-
-
-def _predicted(prediction: str | Sequence[int]) -> target_pb2.Prediction:
-    if isinstance(prediction, str):
-        return target_pb2.Prediction(text=prediction)
-    return target_pb2.Prediction(tokens=target_pb2.TokenInput(token_ids=prediction))
-
-
-def _set_input(
-    request: target_pb2.GenerateRequest,
-    text: str,
-    messages: Sequence[MessageLike],
-    chat_options: ChatOptions,
-    token_ids: Sequence[int],
-) -> None:
-    if text:
-        request.text = text
-    elif messages:
-        request.chat.CopyFrom(chat_to_pb(messages, chat_options))
-    else:
-        _extend(request.tokens, token_ids)
-
-
-def _extend(tokens: target_pb2.TokenInput, token_ids: Sequence[int]) -> None:
-    try:
-        tokens.token_ids.extend(token_ids)
-    except ValueError as error:
-        raise InvalidField("tokens.token_ids", str(error)) from None
-
-
-def _check_options(**expected: tuple[object, type]) -> None:
-    """Raise `TypeError` for anything but None and the type that a name expects, such as a dict for an options class."""
-    for name, (value, kind) in expected.items():
-        if value is not None and not isinstance(value, kind):
-            hint = "; a conversation goes to chat()" if name == "text" else ""
-            raise TypeError(f"{name}: expected {kind.__name__}, got {type(value).__name__}{hint}")

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import inspect
+import re
 import subprocess
 import sys
 from collections.abc import Iterator
@@ -119,6 +120,32 @@ async def test_a_synchronous_client_predicts_too(running: Any) -> None:
     await asyncio.to_thread(ask)
     ((request, _, _),) = running.target.requests
     assert request.prediction.text == "one two"
+
+
+@pytest.mark.parametrize(
+    ("given", "message"),
+    [
+        ({"token_ids": "12"}, "token_ids: expected a sequence of whole numbers, got str"),
+        ({"token_ids": iter([1])}, "token_ids: expected a sequence of whole numbers, got list_iterator"),
+        ({"token_ids": [1.5]}, "token_ids: expected a sequence of whole numbers: 'float'"),
+        ({"text": "a", "model": 5}, "model: expected str, got int"),
+        ({"text": "a", "timeout": "5"}, "timeout: expected a number, got str"),
+        ({"text": "a", "answer_parts": "yes"}, "answer_parts: expected bool, got str"),
+        ({"text": "a", "prediction": b"b"}, "prediction: expected str or a sequence of whole numbers, got bytes"),
+        ({"text": "a", "prediction": 5}, "prediction: expected a sequence of whole numbers: "),
+        ({"text": "\ud800"}, "text: is no text of Unicode"),
+        ({"messages": [("user", "\ud800")]}, "chat.messages: is no text of Unicode"),
+        ({"text": "a", "sampling": SamplingParams(stop="ab")}, "sampling.stop: expected a tuple of strings, got str"),
+        ({"text": "a", "sampling": SamplingParams(max_tokens="3")}, "sampling.max_tokens: 'str' object cannot"),
+        ({"text": "a", "sampling": SamplingParams(seed=-1)}, "sampling.seed: Value out of range: -1"),
+        ({"text": "a", "sampling": SamplingParams(logit_bias=[1])}, "sampling.logit_bias: "),
+    ],
+)
+async def test_values_of_other_types_are_named(given: dict[str, Any], message: str) -> None:
+    """Two letters of a stop string had been two stop strings; protobuf's errors name no argument."""
+    async with Client.connect("127.0.0.1:1") as client:
+        with pytest.raises((TypeError, errors.InvalidField), match=f"^{re.escape(message)}"):
+            client.generate(**given)
 
 
 async def test_a_string_is_enough(running: Any) -> None:

@@ -30,6 +30,21 @@ export async function shapes({ target }: Input): Promise<string[]> {
     () => outrider.chat([{ role: "user", text: "hi" }]),
     // @ts-expect-error no object
     () => outrider.chat(HELLO, { sampling: 3 }),
+    // @ts-expect-error no whole number
+    () => outrider.chat(HELLO, { sampling: { maxTokens: "3" } }),
+    () => outrider.chat(HELLO, { sampling: { maxTokens: 3.5 } }),
+    // @ts-expect-error no settings
+    () => outrider.chat(HELLO, null),
+    // @ts-expect-error no settings, and no option either
+    () => outrider.chat(HELLO, signal),
+    // @ts-expect-error an option by itself
+    () => outrider.chat(HELLO, {}, signal),
+    // @ts-expect-error no signal
+    () => outrider.chat(HELLO, {}, { signal: 5 }),
+    // @ts-expect-error no number
+    () => outrider.chat(HELLO, {}, { timeoutMs: "5" }),
+    // @ts-expect-error no string
+    () => new Outrider(target, { token: 5 }),
     // @ts-expect-error there is no such option
     () => new Outrider(target, { timeout: 3 }),
     // @ts-expect-error there is no such option

@@ -53,7 +53,7 @@ export class Outrider {
     settings: GenerateSettings = {},
     options: CallOptions = {},
   ): AsyncGenerator<GenerateChunk> {
-    const misplaced = Object.keys(settings).find((name) => CALL_OPTIONS.includes(name));
+    const misplaced = Object.keys(settings ?? {}).find((name) => CALL_OPTIONS.includes(name));
     if (misplaced) throw new TypeError(`settings.${misplaced}: is an option of the call, which is the third argument`);
     if (!Array.isArray(messages)) {
       throw new TypeError(`messages: expected an array of { role, content }, got a ${typeof messages}`);

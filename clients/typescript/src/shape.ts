@@ -16,11 +16,25 @@ export function checkShape(message: DescMessage, value: unknown, path = ""): voi
   }
 }
 
-/** Throws a `TypeError` for the first name in `value` that is none of `names`. */
+/** The kinds of values that options have, by `typeof`, and by what they must have where that is "object". */
+const KINDS: Record<string, string> = {
+  timeoutMs: "number", generateTimeoutMs: "number", attempts: "number", token: "string", ca: "string",
+  certificate: "string", key: "string", serverName: "string", onHeader: "function", onTrailer: "function",
+};
+
+/** Throws a `TypeError` for the first name in `value` that is none of `names`, or whose value is of another kind. */
 export function checkNames(value: unknown, names: readonly string[], path: string): void {
   for (const [name, inner] of Object.entries(objectOf(value, path))) {
-    if (inner !== undefined && !names.includes(name)) {
+    if (inner === undefined) continue;
+    if (!names.includes(name)) {
       throw new TypeError(`${path}.${name}: there is no such option; there are ${names.join(", ")}`);
+    }
+    const kind = KINDS[name];
+    if (kind !== undefined && (typeof inner !== kind || Number.isNaN(inner))) {
+      throw new TypeError(`${path}.${name}: expected a ${kind}, got ${kindOf(inner)}`);
+    }
+    if (name === "signal" && !(inner instanceof AbortSignal)) {
+      throw new TypeError(`${path}.signal: expected an AbortSignal, got ${kindOf(inner)}`);
     }
   }
 }
@@ -33,8 +47,13 @@ function checkField(field: DescField, value: unknown, path: string): void {
     if (message) value.forEach((one, index) => checkShape(message, one, `${path}[${index}]`));
   }
   if (field.fieldKind === "map") objectOf(value, path);
-  if (field.fieldKind === "scalar" && field.scalar === ScalarType.STRING && typeof value !== "string") {
+  if (field.fieldKind !== "scalar") return;
+  if (field.scalar === ScalarType.STRING && typeof value !== "string") {
     throw new TypeError(`${path}: expected a string, got ${kindOf(value)}`);
+  }
+  if (field.scalar === ScalarType.UINT32 && !(typeof value === "number" && value >= 0 && Number.isInteger(value))) {
+    const given = typeof value === "number" ? value : kindOf(value);
+    throw new TypeError(`${path}: expected a whole number that is not negative, got ${given}`);
   }
 }
 
@@ -56,8 +75,14 @@ function unknown(path: string, message: DescMessage, name: string): string {
 }
 
 function objectOf(value: unknown, path: string): Record<string, unknown> {
-  if (isObject(value) && !Array.isArray(value)) return value;
+  if (isPlain(value)) return value;
   throw new TypeError(`${path}: expected an object, got ${kindOf(value)}`);
+}
+
+/** Whether an object is one of names and values: of another class, such as a signal, it would have none. */
+function isPlain(value: unknown): value is Record<string, unknown> {
+  if (!isObject(value) || Array.isArray(value)) return false;
+  return Object.keys(value).length > 0 || [Object.prototype, null].includes(Object.getPrototypeOf(value) as object | null);
 }
 
 function isObject(value: unknown): value is Record<string, unknown> {
@@ -66,7 +91,9 @@ function isObject(value: unknown): value is Record<string, unknown> {
 
 function kindOf(value: unknown): string {
   if (value === null) return "null";
-  return Array.isArray(value) ? "an array" : `a ${typeof value}`.replace(/^a (?=[aeiou])/, "an ");
+  if (Array.isArray(value)) return "an array";
+  const name = isObject(value) ? (value.constructor?.name ?? "object") : String(value) === "NaN" ? "NaN" : typeof value;
+  return `a ${name === "Object" ? "object" : name}`.replace(/^a (?=[aeiouA])/, "an ");
 }
 
 function join(path: string, name: string): string {
