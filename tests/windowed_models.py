@@ -116,6 +116,32 @@ WINDOWED: dict[str, tuple[str, dict[str, Any]]] = {
             "beta_fast": 32.0, "beta_slow": 1.0, "truncate": False,
         }},
     ),
+    "mimo_v2": (
+        "mimo_v2_flash",
+        EXPERTS | {
+            "num_hidden_layers": 4, "head_dim": 16, "v_head_dim": 12, "sliding_window": 5, "num_attention_heads": 8,
+            "layer_types": ["full_attention", "sliding_attention"] * 2, "n_routed_experts": 4,
+            "rope_parameters": {"full_attention": PARTIAL, "sliding_attention": PARTIAL | {"rope_theta": 100.0}},
+        },
+    ),
+    "laguna": (
+        "laguna",
+        EXPERTS | {
+            "num_hidden_layers": 3, "head_dim": 16, "sliding_window": 5, "num_attention_heads_per_layer": [4, 8, 4],
+            "layer_types": ["full_attention", "sliding_attention", "full_attention"],
+            "shared_expert_intermediate_size": 24, "moe_routed_scaling_factor": 2.5,
+        },
+    ),
+    "laguna, gates of numbers": (
+        "laguna", EXPERTS | {"head_dim": 16, "shared_expert_intermediate_size": 24, "gating": "per-element"},
+    ),
+    "afmoe": (
+        "afmoe",
+        EXPERTS | {
+            "num_hidden_layers": 3, "head_dim": 16, "sliding_window": 5, "global_attn_every_n_layers": 2,
+            "num_shared_experts": 1, "route_scale": 2.5, "mup_enabled": True,
+        },
+    ),
     "mellum": (
         "mellum",
         EXPERTS | {"head_dim": 16, "sliding_window": 5, "layer_types": ["sliding_attention", "full_attention"]},

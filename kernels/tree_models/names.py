@@ -28,6 +28,7 @@ class WeightNames:
     query_norm: str = "self_attn.q_norm"
     key_norm: str = "self_attn.k_norm"
     sinks: str = "self_attn.sinks"  # whole, as it has no suffix
+    output_gate: str = "self_attn.g_proj"
 
     # Of latent attention.
     query: str = "self_attn.q_proj"

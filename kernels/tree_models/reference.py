@@ -21,6 +21,7 @@ from tree_models.layers.decoder import Decoder, expanded_shape
 from tree_models.layers.paged import PagedPass
 from tree_models.layers.placing import Placement
 from tree_models.layers.rotary import RotaryEmbedding
+from tree_models.names import WeightNames
 from tree_models.spec import DecoderSpec, RecurrentSpec, RotarySpec
 from tree_models.weights.checkpoint import TensorsInMemory, TensorSource
 
@@ -53,7 +54,7 @@ def layers_that_differ(decoder: Decoder, config: Any, source: TensorSource) -> l
     if found := surroundings_that_differ(config):
         return found
     with torch.device("meta"):
-        model = transformers.AutoModelForCausalLM.from_config(config, attn_implementation="eager")
+        model = transformers.AutoModelForCausalLM.from_config(config, attn_implementation="eager").eval()
     inner = model.base_model
     for kind in dict.fromkeys(decoder.spec.layers):
         index = decoder.spec.layers.index(kind)
@@ -79,10 +80,20 @@ def _fill(own: nn.Module, decoder: Decoder, layer: int, source: TensorSource) ->
             memory.copy_(_stacked([[names.in_layer(one, layer, e) for one in of] for e in range(len(memory))], source))
             continue
         if whole not in stored:
-            # Routers have other names in memory than in checkpoints.
-            router = names.correction if name.endswith("correction_bias") else f"{names.router}.weight"
-            whole = names.in_layer(router, layer)
+            whole = names.in_layer(_published_name(name, names), layer)
         memory.copy_(source.read(whole).view(memory.shape))
+
+
+def _published_name(name: str, names: WeightNames) -> str:
+    """What checkpoints call a tensor of a layer that has another name in memory."""
+    usual = WeightNames()
+    renamed = {usual.sinks: names.sinks, usual.shared_down: names.shared_down}
+    # A single name is of a merged tensor, which is merged in memory too.
+    renamed |= dict(zip(usual.shared_gate_up, names.shared_gate_up, strict=False))
+    for own, published in renamed.items():
+        if name == own or name.startswith(f"{own}."):
+            return published + name.removeprefix(own)
+    return names.correction if name.endswith("correction_bias") else f"{names.router}.weight"
 
 
 def _stacked(names: Sequence[Sequence[str]], source: TensorSource) -> Tensor:

@@ -64,6 +64,14 @@ class RotarySpec:
 
 
 @dataclass(frozen=True, slots=True)
+class OutputGateSpec:
+    """A gate of attention's output, a product of the rows that queries are made of."""
+
+    activation: Literal["sigmoid", "softplus"]
+    per_head: bool = False  # one number for each head, else one for each number of a head
+
+
+@dataclass(frozen=True, slots=True)
 class AttentionSpec:
     """Grouped-query attention over all earlier tokens, or those within a window."""
 
@@ -80,6 +88,8 @@ class AttentionSpec:
     sinks: bool = False  # a logit of each head, one more term in its softmax's sum
     score_cap: float | None = None  # scores are cap * tanh(score / cap)
     gated: bool = False  # the output is multiplied by the sigmoid of a gate, made beside each head's query
+    output_gate: OutputGateSpec | None = None
+    value_scale: float = 1.0  # values are multiplied by it
     value_width: int = 0  # of a value's head; 0 for `head_width`
     value_norm: NormSpec | None = None  # of each value's head, without weights
     keys_are_values: bool = False  # values are the products that make keys, before these are normed and rotated

@@ -25,7 +25,7 @@ from tree_models.layers.decoder import Decoder
 from tree_models.layers.placing import Placement
 from tree_models.ranks.decoder import build_rank
 from tree_models.ranks.share import rank_share
-from tree_models.reference import published_tensors
+from tree_models.reference import layers_that_differ, published_tensors
 from tree_models.spec import FamilyRefused, LatentSpec
 
 SIGMOID: dict[str, Any] = {
@@ -240,6 +240,12 @@ def test_logits_are_those_of_transformers(pair: tuple[Any, Decoder], page_size: 
         for row, path in enumerate(paths):
             expected = own_logits(model, prompt + [tree[node] for node in path])[-1]
             torch.testing.assert_close(rows[row], expected, **TOLERANCE)
+
+
+def test_the_check_at_load_finds_no_layer_that_differs(pair: tuple[Any, Decoder]) -> None:
+    """Or a model of the family would be computed by transformers' layers, or be refused."""
+    model, decoder = pair
+    assert layers_that_differ(decoder, model.config, published_tensors(model)) == []
 
 
 # Where logits are equal, so are they.

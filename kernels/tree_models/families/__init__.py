@@ -25,6 +25,7 @@ __all__ = ["FAMILIES", "Description", "Family", "describe"]
 
 # By the name that config.json has as `model_type`.
 FAMILIES: Mapping[str, Family] = {
+    "afmoe": mixtures.afmoe,
     "apertus": others.apertus,
     "arcee": llama.arcee,
     "bamba": granite.bamba,
@@ -51,10 +52,12 @@ FAMILIES: Mapping[str, Family] = {
     "granitemoe_swa": granite.granitemoe_swa,
     "granitemoehybrid": granite.granitemoehybrid,
     "granitemoeshared": granite.granitemoe,
+    "laguna": mixtures.laguna,
     "lfm2": lfm.lfm2,
     "lfm2_moe": lfm.lfm2_moe,
     "llama": llama.llama,
     "mellum": qwen.qwen3_moe,
+    "mimo_v2_flash": mixtures.mimo_v2,
     "minicpm3": deepseek.minicpm3,
     "minimax_m2": mixtures.minimax_m2,
     "ministral": llama.mistral,

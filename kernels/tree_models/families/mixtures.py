@@ -1,4 +1,4 @@
-"""Mixtures of experts that stand by themselves: Mixtral, MiniMax M2, gpt-oss."""
+"""Mixtures of experts that stand by themselves: Mixtral, MiniMax M2, gpt-oss, MiMo-V2, Laguna, Trinity."""
 
 from __future__ import annotations
 
@@ -11,11 +11,14 @@ from tree_models.families.common import (
     counted,
     decoder,
     layer,
+    mlp,
     rms_norm,
 )
 from tree_models.names import WeightNames
-from tree_models.spec import ExpertsSpec, GateSpec, HeadNormSpec, RouterSpec
+from tree_models.spec import ExpertsSpec, FamilyRefused, GateSpec, HeadNormSpec, OutputGateSpec, RouterSpec
 
+# Added to the sum of the chosen experts' weights, as transformers has it.
+_LEAST_SUM = 1e-20
 _EXPERT = "block_sparse_moe.experts.{expert}."
 # Of gate and up, and what is added to up: transformers' GptOssExperts, whose sigmoid has quick GELU's factor.
 _LIMITS = GateSpec(limit=7.0, offset=1.0)
@@ -69,3 +72,94 @@ def gpt_oss(config: Any) -> Description:
     )
     layers = [layer(attention(config, index, windows=True, sinks=True), experts, norm) for index in counted(config)]
     return Description(decoder(config, layers, norm), _TRANSPOSED)
+
+
+def mimo_v2(config: Any) -> Description:
+    """MiMo-V2-Flash: sinks and twice the key heads in layers with windows, values narrower than keys."""
+    norm, dense = rms_norm(config), mlp(config, bias=False)
+    router = RouterSpec(
+        "sigmoid",
+        renormalised=bool(config.norm_topk_prob),
+        least_sum=_LEAST_SUM,
+        correction=True,
+        groups=int(config.n_group),
+        top_groups=int(config.topk_group),
+        group_score="top2",
+        scaling=float(config.routed_scaling_factor),
+        wide=True,
+    )
+    experts = _mixture(config, config.n_routed_experts, router)
+    layers = []
+    for index in counted(config):
+        windowed = config.layer_types[index] == "sliding_attention"
+        attending = attention(
+            config,
+            index,
+            windows=True,
+            kv_heads=int(config.num_key_value_heads) * (2 if windowed else 1),
+            value_width=int(config.v_head_dim),
+            value_scale=1.0 if config.attention_value_scale is None else float(config.attention_value_scale),
+            sinks=windowed,
+            out_bias=False,
+        )
+        layers.append(layer(attending, experts if config.mlp_layer_types[index] == "sparse" else dense, norm))
+    return Description(decoder(config, layers, norm), WeightNames(sinks="self_attn.attention_sink_bias"))
+
+
+def laguna(config: Any) -> Description:
+    """Laguna: a gate of each head's output, more heads in layers with windows, sigmoid scores."""
+    if config.moe_router_logit_softcapping:
+        raise FamilyRefused("capped logits of the router are not served")
+    norm, dense = rms_norm(config), mlp(config, bias=False)
+    router = RouterSpec("sigmoid", correction=True, scaling=float(config.moe_routed_scaling_factor), rounded=True)
+    experts = _mixture(config, config.num_experts, router, int(config.shared_expert_intermediate_size))
+    gate = OutputGateSpec("softplus", per_head=config.gating is True or config.gating == "per-head")
+    layers = []
+    for index in counted(config):
+        heads = int(config.num_attention_heads_per_layer[index])
+        own = {"heads": heads, "head_norm": HeadNormSpec(norm), "output_gate": gate}
+        feeding = experts if config.mlp_layer_types[index] == "sparse" else dense
+        layers.append(layer(attention(config, index, windows=True, **own), feeding, norm))
+    shared = "mlp.shared_expert."
+    names = WeightNames(
+        correction="mlp.experts.e_score_correction_bias",
+        shared_gate_up=(f"{shared}gate_proj", f"{shared}up_proj"),
+        shared_down=f"{shared}down_proj",
+    )
+    return Description(decoder(config, layers, norm), names)
+
+
+def afmoe(config: Any) -> Description:
+    """Trinity: gated attention that embeds positions where it has a window, norms before and behind each half."""
+    norm, dense = rms_norm(config), mlp(config, bias=False)
+    router = RouterSpec("sigmoid", least_sum=_LEAST_SUM, correction=True, scaling=float(config.route_scale))
+    shared = int(config.moe_intermediate_size) * int(config.num_shared_experts)
+    experts = _mixture(config, config.num_experts, router, shared)
+    layers = []
+    for index in counted(config):
+        own: dict[str, Any] = {} if config.layer_types[index] == "sliding_attention" else {"rotary": None}
+        own |= {"head_norm": HeadNormSpec(norm), "output_gate": OutputGateSpec("sigmoid")}
+        attending = attention(config, index, windows=True, **own)
+        feeding = experts if index >= config.num_dense_layers else dense
+        layers.append(layer(attending, feeding, norm, after_attention=norm, after_mlp=norm))
+    names = WeightNames(
+        after_attention="post_attention_layernorm",
+        before_mlp="pre_mlp_layernorm",
+        after_mlp="post_mlp_layernorm",
+        output_gate="self_attn.gate_proj",
+        router="mlp.router.gate",
+        correction="mlp.expert_bias",
+    )
+    scale = float(config.hidden_size) ** 0.5 if config.mup_enabled else 1.0
+    return Description(decoder(config, layers, norm, embedding_scale=scale), names)
+
+
+def _mixture(config: Any, count: int, router: RouterSpec, shared: int = 0) -> ExpertsSpec:
+    return ExpertsSpec(
+        count=int(count),
+        top_k=int(config.num_experts_per_tok),
+        width=int(config.moe_intermediate_size),
+        router=router,
+        activation=activation(config),
+        shared=mlp(config, shared, bias=False) if shared else None,
+    )

@@ -152,8 +152,8 @@ def parts_of(layer: DecoderLayer) -> LayerParts | None:
 
 def _is_launched(spec: AttentionSpec) -> bool:
     """Whether a launch makes queries, keys and values as this attention has them."""
-    unusual = spec.gated or spec.keys_are_values or spec.keys_of is not None
-    return not unusual and (spec.clip, spec.value_norm, spec.value_width) == (None, None, 0)
+    unusual = spec.gated or spec.output_gate is not None or spec.keys_are_values or spec.keys_of is not None
+    return not unusual and (spec.clip, spec.value_norm, spec.value_width, spec.value_scale) == (None, None, 0, 1.0)
 
 
 def _mlp_parts(mlp: MLP) -> MLPParts | None:

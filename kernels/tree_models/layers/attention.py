@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from math import prod
 
 import torch
 from torch import Tensor, nn
+from torch.nn import functional
 
 from tree_kernels.attention import AttentionVariant
 from tree_models.layers.linear import Linear
@@ -16,6 +18,22 @@ from tree_models.layers.rotary import Angles, halves_order, rotate_heads, scaled
 from tree_models.names import WeightNames
 from tree_models.slots import Copy, WeightSlot, in_place
 from tree_models.spec import AttentionSpec, FamilyRefused
+
+
+class OutputGate(nn.Module):
+    """See `OutputGateSpec`: rows [R, H] -> [R, Hq, Dv], or [R, Hq, 1] with a number for each head."""
+
+    def __init__(self, spec: AttentionSpec, hidden_size: int, place: Placement) -> None:
+        super().__init__()
+        assert spec.output_gate is not None, "made where there is one"
+        self._shape = spec.heads, 1 if spec.output_gate.per_head else spec.width_of_values
+        self._activate = functional.softplus if spec.output_gate.activation == "softplus" else torch.sigmoid
+        self.product = Linear(hidden_size, [prod(self._shape)], place)
+
+    def forward(self, rows: Tensor) -> Tensor:
+        """[R, H] -> [R, Hq, Dv or 1]."""
+        product: Tensor = self.product(rows)
+        return self._activate(product.float()).to(rows.dtype).view(-1, *self._shape)
 
 
 class HeadAttention(nn.Module):
@@ -46,6 +64,7 @@ class HeadAttention(nn.Module):
         self.query_norm = HeadNorm(norm, spec.heads, width, place) if norm else None
         self.key_norm = HeadNorm(norm, spec.kv_heads, width, place) if norm and self._keys else None
         self.value_norm = Normalization(spec.value_norm, values, place) if spec.value_norm and self._keys else None
+        self.output_gate = OutputGate(spec, hidden_size, place) if spec.output_gate else None
         self.sinks = place.empty(spec.heads, dtype=torch.float32) if spec.sinks else None
         self.variant = AttentionVariant(spec.window, spec.score_cap, self.sinks)
 
@@ -59,6 +78,8 @@ class HeadAttention(nn.Module):
             rotating = normed if self.key_norm is None else torch.cat([normed, self.key_norm(key)], dim=1)
         if self.value_norm is not None:
             value = self.value_norm(value)
+        if spec.value_scale != 1.0:
+            value = value * spec.value_scale
         if spec.clip is not None:
             rotating, value = rotating.clamp(-spec.clip, spec.clip), value.clamp(-spec.clip, spec.clip)
         if angles is not None:
@@ -69,6 +90,8 @@ class HeadAttention(nn.Module):
         attended = attend(self, query, key, value, step)
         if gate is not None:
             attended = attended * torch.sigmoid(gate)
+        if self.output_gate is not None:
+            attended = attended * self.output_gate(rows)
         output: Tensor = self.out(attended.flatten(1))
         return output
 
@@ -97,6 +120,8 @@ class HeadAttention(nn.Module):
         published = names.qkv if len(names.qkv) == 1 else names.qkv[: len(self.qkv.parts)]
         yield from self.qkv.slots([names.in_layer(name, layer) for name in published], copy, order)
         yield from self.out.slots([names.in_layer(names.out, layer)], copy)
+        if self.output_gate is not None:
+            yield from self.output_gate.product.slots([names.in_layer(names.output_gate, layer)], copy)
         if self.sinks is not None:
             yield in_place(names.in_layer(names.sinks, layer), self.sinks, copy)
         norms = (self.query_norm, names.query_norm, spec.heads), (self.key_norm, names.key_norm, spec.kv_heads)

@@ -129,6 +129,9 @@ class _Cutter:
         yield from _with_bias(_above_another(names.qkv, self._projections(spec, heads, keys)))
         yield from self._last(names.out, _scaled(heads, spec.width_of_values))
         yield names.sinks, Spans(0, (heads,))
+        if spec.output_gate is not None:
+            each = 1 if spec.output_gate.per_head else spec.width_of_values
+            yield f"{names.output_gate}.weight", Spans(0, (_scaled(heads, each),))
         if spec.head_norm is not None and spec.head_norm.scope == "each_head":
             for name, own in ((names.query_norm, heads), (names.key_norm, keys)):
                 yield from ((f"{name}.{suffix}", Spans(0, (own,))) for suffix in ("weight", "bias"))
