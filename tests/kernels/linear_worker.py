@@ -126,6 +126,7 @@ def form_cases(tiny: Sizes) -> dict[str, Sizes]:
             "gelu": replace(base, activation=kinds.GELU, bias=True),
             "relu": replace(base, activation=kinds.RELU),
             "relu2": replace(base, activation=kinds.RELU2),
+            "no activation": replace(base, activation=kinds.NONE),
             "xielu": replace(base, activation=kinds.XIELU),
         }
         found |= {f"{name}: {kind}": sizes for kind, sizes in own.items()}

@@ -11,12 +11,12 @@ from typing import Any
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource, compile
 
-from tree_kernels.recurrence import triton_kernels, triton_mixing
+from tree_kernels.recurrence import triton_gating, triton_kernels, triton_mixing
 
 HALF = ("inputs", "ring", "windows", "weight", "bias", "output", "folded", "rows", "queries", "keys", "reading")
-HALF += ("values", "scores")
+HALF += ("values", "scores", "product", "mixed", "gate")
 OTHERS = dict.fromkeys(("gates", "ring_gates", "folded_gates", "states", "reached"), "*fp32")
-OTHERS |= {"words": "*i64", "stride": "i32"}
+OTHERS |= {"decay": "*fp32", "words": "*i64", "stride": "i32", "epsilon": "fp32"}
 
 
 def kernels() -> Iterator[tuple[str, Any, dict[str, Any]]]:
@@ -37,6 +37,9 @@ def kernels() -> Iterator[tuple[str, Any, dict[str, Any]]]:
         yield f"convolve {name}", triton_kernels.convolve_kernel, sizes | own
     sizes = {"WINDOW": 64, "CHANNELS": 2048, "TAPS": 3, "BLOCK_R": 16, "BLOCK_C": 256, "BLOCK_T": 2}
     yield "keep", triton_kernels.keep_kernel, sizes
+    yield "gates", triton_gating.delta_gates_kernel, {"HEADS": 32, "BLOCK": 32}
+    sizes = {"HEADS": 32, "WIDTH": 128, "BLOCK_HEADS": 4, "BLOCK": 128}
+    yield "gated heads", triton_gating.gated_heads_kernel, sizes
 
 
 def compiled(name: str, kernel: Any, constants: dict[str, Any]) -> int:

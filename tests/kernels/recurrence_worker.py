@@ -138,8 +138,27 @@ def difference(found: Tensor, expected: Tensor) -> float:
     return float((found - expected).norm() / expected.norm().clamp(min=1e-6))
 
 
+def gating_errors(dtype: torch.dtype) -> list[float]:
+    """Of tokens' gates and of the gated norm, which read parts of wider rows."""
+    generator, heads, width = torch.Generator().manual_seed(1), 5, 6
+
+    def draw(*shape: int) -> Tensor:
+        return (4 * torch.randn(shape, generator=generator)).to(DEVICE, dtype)
+
+    decay, bias = -draw(heads).float().abs(), draw(heads).float()
+    product, mixed, weight = draw(7, 2 * heads + 3), draw(7, heads, width), draw(width)
+    forms = TreeRecurrence("triton", DEVICE), TreeRecurrence("torch", DEVICE)
+    gates = [form.delta_gates(product[:, 3:], decay, bias) for form in forms]
+    gate = draw(7, heads * width + 2)[:, 2:]
+    gated = [form.gated_heads(mixed, gate, weight, 1e-6).float() for form in forms]
+    return [difference(*gates), difference(*gated)]
+
+
 def main() -> None:
-    json.dump({name: max(Compared(case).errors()) for name, case in CASES.items()}, sys.stdout)
+    found = {name: max(Compared(case).errors()) for name, case in CASES.items()}
+    found["gating"] = max(gating_errors(torch.float32))
+    found["gating, 16 bits"] = max(gating_errors(torch.float16 if INTERPRETED else torch.bfloat16))
+    json.dump(found, sys.stdout)
 
 
 if __name__ == "__main__":

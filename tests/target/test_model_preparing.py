@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 import torch
 from conftest import make_tiny
+from recurrent_models import RECURRENT
 from torch import Tensor
 from transformers import PreTrainedModel
 
@@ -97,6 +98,28 @@ def test_fused_layers_compute_what_they_do_plainly(model_type: str, rows: int) -
     assert prepare_network(fused.network, UNCOMPILED) == fused.network.layer_count
     for value, own in zip(after(fused, rows), after(plain, rows), strict=True):
         torch.testing.assert_close(value, own, rtol=1e-4, atol=1e-4)
+
+
+@pytest.mark.parametrize(("name", "fused"), [("lfm2", 3), ("qwen3_5", 2), ("qwen3_next, dense", 2)])
+def test_fused_layers_with_states_compute_what_they_do_plainly(name: str, fused: int) -> None:
+    """Of Qwen3.5 the layer that attends stays plain: its heads have gates. Each pass folds what the one before kept."""
+    model_type, settings = RECURRENT[name]
+    runners = [runner_of(model_type, **settings) for _ in range(2)]
+    assert prepare_network(runners[0].network, UNCOMPILED) == fused
+    for rows in (1, 9, 1, 64):
+        (own, *kept), (expected, *others) = (after(runner, rows) for runner in runners)
+        torch.testing.assert_close(own, expected, rtol=1e-4, atol=1e-4)
+        states = [runner.cache.recurrent for runner in runners]
+        for pool in ("states", "windows", "inputs", "gates"):
+            kept, others = [*kept, getattr(states[0], pool)], [*others, getattr(states[1], pool)]
+        for value, other in zip(kept, others, strict=True):
+            torch.testing.assert_close(value, other, rtol=1e-4, atol=1e-4)
+
+
+def test_layers_with_states_are_not_invariant() -> None:
+    model_type, settings = RECURRENT["lfm2"]
+    with pytest.raises(ValueError, match="independent of the batch"):
+        prepare_network(runner_of(model_type, **settings).network, LayerOptions(invariant=True))
 
 
 @pytest.mark.parametrize("rows", [7, MAX_ROWS, 100])

@@ -11,7 +11,7 @@ import triton
 from torch import Tensor
 from torch.nn import functional
 
-from tree_kernels.linear.forms import LLAMA_HEADS, PLAIN_SUM, SILU, Activation, HeadForm, SumForm
+from tree_kernels.linear.forms import LLAMA_HEADS, PLAIN_SUM, SILU, Activation, ActivationKind, HeadForm, SumForm
 from tree_kernels.linear.int8_weight import Int8Weight, Weight
 from tree_kernels.linear.rows import HeadRows, Norm, ScaledRows
 from tree_kernels.linear.triton_backend import (
@@ -60,7 +60,10 @@ class CublasLinears(TritonLinears):
     def activated_linear(
         self, rows: ScaledRows, weight: Weight, bias: Tensor | None = None, activation: Activation = SILU
     ) -> Tensor:
-        return self._activate_product(_normed_product(rows, weight), bias, activation, gated=False)
+        product = _normed_product(rows, weight)
+        if bias is None and activation.kind is ActivationKind.NONE:
+            return product
+        return self._activate_product(product, bias, activation, gated=False)
 
     def rotary_linear(
         self,

@@ -40,6 +40,7 @@ class ActivationKind(StrEnum):
     RELU2 = "relu2"  # max(x, 0)²
     QUICK_GELU = "quick_gelu"  # x * sigmoid(1.702 x), which is near to GELU
     XIELU = "xielu"  # arXiv 2411.13010
+    NONE = "none"  # the product itself
 
 
 @dataclass(frozen=True, slots=True)
@@ -76,6 +77,7 @@ class SumForm:
     multiplier: float = 1.0
 
 
+NO_ACTIVATION = Activation(ActivationKind.NONE)
 LLAMA_HEADS = HeadForm()
 SILU = Activation()
 PLAIN_GATE = GateForm()

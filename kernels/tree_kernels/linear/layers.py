@@ -151,6 +151,8 @@ def normed(rows: Tensor, norm: Norm) -> Tensor:
 def activated(numbers: Tensor, activation: Activation) -> Tensor:
     """The activation of `numbers`, fp32 of any shape; the result has the same."""
     kind = activation.kind
+    if kind is ActivationKind.NONE:
+        return numbers
     if kind is ActivationKind.SILU:
         return functional.silu(numbers)
     if kind is ActivationKind.RELU:

@@ -12,7 +12,9 @@ import triton.language as tl
 @triton.jit
 def activated(number, parameters, KIND: tl.constexpr):  # type: ignore[no-untyped-def]
     """`forms.Activation` of fp32 numbers; `parameters` are xIELU's and not read for others."""
-    if KIND == "silu":
+    if KIND == "none":
+        return number
+    elif KIND == "silu":
         return number / (1.0 + tl.exp(-number))
     elif KIND == "relu":
         return tl.maximum(number, 0.0)

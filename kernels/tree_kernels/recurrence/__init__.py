@@ -6,6 +6,7 @@ other as in plain decoding, when the next pass begins.
 """
 
 from tree_kernels.recurrence.dispatch import RecurrenceBackend, RecurrentPass, TreeRecurrence
+from tree_kernels.recurrence.gating import delta_gates, gated_heads
 from tree_kernels.recurrence.kept import KeptStates
 from tree_kernels.recurrence.states import RecurrentStates
 from tree_kernels.recurrence.types import (
@@ -31,4 +32,6 @@ __all__ = [
     "StateRule",
     "StateShape",
     "TreeRecurrence",
+    "delta_gates",
+    "gated_heads",
 ]

@@ -43,6 +43,10 @@ class _RecurrenceForm(Protocol):
         layout: HeadsLayout,
     ) -> Tensor: ...
 
+    def delta_gates(self, product: Tensor, decay: Tensor, bias: Tensor) -> Tensor: ...
+
+    def gated_heads(self, mixed: Tensor, gate: Tensor, weight: Tensor, epsilon: float) -> Tensor: ...
+
 
 class TreeRecurrence:
     """Convolutions and states of ragged tree rows, exact for every path.
@@ -134,6 +138,14 @@ class TreeRecurrence:
             layout: how heads are made of it.
         """
         return self._form.mix(plan, states, layer, convolved, gates, layout)
+
+    def delta_gates(self, product: Tensor, decay: Tensor, bias: Tensor) -> Tensor:
+        """See `gating.delta_gates`. The last dimension of `product` is contiguous."""
+        return self._form.delta_gates(product, decay, bias)
+
+    def gated_heads(self, mixed: Tensor, gate: Tensor, weight: Tensor, epsilon: float) -> Tensor:
+        """See `gating.gated_heads`. The last dimension of `gate` is contiguous, and all others are."""
+        return self._form.gated_heads(mixed, gate, weight, epsilon)
 
 
 @dataclass(frozen=True, slots=True)

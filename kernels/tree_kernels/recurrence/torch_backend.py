@@ -21,6 +21,7 @@ from torch.nn import functional
 
 from tree_kernels.attention.batch import AttentionBatch
 from tree_kernels.attention.tree_mask import ancestor_mask
+from tree_kernels.recurrence.gating import delta_gates, gated_heads
 from tree_kernels.recurrence.reference import split_heads
 from tree_kernels.recurrence.states import RecurrentStates
 from tree_kernels.recurrence.types import Convolved, HeadsLayout, RecurrencePlan, ShortConvolution, StateRule
@@ -156,6 +157,12 @@ class TorchRecurrence:
                 output[span.start + first : span.start + first + count] = made
                 state.copy_(added)
         return output
+
+    def delta_gates(self, product: Tensor, decay: Tensor, bias: Tensor) -> Tensor:
+        return delta_gates(product, decay, bias)
+
+    def gated_heads(self, mixed: Tensor, gate: Tensor, weight: Tensor, epsilon: float) -> Tensor:
+        return gated_heads(mixed, gate, weight, epsilon)
 
     def _known(self, states: RecurrentStates, layer: int, span: SpanOfRows) -> KnownTokens:
         """The inputs of tokens that are committed and not folded yet. A sequence that begins has none."""

@@ -15,6 +15,7 @@ from torch import Tensor
 
 from tree_kernels.attention.batch import AttentionBatch
 from tree_kernels.recurrence.states import RecurrentStates
+from tree_kernels.recurrence.triton_gating import delta_gates_kernel, gated_heads_kernel
 from tree_kernels.recurrence.triton_kernels import convolve_kernel, keep_kernel, plan_kernel
 from tree_kernels.recurrence.triton_mixing import CHUNK, mix_kernel, prepare_kernel
 from tree_kernels.recurrence.types import (
@@ -29,6 +30,7 @@ from tree_kernels.recurrence.types import (
 
 # Tiles are chosen, not measured.
 _ROWS, _CHANNELS, _KEPT_CHANNELS, _FEW_ROWS, _COLUMNS = 16, 128, 256, 16, 32
+_GATED_HEADS = 4
 # Chunks in flight: those of 16-bit numbers fit the shared memory twice.
 _STAGES_16_BITS = 2
 
@@ -177,6 +179,26 @@ class TritonRecurrence:
             BLOCK_C=triton.next_power_of_2(kept), BLOCK_T=triton.next_power_of_2(shape.taps - 1),
             BLOCK_G=triton.next_power_of_2(shape.gates), num_warps=4, **self._constants(shape, layout, states.window),
         )  # fmt: skip
+        return output
+
+    def delta_gates(self, product: Tensor, decay: Tensor, bias: Tensor) -> Tensor:
+        rows, heads = len(product), len(decay)
+        gates = torch.empty(rows, 2 * heads, dtype=torch.float32, device=product.device)
+        if rows:
+            block = triton.next_power_of_2(heads)
+            delta_gates_kernel[(rows,)](
+                product, decay, bias, gates, product.stride(0), HEADS=heads, BLOCK=block, num_warps=1
+            )
+        return gates
+
+    def gated_heads(self, mixed: Tensor, gate: Tensor, weight: Tensor, epsilon: float) -> Tensor:
+        rows, heads, width = mixed.shape
+        output = mixed.new_empty(rows, heads * width)
+        if rows:
+            gated_heads_kernel[(rows, triton.cdiv(heads, _GATED_HEADS))](
+                mixed, gate, weight, output, gate.stride(0), epsilon, HEADS=heads, WIDTH=width,
+                BLOCK_HEADS=_GATED_HEADS, BLOCK=triton.next_power_of_2(width), num_warps=2,
+            )  # fmt: skip
         return output
 
     def _prepared(

@@ -1,4 +1,5 @@
-"""Decoder layers of few launches: four products, each with what lies before and behind it, and attention.
+"""Decoder layers of few launches: four products or five, each with what lies before and behind it, and attention or
+states.
 
 A product's launch norms, rotates, writes to the cache, adds the residual or multiplies gate and up; see
 `tree_kernels.linear`. `preparing` decides which layers are computed so.
@@ -7,38 +8,31 @@ A product's launch norms, rotates, writes to the cache, adds the residual or mul
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
+from typing import Any
 
 import torch
 from torch import Tensor
 
-from tree_kernels.attention import AttentionVariant
 from tree_kernels.experts import ExpertWeights, RowExperts
-from tree_kernels.linear import (
-    Activation,
-    ActivationKind,
-    HeadForm,
-    HeadRows,
-    Int8Weight,
-    Norm,
-    RowLinears,
-    ScaledRows,
-    SumForm,
-    Weight,
+from tree_kernels.linear import Activation, ActivationKind, Norm, RowLinears, ScaledRows, SumForm
+from tree_models.fused.mixers import (
+    AttentionMixer,
+    ConvolutionMixer,
+    DeltaMixer,
+    Product,
+    mixer_of,
+    norm_of,
+    quantized,
 )
-from tree_models.layers.attention import HeadAttention
 from tree_models.layers.decoder import DecoderLayer
 from tree_models.layers.experts import DenseAndExperts, MixtureOfExperts
 from tree_models.layers.linear import PlainWeight
 from tree_models.layers.mlp import MLP
-from tree_models.layers.norm import HeadNorm, Normalization
-from tree_models.layers.paged import PagedPass, pass_of
+from tree_models.layers.paged import PagedPass
 from tree_models.layers.rank_group import RankGroup
-from tree_models.layers.rotary import Angles, scaled_queries
+from tree_models.layers.rotary import Angles
 from tree_models.layers.router import TopKRouter
-from tree_models.spec import AttentionSpec, GateSpec
-
-# Of the table for layers that embed no positions: those of the largest captured pass by default.
-_UNTURNED_ROWS = 512
+from tree_models.spec import GateSpec
 
 
 @dataclass(frozen=True, slots=True)
@@ -54,27 +48,13 @@ class LinearsByRows:
 
 
 @dataclass(frozen=True, slots=True)
-class QuantizedWeight:
-    """A copy of a weight in int8, and the bias."""
-
-    weight: Weight
-    bias: Tensor | None
-
-    @classmethod
-    def of(cls, product: PlainWeight) -> QuantizedWeight:
-        """The weight itself where it has an odd number of columns, which int8 weights cannot have."""
-        weight = product.weight.detach()
-        return cls(weight if weight.shape[1] % 2 else Int8Weight.of(weight), product.bias)
-
-
-@dataclass(frozen=True, slots=True)
 class MLPParts:
     """Weights of an MLP, and what it computes between them."""
 
-    gate_up: PlainWeight | QuantizedWeight
+    gate_up: Product
     activation: Activation
     gated: bool
-    down: PlainWeight | QuantizedWeight
+    down: Product
 
 
 @dataclass(frozen=True, slots=True)
@@ -90,14 +70,9 @@ class ExpertParts:
 class LayerParts:
     """Weights of one decoder layer, and what it computes between its products."""
 
-    cache_layer: int
-    head_width: int
-    scaling: float
-    variant: AttentionVariant
     before_attention: Norm | None
-    qkv: PlainWeight | QuantizedWeight
-    heads: HeadForm
-    out: PlainWeight | QuantizedWeight
+    mixer: AttentionMixer | ConvolutionMixer | DeltaMixer
+    out: Product
     attention_sum: SumForm
     before_mlp: Norm | None
     parallel: bool
@@ -108,39 +83,32 @@ class LayerParts:
         """The layer with copies of its weights in int8; experts stay as they are."""
         mlp = self.mlp
         if isinstance(mlp, MLPParts):
-            mlp = replace(mlp, gate_up=_quantized(mlp.gate_up), down=_quantized(mlp.down))
-        return replace(self, qkv=_quantized(self.qkv), out=_quantized(self.out), mlp=mlp)
-
-
-def _quantized(product: PlainWeight | QuantizedWeight) -> QuantizedWeight:
-    return product if isinstance(product, QuantizedWeight) else QuantizedWeight.of(product)
+            mlp = replace(mlp, gate_up=quantized(mlp.gate_up), down=quantized(mlp.down))
+        return replace(self, mixer=self.mixer.quantized(), out=quantized(self.out), mlp=mlp)
 
 
 def parts_of(layer: DecoderLayer) -> LayerParts | None:
     """The parts of a layer whose products lie as published and whose form the launches have, else None."""
     attention, spec = layer.attention, layer.spec
-    if not isinstance(attention, HeadAttention) or not _is_launched(attention.spec):
+    mixer = mixer_of(attention)
+    if mixer is None:
         return None
     norms = [layer.before_attention, layer.after_attention, layer.before_mlp, layer.after_mlp]
     found = [None if norm is None else norm_of(norm) for norm in norms]
-    heads, qkv, out = _head_form(attention), attention.qkv.plain, attention.out.plain
+    product: Any = attention.out
+    out: PlainWeight | None = product.plain
     if isinstance(layer.mlp, DenseAndExperts) or layer.added_input is not None or layer.scale is not None:
         return None
     mlp = _mlp_parts(layer.mlp) if isinstance(layer.mlp, MLP) else _expert_parts(layer.mlp)
-    if heads is None or mlp is None or qkv is None or out is None:
+    if mlp is None or out is None:
         return None
     before_attention, after_attention, before_mlp, after_mlp = found
     unusual = spec.parallel or after_mlp is not None
     if [one is None for one in norms] != [one is None for one in found] or (isinstance(mlp, ExpertParts) and unusual):
         return None
     return LayerParts(
-        cache_layer=attention.cache_layer,
-        head_width=attention.spec.head_width,
-        scaling=attention.spec.scaling,
-        variant=attention.variant,
         before_attention=before_attention,
-        qkv=qkv,
-        heads=heads,
+        mixer=mixer,
         out=out,
         attention_sum=SumForm(after_attention, spec.residual_scale),
         before_mlp=before_mlp,
@@ -148,12 +116,6 @@ def parts_of(layer: DecoderLayer) -> LayerParts | None:
         mlp=mlp,
         mlp_sum=SumForm(after_mlp, spec.residual_scale),
     )
-
-
-def _is_launched(spec: AttentionSpec) -> bool:
-    """Whether a launch makes queries, keys and values as this attention has them."""
-    unusual = spec.gated or spec.output_gate is not None or spec.keys_are_values or spec.keys_of is not None
-    return not unusual and (spec.clip, spec.value_norm, spec.value_width, spec.value_scale) == (None, None, 0, 1.0)
 
 
 def _mlp_parts(mlp: MLP) -> MLPParts | None:
@@ -174,13 +136,6 @@ def _expert_parts(experts: MixtureOfExperts) -> ExpertParts | None:
     return ExpertParts(experts.weights, experts.router, shared)
 
 
-def norm_of(norm: Normalization) -> Norm | None:
-    """The norm as the launches take it; None for one without weights."""
-    if norm.weight is None:
-        return None
-    return Norm(norm.weight, norm.spec.epsilon, norm.bias, centered=norm.spec.kind == "layer")
-
-
 class FusedForm:
     """A decoder layer by the `RowLinears` for its number of rows; see `tree_models.layers.decoder.LayerForm`.
 
@@ -194,7 +149,6 @@ class FusedForm:
         self.parts, self.linears, self.experts, self.ranks = parts, linears, experts, ranks
         # Of the layer behind this one, where that has a form too.
         self.next_norm: Norm | None = None
-        self._still: Angles | None = None
 
     def compute_layer(
         self, hidden: Tensor, carried: ScaledRows | None, angles: Angles | None, step: PagedPass
@@ -204,9 +158,9 @@ class FusedForm:
         if linears is None:
             return None
         scaled = carried or _scaled(linears, hidden, parts.before_attention)
-        attended = self._attended(linears, scaled, angles, step)
+        mixed = parts.mixer.mixed(linears, scaled, angles, step)
         inner = None if parts.parallel else parts.before_mlp
-        hidden, normed = self._added(linears, attended, parts.out, hidden, inner, parts.attention_sum)
+        hidden, normed = self._added(linears, mixed, parts.out, hidden, inner, parts.attention_sum)
         if not parts.parallel:
             scaled = normed or ScaledRows(hidden, None, 0.0)
         if isinstance(parts.mlp, MLPParts):
@@ -218,7 +172,7 @@ class FusedForm:
         self,
         linears: RowLinears,
         rows: Tensor,
-        product: PlainWeight | QuantizedWeight,
+        product: Product,
         residual: Tensor,
         norm: Norm | None,
         form: SumForm,
@@ -256,29 +210,6 @@ class FusedForm:
         hidden = ranks.summed(part)
         return hidden, None if norm is None else linears.scale_rows(hidden, norm)
 
-    def _attended(self, linears: RowLinears, scaled: ScaledRows, angles: Angles | None, step: PagedPass) -> Tensor:
-        """[R, Hq * D]."""
-        parts = self.parts
-        step = pass_of(parts.variant, step)
-        keys, values = step.cache.keys[parts.cache_layer], step.cache.values[parts.cache_layer]
-        angles = angles or self._unturned(len(scaled.rows), step)
-        heads = HeadRows(angles.cosines, angles.sines, step.slots, keys, values)
-        # The weight behind attention is not prefetched: that slows this product by more than it saves there, 3 % of a
-        # layer of 1 to 64 rows (benchmarks/results/2026-11-27-h100-vectors.md).
-        query = linears.rotary_linear(scaled, parts.qkv.weight, parts.qkv.bias, heads, form=parts.heads)
-        if angles.query_scale is not None:
-            query = scaled_queries(query, angles.query_scale)
-        attended: Tensor = step.attention.run(step.plan, query, keys, values, parts.scaling, parts.variant)
-        return attended.flatten(1)
-
-    def _unturned(self, rows: int, step: PagedPass) -> Angles:
-        """Angles of zero, for a layer that embeds no positions. Made once for many rows, since a launch costs time."""
-        if self._still is None or len(self._still.cosines) < rows:
-            shape, device = (max(rows, _UNTURNED_ROWS), self.parts.head_width), step.slots.device
-            with torch.inference_mode(False):
-                self._still = Angles(torch.ones(shape, device=device), torch.zeros(shape, device=device))
-        return Angles(self._still.cosines[:rows], self._still.sines[:rows])
-
 
 class QuantizedForm:
     """A layer whose passes of few rows read copies of its weights in int8, since they take as long as reading; those of
@@ -304,7 +235,7 @@ class FinalRows:
         self,
         norm: Norm | None,
         linears: LinearsByRows,
-        head: tuple[LinearsByRows, PlainWeight | QuantizedWeight] | None = None,
+        head: tuple[LinearsByRows, Product] | None = None,
     ) -> None:
         """With `head`, its product is computed so for the numbers of rows that are named there."""
         self._norm, self._linears, self._head = norm, linears, head
@@ -331,16 +262,3 @@ def _activated(linears: RowLinears, parts: MLPParts, scaled: ScaledRows) -> Tens
 
 def _scaled(linears: RowLinears, hidden: Tensor, norm: Norm | None) -> ScaledRows:
     return ScaledRows(hidden, None, 0.0) if norm is None else linears.scale_rows(hidden, norm)
-
-
-def _head_form(attention: HeadAttention) -> HeadForm | None:
-    """What is done to heads before attention; None for norms with weights of each head's own."""
-    if attention.query_norm is None or attention.key_norm is None:
-        return HeadForm()
-    query, key = _head_norm(attention.query_norm), _head_norm(attention.key_norm)
-    return None if query is None or key is None else HeadForm(query, key)
-
-
-def _head_norm(norm: HeadNorm) -> Norm | None:
-    found = norm_of(norm.norm)
-    return None if found is None or found.weight.dim() > 1 else found

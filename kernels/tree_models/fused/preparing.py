@@ -28,20 +28,22 @@ from tree_kernels.linear import (
     row_linears,
     single_row_linears,
 )
+from tree_kernels.recurrence import RecurrentPass, RecurrentStates, TreeRecurrence
 from tree_models.agreement import agree
 from tree_models.fused.forms import (
     FinalRows,
     FusedForm,
     LinearsByRows,
     QuantizedForm,
-    QuantizedWeight,
-    norm_of,
     parts_of,
 )
+from tree_models.fused.mixers import AttentionMixer, QuantizedWeight, norm_of
+from tree_models.layers.attention import HeadAttention
 from tree_models.layers.decoder import Decoder, LayerStack
 from tree_models.layers.linear import Linear
 from tree_models.layers.norm import Normalization
 from tree_models.layers.paged import PagedPass
+from tree_models.layers.recurrent import state_shape
 from tree_models.layers.rotary import Angles
 from tree_models.spec import AttentionSpec
 
@@ -89,7 +91,9 @@ def prepare_layers(stack: LayerStack, norm: Normalization | None, head: Linear, 
         ranges += [(MANY_ROWS, many_row_linears(device))] if options.many else []
     by_rows = LinearsByRows(tuple(ranges))
     experts = row_experts(device, invariant=options.invariant)
-    fused = _fuse(stack, by_rows, experts) if options.fused or options.invariant else 0
+    fused = 0
+    if options.fused or options.invariant:
+        fused = _fuse(stack, by_rows, experts, invariant=options.invariant)
     final, product = None if norm is None else norm_of(norm), head.plain
     if options.invariant:
         if fused < len(stack.layers) or final is None or product is None:
@@ -110,11 +114,14 @@ def prepare_layers(stack: LayerStack, norm: Normalization | None, head: Linear, 
     return fused
 
 
-def _fuse(stack: LayerStack, linears: LinearsByRows, experts: RowExperts) -> int:
-    """Give forms to the layers that can have one. May be called again."""
+def _fuse(stack: LayerStack, linears: LinearsByRows, experts: RowExperts, *, invariant: bool) -> int:
+    """Give forms to the layers that can have one; where they have to be `invariant`, not to those with states, whose
+    rows are computed in ways that depend on their number. May be called again."""
     forms: list[FusedForm | None] = []
     for index, layer in enumerate(stack.layers):
         parts = parts_of(layer)
+        if invariant and parts is not None and not isinstance(parts.mixer, AttentionMixer):
+            parts = None
         of_layer = linears, experts, stack.place.ranks
         form = None if parts is None or not _can_be_launched(layer) else FusedForm(parts, *of_layer)
         if form is not None and not _agreed(stack, computes_the_same(stack, index, form)):
@@ -146,14 +153,14 @@ def computes_the_same(stack: LayerStack, index: int, form: FusedForm) -> bool:
     """Whether a layer's form, by each of its linears, and its plain form agree on random rows: output, keys and
     values. False where a kernel fails."""
     layer: Any = stack.layers[index]
-    spec = layer.attention.spec
+    attention = layer.attention
     with torch.compiler.set_stance("force_eager"):
         for most, linears in form.linears.ranges:
             hidden, given, angles = _probe_rows(stack, index, int(min(_PROBE_ROWS, most)))
-            expected = _outcome(partial(layer, hidden, angles, given=given), hidden, spec, form.parts.cache_layer)
+            expected = _outcome(partial(layer, hidden, angles, given=given), hidden, attention)
             alone = FusedForm(form.parts, LinearsByRows(((inf, linears),)), form.experts, form.ranks)
             try:
-                found = _outcome(partial(_run, alone, hidden, given, angles), hidden, spec, form.parts.cache_layer)
+                found = _outcome(partial(_run, alone, hidden, given, angles), hidden, attention)
             except Exception:
                 # A device or a compiler may not take the kernels: the plain form serves.
                 log.warning("layer %d cannot be fused on %s", index, hidden.device, exc_info=True)
@@ -184,11 +191,30 @@ def _run(form: FusedForm, hidden: Tensor, given: Tensor | None, angles: Angles |
     return done[0]
 
 
-def _outcome(run: Any, hidden: Tensor, spec: AttentionSpec, cache_layer: int) -> Sequence[Tensor]:
-    """What a layer adds to `hidden`, and the keys and values that it writes."""
-    step = _probe_step(hidden, spec, cache_layer)
+def _outcome(run: Any, hidden: Tensor, attention: Any) -> Sequence[Tensor]:
+    """What a layer adds to `hidden`, and what it keeps: keys and values, or inputs and gates of its states."""
+    if not isinstance(attention, HeadAttention):
+        states = RecurrentStates(
+            attention.state_layer + 1, 1, len(hidden), state_shape(attention.spec, hidden.shape[1]), hidden.dtype,
+            hidden.device,
+        )  # fmt: skip
+        output = run(step=_recurrent_step(hidden, states))
+        return output - hidden, states.inputs[attention.state_layer], states.gates[attention.state_layer]
+    step, layer = _probe_step(hidden, attention.spec, attention.cache_layer), attention.cache_layer
     output = run(step=step)
-    return output - hidden, step.cache.keys[cache_layer], step.cache.values[cache_layer]
+    return output - hidden, step.cache.keys[layer], step.cache.values[layer]
+
+
+def _recurrent_step(hidden: Tensor, states: RecurrentStates) -> PagedPass:
+    """A pass over the first rows of a sequence, whose state is empty."""
+    recurrence = TreeRecurrence("triton" if hidden.is_cuda else "torch", hidden.device)
+    batch = _first_rows(len(hidden))
+    plan = RecurrentPass(recurrence, recurrence.plan(batch, (1,), states), states)
+    return PagedPass(None, AttentionPlan(batch), hidden.new_empty(0), None, plan)
+
+
+def _first_rows(rows: int) -> AttentionBatch:
+    return AttentionBatch((0, rows), (0,), ((0,),), rows, (None,))
 
 
 @dataclass(frozen=True, slots=True)
@@ -211,5 +237,4 @@ def _probe_step(hidden: Tensor, spec: AttentionSpec, cache_layer: int) -> PagedP
     keys, values = (hidden.new_zeros(1, rows, spec.kv_heads, spec.head_width) for _ in range(2))
     slots = torch.arange(rows, device=hidden.device).flip(0)
     cache = SimpleNamespace(keys={cache_layer: keys}, values={cache_layer: values})
-    plan = AttentionPlan(AttentionBatch((0, rows), (0,), ((0,),), rows, (None,)))
-    return PagedPass(_ProbeAttention(slots), plan, slots, cache)
+    return PagedPass(_ProbeAttention(slots), AttentionPlan(_first_rows(rows)), slots, cache)

@@ -9,7 +9,15 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
-from tree_kernels.recurrence import HeadsLayout, RecurrentPass, ShortConvolution, StateRule, StateShape
+from tree_kernels.recurrence import (
+    HeadsLayout,
+    RecurrentPass,
+    ShortConvolution,
+    StateRule,
+    StateShape,
+    delta_gates,
+    gated_heads,
+)
 from tree_models.layers.linear import Linear
 from tree_models.layers.paged import PagedPass
 from tree_models.layers.placing import Placement
@@ -82,13 +90,8 @@ class GatedDeltaNet(nn.Module):
         spec = self.spec
         product: Tensor = self.products(rows)
         inputs, gate = product[:, : len(self.weight)], product[:, len(self.weight) :]
-        betas, decays = self.gates(rows).float().chunk(2, dim=-1)
-        decays = self.decay * functional.softplus(decays + self.decay_bias)
-        mixed = self._mixed(inputs, torch.cat([decays, torch.sigmoid(betas)], dim=-1), step)
-        normed = functional.rms_norm(mixed.float(), (spec.value_width,), None, spec.epsilon)
-        normed = self.norm * normed.to(mixed.dtype)
-        gated = normed * functional.silu(gate.float()).view_as(normed)
-        output: Tensor = self.out(gated.to(rows.dtype).flatten(1))
+        mixed = self._mixed(inputs, delta_gates(self.gates(rows), self.decay, self.decay_bias), step)
+        output: Tensor = self.out(gated_heads(mixed, gate, self.norm, spec.epsilon))
         return output
 
     @torch.compiler.disable  # type: ignore[untyped-decorator]

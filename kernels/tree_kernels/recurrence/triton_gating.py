@@ -1,0 +1,44 @@
+"""Triton: `gating`, a launch each."""
+
+from __future__ import annotations
+
+import triton
+import triton.language as tl
+
+
+@triton.jit(do_not_specialize=["stride"])
+def delta_gates_kernel(product, decay, bias, gates, stride, HEADS: tl.constexpr, BLOCK: tl.constexpr):  # type: ignore[no-untyped-def]
+    """One row a program."""
+    row, head = tl.program_id(0).to(tl.int64), tl.arange(0, BLOCK)
+    there = head < HEADS
+    beta = tl.load(product + row * stride + head, mask=there, other=0.0).to(tl.float32)
+    number = tl.load(product + row * stride + HEADS + head, mask=there, other=0.0).to(tl.float32)
+    number += tl.load(bias + head, mask=there, other=0.0)
+    # Softplus: log(1 + e), by its series where adding 1 would round e.
+    small = tl.exp(-tl.abs(number))
+    series = small * (1.0 - small * (0.5 - small * (1.0 / 3.0 - small * 0.25)))
+    log = tl.maximum(number, 0.0) + tl.where(small < 0.01, series, tl.log(1.0 + small))
+    log *= tl.load(decay + head, mask=there, other=0.0)
+    tl.store(gates + row * 2 * HEADS + head, log, mask=there)
+    tl.store(gates + row * 2 * HEADS + HEADS + head, tl.sigmoid(beta), mask=there)
+
+
+@triton.jit(do_not_specialize=["stride"])
+def gated_heads_kernel(  # type: ignore[no-untyped-def]
+    mixed, gate, weight, output, stride, epsilon, HEADS: tl.constexpr, WIDTH: tl.constexpr, BLOCK_HEADS: tl.constexpr,
+    BLOCK: tl.constexpr,
+):  # fmt: skip
+    """BLOCK_HEADS heads of one row a program."""
+    row, column = tl.program_id(0).to(tl.int64), tl.arange(0, BLOCK)[None, :]
+    head = (tl.program_id(1) * BLOCK_HEADS + tl.arange(0, BLOCK_HEADS))[:, None]
+    there = (head < HEADS) & (column < WIDTH)
+    at = head * WIDTH + column
+    kind = output.dtype.element_ty
+    number = tl.load(mixed + row * HEADS * WIDTH + at, mask=there, other=0.0).to(tl.float32)
+    factor = tl.rsqrt(tl.sum(number * number, 1) / WIDTH + epsilon)
+    # Rounded where the plain form rounds.
+    normed = (number * factor[:, None]).to(kind).to(tl.float32)
+    scale = tl.load(weight + column + 0 * head, mask=there, other=0.0).to(tl.float32)
+    normed = (normed * scale).to(kind).to(tl.float32)
+    opening = tl.load(gate + row * stride + at, mask=there, other=0.0).to(tl.float32)
+    tl.store(output + row * HEADS * WIDTH + at, normed * opening * tl.sigmoid(opening), mask=there)
