@@ -44,7 +44,8 @@ class ChatAnswers:
         """The form of an answer that calls tools for certain; None for one that need not. Raises `InvalidField`."""
         if tools is None or not tools.required:
             return None
-        return self._calls_of(self._forced, tools.parameters(), tools, self._reasons(self._forced, prompt))
+        forced = self._forced_for(tools)
+        return self._calls_of(forced, tools.parameters(), tools, self._reasons(forced, prompt))
 
     async def triggered_form(self, tools: ToolSet | None, prompt: Sequence[int], check: Check) -> TriggeredForm | None:
         """The form of the calls of an answer that may call tools, for from where it begins to; None where there is
@@ -145,7 +146,7 @@ class ChatAnswers:
 
     def _format_for(self, tools: ToolSet | None) -> AnswerFormat | None:
         if tools is not None and tools.required:
-            return self._forced
+            return self._forced_for(tools)
         found = self.tokenizer.answer_format
         if tools is None or not tools.callable:
             return None if found is None else found.without(CALLS)
@@ -160,10 +161,17 @@ class ChatAnswers:
         fields = {**found.fields, CALLS: default.fields[CALLS]}
         return replace(default, response_template={**found.response_template, "fields": fields})
 
-    @cached_property
-    def _forced(self) -> AnswerFormat:
+    def _forced_for(self, tools: ToolSet) -> AnswerFormat:
+        """The model's own format of calls, if calls of these tools can be held to it."""
         found = self.tokenizer.answer_format
-        return found if found is not None and found.call is not None else self._explained
+        if found is None or found.call is None:
+            return self._explained
+        if found.call.argument:
+            try:
+                self._calls_of(found, tools.parameters(), tools, None)
+            except InvalidField:
+                return self._explained
+        return found
 
     def _prompt_end(self, prompt: Sequence[int]) -> str:
         return str(self.tokenizer.backend.decode(list(prompt[-_PROMPT_END:]), skip_special_tokens=False))

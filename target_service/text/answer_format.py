@@ -45,11 +45,14 @@ _CALL = {"type": "function", "function": {"name": "{name}", "arguments": "{conte
 class CallText:
     """The text of tool calls, for answers that are held to them: `begin`, then `text` for each call, of which
     `separator` stands between two, and `end`. In `text`, `$name` is the tool's name as JSON, `$bare_name` as it stands,
-    `$index` the call's place and `$arguments` the JSON of its arguments. `single` formats have one call an answer. All
-    of it begins with `trigger`, and an answer that has it calls tools; with `only_first` one that begins with it."""
+    `$index` the call's place and `$arguments` the JSON of its arguments. With an `argument` that is such a text for
+    each argument instead, in which `$key` is its name and `$value` its JSON, or of a string the string as it stands.
+    `single` formats have one call an answer. All of it begins with `trigger`, and an answer that has it calls tools;
+    with `only_first` one that begins with it."""
 
     text: str
     trigger: str
+    argument: str = ""
     begin: str = ""
     separator: str = ""
     end: str = ""

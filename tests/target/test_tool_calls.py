@@ -14,6 +14,7 @@ from llguidance import LLMatcher
 from scripted_service import byte_tokenizer, model_tokenizer
 from tokenizers import AddedToken
 
+from outrider.answer_parts import ToolCallPart
 from outrider.errors import InvalidField
 from outrider.structured_output import StructuredOutput
 from outrider.tree import TokenTree
@@ -36,6 +37,7 @@ PARAMETERS: dict[str, dict[str, Any]] = {
     "add": {"type": "object", "properties": INTEGER, "required": ["x"], "additionalProperties": False},
     "now": {"type": "object", "properties": {}, "additionalProperties": False},
 }
+TOOLS = [{"type": "function", "function": {"name": name, "parameters": own}} for name, own in PARAMETERS.items()]
 CALLS = [("add", '{"x":1}'), ("now", "{}")]
 FORCED = {name: found for name, (found, _) in formats().items() if found.call is not None}
 
@@ -52,10 +54,15 @@ def knowing(found: AnswerFormat) -> ModelTokenizer:
 def written(found: AnswerFormat, calls: list[tuple[str, str]]) -> str:
     call = found.call
     assert call is not None
-    texts = [
-        Template(call.text).substitute(name=json.dumps(name), bare_name=name, index=0, arguments=arguments)
-        for name, arguments in calls
-    ]
+    texts = []
+    for name, arguments in calls:
+        if call.argument:
+            values = [(key, value if isinstance(value, str) else json.dumps(value, separators=(",", ":")))
+                      for key, value in json.loads(arguments).items()]  # fmt: skip
+            arguments = "".join([Template(call.argument).substitute(key=key, value=value) for key, value in values])
+        texts.append(
+            Template(call.text).substitute(name=json.dumps(name), bare_name=name, index=0, arguments=arguments)
+        )
     return call.begin + call.separator.join(texts) + call.end
 
 
@@ -78,11 +85,11 @@ def test_a_grammar_takes_what_the_parser_reads(name: str) -> None:
         matcher.consume_tokens(ids)
         assert matcher.is_accepting()
         # Arguments that do not match are none.
-        wrong = tokenizer.encode(written(found, [("add", '{"x":"1"}')]))
+        wrong = tokenizer.encode(written(found, [("add", '{"x":"one"}')]))
         matcher.reset()
         assert matcher.validate_tokens(wrong) < len(wrong)
         answer = tokenizer.answer((), shown=tokenizer.special_in(found))
-        parser = AnswerParser(found)
+        parser = AnswerParser(found, "", TOOLS)
         parts = [part for token in ids for part in parser.push(answer.push([token]))]
         parts += parser.push(answer.finish()) + parser.finish()
         names = [part.name for part in parts if getattr(part, "name", "")]
@@ -150,8 +157,11 @@ class TestAuto:
             assert await self.form_of(other) is None
         # Of a model without a form of calls, in that which it is told.
         assert (await self.form_of(chat_tools(self.ADD), "{{ messages }}")).trigger == "<tool_call>"
-        # Arguments that are no JSON.
-        assert await self.form_of(chat_tools(self.ADD), "{{ tools }}<function=<parameter=") is None
+        # Arguments between tags, and Python's, which no text describes.
+        form = await self.form_of(chat_tools(self.ADD), "{{ tools }}<function=<parameter=")
+        assert form.trigger == "<tool_call>" and "<parameter=x>" in form.form.grammar
+        pythonic = "{{ tools }}<|tool_call_start|><|tool_call_end|>"
+        assert await self.form_of(chat_tools(self.ADD), pythonic) is None
 
     async def test_a_schema_that_cannot_be_held_to_is_an_object_unless_it_is_strict(self) -> None:
         form = await self.form_of(chat_tools(self.ADD, self.UNIQUE))
@@ -159,6 +169,68 @@ class TestAuto:
         with pytest.raises(InvalidField, match="uniqueItems"):
             await self.form_of(chat_tools(self.ADD, {**self.UNIQUE, "strict": True}))
         assert (await self.form_of(chat_tools({**self.ADD, "strict": True}, self.UNIQUE))) is not None
+
+
+PERSON: dict[str, Any] = {
+    "type": "object",
+    "properties": {
+        "name": {"type": "string"}, "kind": {"type": "string", "enum": ["cat", "dog"]}, "age": {"type": "integer"},
+        "tags": {"type": "array", "items": {"type": "string"}}, "note": {"type": "string"},
+    },
+    "required": ["name", "kind"],
+}  # fmt: skip
+CLOSED = {"qwen_coder": "</parameter>", "glm": "</arg_value>"}
+
+
+@pytest.mark.parametrize("special", [False, True], ids=["text", "special"])
+@pytest.mark.parametrize("name", CLOSED)
+class TestTaggedArguments:
+    def taken(self, name: str, special: bool, schema: dict[str, Any], text: str) -> bool:
+        call, tokenizer = FORCED[name].call, byte_tokenizer()
+        assert call is not None
+        if special:
+            marks = [AddedToken(mark, special=True) for mark in ("<tool_call>", "</tool_call>", CLOSED[name])]
+            tokenizer.add_special_tokens({"extra_special_tokens": marks})
+        own = tokenizer_of(tokenizer)
+        grammar = tool_call_grammar(call, {"f": schema}, own, single=True, reasoning=None)
+        words = grammar_tokenizer(own, max(own.get_vocab().values()) + 1, (2,))
+        matcher = LLMatcher(words, LLMatcher.grammar_from_lark(grammar))
+        assert not matcher.is_error(), matcher.get_error()
+        ids = own.encode(text)
+        return bool(matcher.try_consume_tokens(ids) == len(ids) and matcher.is_accepting())
+
+    def test_values_are_held_to_their_types(self, name: str, special: bool) -> None:
+        right: list[dict[str, Any]] = [
+            {"name": "", "kind": "cat"},
+            {"name": 'A <b> of\n\nlines, 日本 "quoted"', "kind": "dog", "age": 3, "note": "x"},
+            {"name": "n", "kind": "dog", "age": -3, "tags": ["a", "<b>"]},
+        ]
+        wrong: list[dict[str, Any]] = [
+            {"name": "n"}, {"name": "n", "kind": "cow"}, {"name": "n", "kind": "cat", "age": "old"},
+            {"name": "n", "kind": "cat", "tags": [1]}, {"kind": "cat", "name": "n"},
+            {"name": "n", "kind": "cat", "x": 1},
+            {"name": f"a{CLOSED[name]}b", "kind": "cat"},
+        ]  # fmt: skip
+        tools = [{"type": "function", "function": {"name": "f", "parameters": PERSON}}]
+        for values in right + wrong:
+            text = written(FORCED[name], [("f", json.dumps(values))])
+            assert self.taken(name, special, PERSON, text) == (values in right), text
+            if values in right:
+                parser = AnswerParser(FORCED[name], "", tools)
+                calls = [part for part in [*parser.push(text), *parser.finish()] if isinstance(part, ToolCallPart)]
+                assert [json.loads(call.arguments) for call in calls] == [values]
+
+    def test_what_cannot_be_held_to_is_refused_or_any(self, name: str, special: bool) -> None:
+        for own in ({"type": "string", "pattern": "a+"}, {"type": ["string", "null"]}, {"anyOf": []}, {"$ref": "#"},
+                    True, {"type": "string", "enum": [" a"]}):  # fmt: skip
+            with pytest.raises(InvalidField, match="cannot be held to"):
+                self.taken(name, special, {"type": "object", "properties": {"x": own}}, "")
+        for odd in ({"minProperties": 1}, {"required": ["x"]}):
+            with pytest.raises(InvalidField, match="cannot be held to"):
+                self.taken(name, special, {"type": "object", **odd}, "")
+        text = written(FORCED[name], [("f", '{"any": "text of it", "x1": "1"}')])
+        assert self.taken(name, special, {"type": "object"}, text)
+        assert not self.taken(name, special, {"type": "object", "additionalProperties": False}, text)
 
 
 @pytest.mark.parametrize(("reasoning", "text"), [(True, "hm</think>\n\n"), (False, "<think>hm</think>"), (False, "")])
