@@ -17,6 +17,8 @@ _BATCH = 32
 # Bytes of hidden states beside all pages, in the host's memory. Chosen: 260,000 tokens of a head that reads 4,096
 # numbers of each in bf16.
 _MOST_STATES = 2 << 30
+# Of a key.
+_TOKEN_BYTES = 4
 
 
 class PageStates(Protocol):
@@ -132,8 +134,12 @@ class PrefixTree:
         """The nodes that hold the text's beginning, first page first: whole pages of at most `most` tokens, where their
         successors are known too."""
         node, size = self._root, self._pages.page_size
-        for start in range(0, min(most - size, len(token_ids) - self.key_tokens) + 1, size):
-            following = node.children.get(_key(node, tenant, token_ids[start : start + self.key_tokens]))
+        last = min(most - size, len(token_ids) - self.key_tokens)
+        # All at once: by the page, most of a long text's time is that of its slices.
+        text = _bytes(token_ids[: last + self.key_tokens])
+        for start in range(0, last + 1, size):
+            tokens = text[_TOKEN_BYTES * start : _TOKEN_BYTES * (start + self.key_tokens)]
+            following = node.children.get(_key(node, tenant, tokens))
             if following is None:
                 return
             node = following
@@ -143,7 +149,7 @@ class PrefixTree:
         """The node of these `key_tokens` tokens, a page of them and its successors, behind `parent`, or at the text's
         beginning. A new one caches `page`; an old one has a page of its own."""
         above = parent or self._root
-        key = _key(above, tenant, token_ids)
+        key = _key(above, tenant, _bytes(token_ids))
         node = above.children.get(key)
         if node is None:
             self._pages.cache(page)
@@ -220,9 +226,8 @@ class PrefixTree:
             self._changes.append(PageChange(node.hash))
 
 
-def _key(above: PrefixNode, tenant: str, token_ids: SequenceOf[int]) -> _Key:
-    """The key of a page behind `above`. Behind a tenant's own page nothing is public."""
-    tokens = _bytes(token_ids)
+def _key(above: PrefixNode, tenant: str, tokens: bytes) -> _Key:
+    """The key of a page behind `above`, of these int32 tokens. Behind a tenant's own page nothing is public."""
     return (None if tokens in above.public else tenant), tokens
 
 
