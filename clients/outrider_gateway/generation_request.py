@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from array import array
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 
@@ -44,7 +45,7 @@ class Prompt:
         """What every later turn of the same conversation begins with: all up to its first question, cut after
         `_BEGINNING` characters or tokens."""
         if not self.messages:
-            return self.text[:_BEGINNING] or repr(self.token_ids[:_BEGINNING])
+            return self.text[:_BEGINNING] or array("q", self.token_ids[:_BEGINNING]).tobytes().hex()
         asked = next((place for place, one in enumerate(self.messages) if one.role == "user"), 0)
         return "\0".join([one.content[:_BEGINNING] for one in self.messages[: asked + 1]])
 
