@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, replace
 
-from outrider.busy_polling import BUSY_POLL_SECONDS, MOST_BUSY_POLL_SECONDS
+from outrider.busy_polling import BUSY_POLL_SECONDS, MOST_BUSY_POLL_SECONDS, usable_cores
 from outrider.limits import TenantLimits
 from outrider.named_heads import NamedSettings, head_in_process
 from outrider.settings import ServiceSettings, comma_words, setting
@@ -15,6 +15,9 @@ MOST_LOOKED_UP = 15
 MOST_DRAFTED = 255
 # `outrider.drafting.link.INPROCESS_SCHEME`, whose import would load gRPC.
 _INPROCESS = "inprocess:"
+# Processes that compile at start: as many as there are cores besides those of target and draft, and so many at most,
+# since each takes some 300 MB. Chosen.
+_MOST_COMPILERS, _OTHER_CORES = 12, 4
 # More than any machine has cores for.
 MOST_THREADS = 1024
 # More than any model has key heads for.
@@ -135,6 +138,9 @@ class TargetConfig(ServiceSettings):
     )
     capture_seconds: float = setting(
         120.0, "time at start for capturing steps as CUDA graphs; 0 runs them eagerly", ge=0
+    )
+    compile_processes: int = setting(
+        -1, "processes that compile kernels at start, beside each other; 0: none, -1: by the cores", ge=-1, le=64
     )
     max_context: int = setting(0, "longest sequence, prompt and output; 0 takes the model's own, at most 8192", ge=0)
     max_running: int = setting(64, "sequences that run at once", ge=1, le=MAX_SEQUENCES)
@@ -296,6 +302,13 @@ class TargetConfig(ServiceSettings):
         """Whether steps are captured as CUDA graphs."""
         wanted = self.capture_seconds > 0 and not self.lockstep
         return self.device.startswith("cuda") and wanted and self.attention in ("auto", "triton")
+
+    @property
+    def compilers(self) -> int:
+        """Processes that compile kernels at start, -1 resolved."""
+        if not self.captures or self.compile_processes >= 0:
+            return self.compile_processes if self.captures else 0
+        return max(0, min(_MOST_COMPILERS, int(usable_cores()) - _OTHER_CORES))
 
     @property
     def longest_prompt_wait(self) -> float:

@@ -13,6 +13,7 @@ import sys
 import threading
 from collections.abc import Awaitable, Callable, Coroutine, Iterator, Mapping
 from concurrent.futures import Future, ThreadPoolExecutor
+from pathlib import Path
 from typing import Any, NoReturn, TypeVar
 
 from outrider.log_limit import LogLimit
@@ -64,6 +65,13 @@ def prepare_onednn() -> None:
         os.environ.setdefault(name, capacity)
 
 
+def prepare_triton() -> None:
+    """Keep compiled kernels beside models and other compiled code, so that one folder is to be kept between starts of a
+    container. Must run before the first `import triton`; the operator's setting wins."""
+    base = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache")
+    os.environ.setdefault("TRITON_CACHE_DIR", str(base / "outrider" / "triton"))
+
+
 def switch_threads_often() -> None:
     """Let a woken thread run soon while others compute. For a process that answers within a step."""
     sys.setswitchinterval(SWITCH_SECONDS)
@@ -74,6 +82,7 @@ def prepare_service() -> None:
     prepare_grpc()
     prepare_openmp()
     prepare_onednn()
+    prepare_triton()
     switch_threads_often()
     collect_seldom()
 

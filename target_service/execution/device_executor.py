@@ -4,7 +4,7 @@ log-probabilities where they were asked for."""
 from __future__ import annotations
 
 import importlib.util
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from collections.abc import Sequence as SequenceOf
 from dataclasses import dataclass
 from typing import Literal
@@ -104,13 +104,24 @@ class DeviceSteps:
 
     def warm_up(self) -> None:
         """Compile every kernel that a request may need, so that none waits for it. Takes seconds for each, once."""
-        self._verifier.warm_up(self._runner.dtype, typical=(False, True) if self._typical else (False,))
-        # Of shaped logits.
-        self._verifier.warm_up(torch.float32, filtered=(True,), typical=(self._typical,))
+        self._runner.ahead.compile("what follows steps", self._launches())
+        self._runner.ahead.close()
+        self._warm_up_verifier()
         self._post_pass.capture_ahead()
         if self._pre_pass is not None:
             self._pre_pass.capture_ahead()
             node_tables.warm_up()
+
+    def _launches(self) -> Iterator[Callable[[], object]]:
+        yield self._warm_up_verifier
+        yield from self._post_pass.launches()
+        if self._pre_pass is not None:
+            yield from self._pre_pass.launches()
+
+    def _warm_up_verifier(self) -> None:
+        self._verifier.warm_up(self._runner.dtype, typical=(False, True) if self._typical else (False,))
+        # Of shaped logits.
+        self._verifier.warm_up(torch.float32, filtered=(True,), typical=(self._typical,))
 
     def use_pause(self) -> bool:
         """See `Steps.use_pause`."""

@@ -9,9 +9,10 @@ from __future__ import annotations
 import itertools
 import logging
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from enum import Enum, auto
+from functools import partial
 from typing import Literal, NamedTuple
 
 import torch
@@ -77,6 +78,16 @@ class PostPass:
             self._runner.prepare_moves(done, self._verifier.verdicts)
         graph_buffers = done.graph_buffers if distributions is None else None
         self._graphs.replay_or_capture(graph_buffers, work, lambda: self._launch(work, done, distributions))
+
+    def launches(self) -> Iterator[Callable[[], object]]:
+        """What follows each captured pass, to be launched; and behind the smallest what only some requests need."""
+        tables = self._runner.node_table is not None
+        for number, done in enumerate(self._runner.empty_passes()):
+            works = list(_all_work(drafts=len(done.token_ids) > 1, tables=tables, typical=self._typical))
+            if not number:
+                works += _work_of_some(drafts=len(done.token_ids) > 1, tables=tables)
+            for work in works:
+                yield partial(self._launch, work, done, None)
 
     def capture_ahead(self) -> None:
         """Capture what follows captured passes, size by size for as long as there is time, so that no request waits

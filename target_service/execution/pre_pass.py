@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable, Iterator
+from functools import partial
+
 from torch import Tensor
 
 from target_service.model.cuda_graphs.pass_graphs import PassGraphs
@@ -25,17 +28,22 @@ class PrePass:
     ) -> None:
         """Take the newest tables, move the step on and choose its rows; see `NodeTable.choose_rows`. `graph_buffers`
         owns the step's tensors; None where they are allocated for this step."""
-        table, mail = self._table, self._mail
         # Not a part of the graph: it depends on what was sent.
-        mail.await_sent()
-
-        def launch() -> None:
-            table.copy_sent_tables(mail)
-            table.choose_rows(step, self._runner.pending, moves, laid_out)
-
+        self._mail.await_sent()
         # Behind steps of other kinds, and where the host laid rows out, single launches do: they are few.
         usual = moves is None and not laid_out
+        launch = partial(self._launch, step, moves, laid_out)
         self._graphs.replay_or_capture(graph_buffers if usual else None, None, launch)
+
+    def launches(self) -> Iterator[Callable[[], object]]:
+        """What comes before each captured pass, to be launched."""
+        for empty in self._runner.empty_passes():
+            if empty.step is not None and len(empty.token_ids) > 1:
+                yield partial(self._launch, empty.step, None, 0)
+
+    def _launch(self, step: StepIntegers, moves: Tensor | None, laid_out: int) -> None:
+        self._table.copy_sent_tables(self._mail)
+        self._table.choose_rows(step, self._runner.pending, moves, laid_out)
 
     def capture_ahead(self) -> None:
         """Capture what comes before each captured pass. Before the first request."""

@@ -25,6 +25,7 @@ from target_service.model.rank_link import MoveAccepted, MoveRows, RankLink, Run
 from target_service.model.support import description_of
 from target_service.model.transformers_network import TransformersNetwork, pack_linears
 from target_service.text.tokenizer import ModelTokenizer
+from tree_kernels.ahead import AheadCompiler
 from tree_kernels.attention import AttentionBatch, Backend, TreeAttention
 from tree_kernels.latent_attention import LatentAttention, LatentBackend
 from tree_kernels.logit_shaping import SequenceTexts
@@ -75,6 +76,8 @@ class ModelRunner:
         # The hidden states that a drafter reads, and the part of its head that runs here.
         self.hooks: LayerHooks | None = None
         self.draft_head: DraftHead | None = None
+        # Compiles ahead what captured steps and what follows them launch, if anything does.
+        self.ahead = AheadCompiler((), 0)
         self._recurrence: TreeRecurrence | None = None
         if self.cache.recurrent is not None:
             kind: RecurrenceBackend = "triton" if self.attention.backend == "triton" else "torch"

@@ -7,7 +7,7 @@ device, leaves that layer plain.
 from __future__ import annotations
 
 import logging
-from collections.abc import Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import partial
 from itertools import pairwise
@@ -18,6 +18,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from tree_kernels.ahead import AheadCompiler
 from tree_kernels.attention import AttentionBatch, AttentionPlan
 from tree_kernels.experts import RowExperts, row_experts
 from tree_kernels.linear import (
@@ -57,6 +58,8 @@ MANY_ROWS = 1536
 _PROBE_ROWS = 5
 # Between the positions of two rows, so that slow angles turn too.
 _PROBE_STRIDE = 37
+# Returns what a layer adds, and the keys and values that it writes.
+_Trial = Callable[[], Sequence[Tensor]]
 
 
 @dataclass(frozen=True, slots=True)
@@ -70,19 +73,27 @@ class LayerOptions:
     int8: bool = False  # passes of few rows read copies of the weights in int8
 
 
-def prepare_decoder(decoder: Decoder, options: LayerOptions) -> int:
-    """Prepare a decoder, in place and for good. Returns how many layers are fused.
+def prepare_decoder(decoder: Decoder, options: LayerOptions, ahead: AheadCompiler | None = None) -> int:
+    """Prepare a decoder, in place and for good. Returns how many layers are fused. `ahead` compiles the kernels of
+    the forms before these are tried.
 
     Raises `ValueError` where a layer cannot be made `invariant`.
     """
     for rotary in decoder.rotaries:
         rotary.tabulate(decoder.longest_context)
-    return prepare_layers(decoder, decoder.norm, decoder.head, options)
+    return prepare_layers(decoder, decoder.norm, decoder.head, options, ahead)
 
 
-def prepare_layers(stack: LayerStack, norm: Normalization | None, head: Linear, options: LayerOptions) -> int:
-    """Prepare layers, and the last norm and the head behind them, in place and for good. Returns how many layers are
-    fused. Raises `ValueError` where a layer cannot be made `invariant`."""
+def prepare_layers(
+    stack: LayerStack,
+    norm: Normalization | None,
+    head: Linear,
+    options: LayerOptions,
+    ahead: AheadCompiler | None = None,
+) -> int:
+    """Prepare layers, and the last norm and the head behind them, in place and for good; `ahead` as in
+    `prepare_decoder`. Returns how many layers are fused. Raises `ValueError` where a layer cannot be made
+    `invariant`."""
     device = stack.place.device
     linears = row_linears(device, invariant=options.invariant)
     ranges: list[tuple[float, RowLinears]] = [(inf if options.invariant else MAX_ROWS, linears)]
@@ -93,7 +104,7 @@ def prepare_layers(stack: LayerStack, norm: Normalization | None, head: Linear, 
     experts = row_experts(device, invariant=options.invariant)
     fused = 0
     if options.fused or options.invariant:
-        fused = _fuse(stack, by_rows, experts, invariant=options.invariant)
+        fused = _fuse(stack, by_rows, experts, ahead, invariant=options.invariant)
     final, product = None if norm is None else norm_of(norm), head.plain
     if options.invariant:
         if fused < len(stack.layers) or final is None or product is None:
@@ -114,19 +125,23 @@ def prepare_layers(stack: LayerStack, norm: Normalization | None, head: Linear, 
     return fused
 
 
-def _fuse(stack: LayerStack, linears: LinearsByRows, experts: RowExperts, *, invariant: bool) -> int:
+def _fuse(
+    stack: LayerStack, linears: LinearsByRows, experts: RowExperts, ahead: AheadCompiler | None, *, invariant: bool
+) -> int:
     """Give forms to the layers that can have one; where they have to be `invariant`, not to those with states, whose
     rows are computed in ways that depend on their number. May be called again."""
     forms: list[FusedForm | None] = []
-    for index, layer in enumerate(stack.layers):
+    for layer in stack.layers:
         parts = parts_of(layer)
         if invariant and parts is not None and not isinstance(parts.mixer, AttentionMixer):
             parts = None
         of_layer = linears, experts, stack.place.ranks
-        form = None if parts is None or not _can_be_launched(layer) else FusedForm(parts, *of_layer)
+        forms.append(None if parts is None or not _can_be_launched(layer) else FusedForm(parts, *of_layer))
+    if ahead is not None:
+        ahead.compile("fused layers", _all_trials(stack, forms))
+    for index, form in enumerate(forms):
         if form is not None and not _agreed(stack, computes_the_same(stack, index, form)):
-            form = None
-        forms.append(form)
+            forms[index] = None
     for form, after in pairwise(forms):
         if form is not None and after is not None:
             form.next_norm = after.parts.before_attention
@@ -134,6 +149,13 @@ def _fuse(stack: LayerStack, linears: LinearsByRows, experts: RowExperts, *, inv
     fused = sum(form is not None for form in forms)
     log.info("%d of %d layers run in fused form", fused, len(forms))
     return fused
+
+
+def _all_trials(stack: LayerStack, forms: Sequence[FusedForm | None]) -> Iterator[Callable[[], object]]:
+    """What `computes_the_same` launches of all forms."""
+    for index, form in enumerate(forms):
+        if form is not None:
+            yield from (trial for _, trial in _trials(stack, index, form))
 
 
 def _agreed(stack: LayerStack, fits: bool) -> bool:
@@ -152,23 +174,33 @@ def _can_be_launched(layer: Any) -> bool:
 def computes_the_same(stack: LayerStack, index: int, form: FusedForm) -> bool:
     """Whether a layer's form, by each of its linears, and its plain form agree on random rows: output, keys and
     values. False where a kernel fails."""
-    layer: Any = stack.layers[index]
-    attention = layer.attention
     with torch.compiler.set_stance("force_eager"):
-        for most, linears in form.linears.ranges:
-            hidden, given, angles = _probe_rows(stack, index, int(min(_PROBE_ROWS, most)))
-            expected = _outcome(partial(layer, hidden, angles, given=given), hidden, attention)
-            alone = FusedForm(form.parts, LinearsByRows(((inf, linears),)), form.experts, form.ranks)
+        for plain, trial in _trials(stack, index, form):
+            expected = plain()
             try:
-                found = _outcome(partial(_run, alone, hidden, given, angles), hidden, attention)
+                found = trial()
             except Exception:
                 # A device or a compiler may not take the kernels: the plain form serves.
-                log.warning("layer %d cannot be fused on %s", index, hidden.device, exc_info=True)
+                log.warning("layer %d cannot be fused on %s", index, stack.place.device, exc_info=True)
                 return False
             if not agree(found, expected):
                 log.warning("layer %d computes something else in fused form, and stays plain", index)
                 return False
     return True
+
+
+def _trials(stack: LayerStack, index: int, form: FusedForm) -> Iterator[tuple[_Trial, _Trial]]:
+    """For each of a form's linears: what runs the plain layer on random rows, and what runs the form with those
+    linears alone."""
+    layer: Any = stack.layers[index]
+    attention = layer.attention
+    for most, linears in form.linears.ranges:
+        hidden, given, angles = _probe_rows(stack, index, int(min(_PROBE_ROWS, most)))
+        alone = FusedForm(form.parts, LinearsByRows(((inf, linears),)), form.experts, form.ranks)
+        yield (
+            partial(_outcome, partial(layer, hidden, angles, given=given), hidden, attention),
+            partial(_outcome, partial(_run, alone, hidden, given, angles), hidden, attention),
+        )
 
 
 def _probe_rows(stack: LayerStack, index: int, rows: int) -> tuple[Tensor, Tensor | None, Angles | None]:

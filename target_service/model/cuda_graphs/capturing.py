@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 import sys
+from functools import partial
 
 import torch
 from rich.progress import Progress
@@ -30,6 +31,7 @@ def capture_steps(captured: CapturedRunner, *, seconds: float, memory_share: flo
     runner's cache, just large enough to run a step, is replaced by one of `memory_share` of the memory that is free
     then, or kept with 0. Raises `ModelRefused` where steps of several ranks cannot be captured.
     """
+    captured.ahead.compile("steps", (partial(captured.rehearse, bucket) for bucket in ordered_sizes(captured)))
     before = captured.free_memory()
     try:
         captured.capture(captured.buckets[-1:])
@@ -62,14 +64,19 @@ def _cache_of(small: KVCache, free: float, share: float) -> KVCache:
 
 
 def _capture_all(captured: CapturedRunner, seconds: float) -> None:
-    largest, *others = reversed(captured.buckets)
-    # The largest first, which every step fits.
-    ordered = [largest, *sorted(others, key=_importance)]
+    ordered = ordered_sizes(captured)
     with Progress(transient=True, disable=not sys.stderr.isatty(), console=error_console()) as bars:
         bar = bars.add_task("capturing steps", total=len(ordered))
         done = captured.capture(ordered, seconds=seconds, progress=lambda: bars.advance(bar))
     captured.keep_to_captured()
     log.info("captured %d of %d sizes of steps", done, len(ordered))
+
+
+def ordered_sizes(captured: CapturedRunner) -> list[Bucket]:
+    """All sizes, the most important first."""
+    largest, *others = reversed(captured.buckets)
+    # The largest first, which every step fits.
+    return [largest, *sorted(others, key=_importance)]
 
 
 def _importance(bucket: Bucket) -> tuple[bool, int, int]:

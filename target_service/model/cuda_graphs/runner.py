@@ -80,7 +80,8 @@ class CapturedRunner(ModelRunner):
         self._captured: dict[Bucket, _Captured] = {}
         self._pool: Any = torch.cuda.graph_pool_handle()
         self._stream = torch.cuda.Stream(self.device)  # type: ignore[no-untyped-call]
-        prepare_network(self.network, self._options.layers)
+        self.ahead = runner.ahead
+        prepare_network(self.network, self._options.layers, self.ahead)
         self.draft_head = runner.draft_head
         if runner.node_table is not None:
             self._keep_tokens_as(runner.node_table)
@@ -271,14 +272,17 @@ class CapturedRunner(ModelRunner):
             self.link.send(ReplayPass(bucket.rows, bucket.sequences))
         captured.graph.replay()
 
-    def _capture(self, bucket: Bucket) -> _Captured:
-        link = self.link
-        if link is not None:
-            link.send(CapturePass(bucket.rows, bucket.sequences))
+    @torch.inference_mode()
+    def rehearse(self, bucket: Bucket) -> None:
+        """Launch what a step of this size launches, outside of a graph and without effect. Not with other ranks."""
+        self._run(self._rehearsed(bucket))
+
+    def _rehearsed(self, bucket: Bucket) -> StepBuffer:
+        """A buffer that holds a step which fills the bucket and writes no key."""
         pages_each = self.cache.pages_for(self.max_context + bucket.rows)
         verified = self._options.max_sequences, self._options.max_rows
         recurrent, size = self._recurrence is not None, self.cache.page_size
-        sizes, shared = (size, pages_each, verified), link is not None
+        sizes, shared = (size, pages_each, verified), self.link is not None
         buffer = StepBuffer(bucket, self._triton, self.device, *sizes, recurrent=recurrent, shared=shared)
         # Compiled for the alignment of this buffer's parts. No sequence has a row yet, so nothing moves on.
         buffer.advance_one_token(self._last_position)
@@ -287,6 +291,13 @@ class CapturedRunner(ModelRunner):
             self.node_table.warm_up(buffer.step)
         buffer.load(buffer.rehearsal(), self._last_position)
         buffer.loaded()
+        return buffer
+
+    def _capture(self, bucket: Bucket) -> _Captured:
+        link = self.link
+        if link is not None:
+            link.send(CapturePass(bucket.rows, bucket.sequences))
+        buffer = self._rehearsed(bucket)
         self._stream.wait_stream(torch.cuda.current_stream(self.device))
         with torch.cuda.stream(self._stream), torch._dynamo.config.patch(recompile_limit=_RECOMPILE_LIMIT):
             # Compiles layers, and lets libraries allocate what they keep.

@@ -20,6 +20,7 @@ from outrider.checkpoints.refusal import CheckpointRefused
 from outrider.checkpoints.tensors import read_tensor
 from outrider.devices import choose_device
 from outrider.heads import tokenizer_fingerprint
+from outrider.processes.python import module_command
 from target_service.config import TargetConfig
 from target_service.model.head_projection import read_draft_head
 from target_service.model.loading.self_check import check_runner, own_logits, plain_logits
@@ -38,6 +39,7 @@ from target_service.model.support import (
 )
 from target_service.model.transformers_network import TransformersNetwork, pack_linears
 from target_service.text.loading import load_tokenizer
+from tree_kernels.ahead import CHILD, AheadCompiler
 from tree_kernels.attention import Backend
 from tree_kernels.recurrence import MOST_NODES, RecurrentStates
 from tree_models.building import build
@@ -90,6 +92,17 @@ def load_runner(config: TargetConfig, link: RankGroupLink | None = None) -> Mode
     if 0 < config.kv_tokens < _LEAST_KV_TOKENS:
         raise ModelRefused(f"--kv-tokens must be at least {_LEAST_KV_TOKENS}, or 0")
     choose_device(config.device)
+    # From now on, so that they have imported all when they are needed. Ranks would wait for each other.
+    ahead = AheadCompiler(module_command(CHILD), config.compilers if link is None else 0)
+    try:
+        return _load(config, link, ahead)
+    except BaseException:
+        ahead.close()
+        raise
+
+
+def _load(config: TargetConfig, link: RankGroupLink | None, ahead: AheadCompiler) -> ModelRunner:
+    """See `load_runner`. `ahead` compiles what steps launch."""
     _set_threads(config, link)
     folder = resolve(config.model)
     checkpoint = Checkpoint.of_folder(folder, DEQUANTISED_FORMATS)
@@ -124,6 +137,7 @@ def load_runner(config: TargetConfig, link: RankGroupLink | None = None) -> Mode
         tokenizer_fingerprint=tokenizer_fingerprint(tokenizer),
         **_cache_sizes(config, network, link),
     )
+    runner.ahead = ahead
     if config.draft_head and (link is None or link.leads):
         runner.run_head(read_draft_head(config.draft_head, settings.num_hidden_layers, settings.hidden_size))
     check_runner(runner, own)
