@@ -45,6 +45,7 @@ class AheadCompiler:
             with torch.inference_mode(), collecting(put):
                 for launch in launches:
                     launch()
+        # A start must not fail by what only makes it faster: what is wrong raises again where it is launched.
         except Exception:
             log.warning("not all of %s can be compiled ahead", what, exc_info=True)
         collected = time.monotonic() - begin
