@@ -10,6 +10,7 @@ import torch
 
 from target_service.core.kv_cache import KVCache
 from target_service.model.cuda_graphs import capturing
+from tree_kernels.ahead import AheadCompiler
 
 GB = 1 << 30
 
@@ -37,6 +38,7 @@ class Captured:
 
     def __init__(self, device: Device) -> None:
         self._device = device
+        self.ahead = AheadCompiler((), 0)
         self.buckets: Sequence[int] = [1]
         self.cache = KVCache(4, 16, [(2, 8, 8)] * 2, torch.float32, torch.device("cpu"))
 
