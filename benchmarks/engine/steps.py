@@ -33,7 +33,7 @@ from benchmarks.shared.report import median_and_spread, parser_of, show, write_j
 from target_service.model.cuda_graphs.runner import CapturedRunner, CaptureOptions
 from target_service.model.forward import ForwardInput
 from target_service.model.runner import ModelRunner, runner_over
-from target_service.model.support import has_latents, kv_bytes
+from target_service.model.support import has_latents
 from tree_kernels.attention import AttentionBatch, Backend
 from tree_models.families import describe as describe_family
 from tree_models.fused.preparing import LayerOptions
@@ -74,6 +74,13 @@ SHAPES: dict[str, dict[str, Any]] = {
         "num_key_value_heads": 8, "intermediate_size": 12288, "vocab_size": 65536,
         "full_attn_idxs": [2, 5, 8, 10, 12, 14], "tie_word_embeddings": True,
     },
+    "gpt-oss-20b": {
+        "model_type": "gpt_oss", "hidden_size": 2880, "num_hidden_layers": 24, "num_attention_heads": 64,
+        "num_key_value_heads": 8, "head_dim": 64, "intermediate_size": 2880, "num_local_experts": 32,
+        "num_experts_per_tok": 4, "sliding_window": 128, "vocab_size": 201088, "tie_word_embeddings": False,
+    },
+    # In transformers' default sizes.
+    "gemma4": {"model_type": "gemma4_text", "num_kv_shared_layers": 6},
     "deepseek-v2-lite": _V2_LITE | {"first_k_dense_replace": 1},
     # Every row of a tree chooses its own experts, which costs more than all else; without experts attention shows.
     "deepseek-v2-lite-dense": _V2_LITE | {"first_k_dense_replace": 27},
@@ -329,12 +336,15 @@ def floor_ms(decoder: Decoder, config: PretrainedConfig, load: StepLoad, bytes_p
     parameters = sum(prod(spec.shape) * share_read(name, config, rows) for name, spec in specs)
     # Of the embedding a step reads a few rows; a tied head is it.
     parameters -= config.vocab_size * config.hidden_size
-    kept = kv_bytes(config, 1, latent=has_latents(config)) * CONTEXT * len(load.rows)
-    kept = kept * len(decoder.cache_shapes) // decoder.layer_count
-    states = 0
+    if decoder.layer_inputs is not None:
+        parameters -= decoder.layer_inputs.table.numel()
+    kept, states = 0, 0
+    for shape, window in zip(decoder.cache_shapes, decoder.windows, strict=True):
+        numbers = shape.heads * (shape.key_width + shape.value_width)
+        kept += numbers * min(window or CONTEXT, CONTEXT) * len(load.rows)
     if decoder.recurrent_layers is not None:
-        layers, shape = decoder.recurrent_layers
-        states = 4 * layers * shape.heads * shape.key_width * shape.value_width * len(load.rows)
+        layers, of_state = decoder.recurrent_layers
+        states = 4 * layers * of_state.heads * of_state.key_width * of_state.value_width * len(load.rows)
     return float((2 * (parameters + kept) + states) / bytes_per_ms)
 
 

@@ -117,7 +117,7 @@ def test_captured_steps_over_latents(draft: str) -> None:
     assert [one.token_ids for one in outcomes] == [one.token_ids for one in said]
 
 
-@pytest.mark.parametrize("name", ["mistral, window", "gemma3"])
+@pytest.mark.parametrize("name", ["mistral, window", "gemma3", "gemma4", "gpt_oss"])
 @pytest.mark.parametrize("draft", ["none", "knowing"])
 @pytest.mark.parametrize("selects", [False, True], ids=["host rows", "device rows"])
 def test_captured_windows_in_few_frames(name: str, draft: str, selects: bool) -> None:
