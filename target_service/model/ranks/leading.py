@@ -99,6 +99,8 @@ class FollowingRanks:
                 asked = time.monotonic()
                 outbox.send(pack(Ping()))
             elif asked and time.monotonic() - asked > self._heartbeat_seconds:
+                # It would not see this one's end either.
+                process.kill()
                 self._end_service("rank %d has not answered for %.0f s", rank, self._heartbeat_seconds)
         status = exit_status(process)
         if not self._closing.wait(_GRACE_SECONDS if status else 0.0):
