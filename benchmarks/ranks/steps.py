@@ -32,6 +32,7 @@ from benchmarks.engine.steps import (
     timeline_of,
 )
 from benchmarks.shared.report import parser_of, show, write_json
+from outrider.devices import choose_device
 from outrider.processes.python import module_command
 from target_service.config import TargetConfig
 from target_service.model.loading.loader import RankGroupLink
@@ -83,8 +84,7 @@ def load_random(config: TargetConfig, link: RankGroupLink | None) -> ModelRunner
     settings, device = config_of(shape, int(layers) if layers else None), torch.device(config.device)
     description = describe(settings)
     assert description is not None, "the shapes are of families with an entry"
-    if device.type == "cuda":
-        torch.cuda.set_device(device)
+    choose_device(config.device)
     meta = Placement(torch.device("meta"), torch.bfloat16, latent=has_latents(settings))
     tensors = RandomTensors(Decoder(description.spec, description.names, meta), device)
     place = Placement(device, getattr(torch, config.dtype), latent=meta.latent, ranks=link)

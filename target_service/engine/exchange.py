@@ -4,22 +4,18 @@ from __future__ import annotations
 
 import threading
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from pathlib import Path
-
-from torch import Tensor
 
 from outrider.errors import NotSupported, OutriderError, QuotaExceeded, WeightsChanged
 from outrider.weight_updates import RunningRequests, WeightsUpdated
 from target_service.core.sequence import SequenceEvent
 from target_service.core.weights import UpdateDone, WeightUpdate
 from target_service.engine.loop import EngineLoop
+from target_service.model.rank_link import DropWeights, WriteWeights
 from target_service.model.runner import ModelRunner
-from target_service.model.weights.files import read_weights
-from target_service.model.weights.room import HostRoom
-from target_service.model.weights.slots import weight_slots, write_weights
-from tree_models.slots import WeightSlot, specs_of
+from target_service.model.weights.update import WaitingWeights
 
 
 @dataclass(slots=True)
@@ -30,11 +26,10 @@ class _Pending:
     update: WeightUpdate
     done: UpdateDone
     # Holds the new weights until they are written.
-    room: HostRoom
+    waiting: WaitingWeights
     begun_ns: int = field(default_factory=time.monotonic_ns)
-    slots: list[WeightSlot] = field(default_factory=list)
-    # None until they are read.
-    weights: Mapping[str, Tensor] | None = None
+    # Whether they are read, by every rank.
+    read: bool = False
     prepare_ns: int = 0
     cancelled: bool = False
 
@@ -56,10 +51,8 @@ class WeightExchange:
 
     def start_reading(self, update_id: int, update: WeightUpdate, done: UpdateDone) -> None:
         """Begin to read weights; `done` receives the result, once. Raises `QuotaExceeded` while another update is under
-        way, and `NotSupported` for a model that several processes share."""
-        if self.runner.ranks > 1:
-            raise NotSupported("weights are not exchanged with --tensor-parallel: restart with the new ones")
-        pending = _Pending(update_id, update, done, HostRoom(self.runner.device))
+        way."""
+        pending = _Pending(update_id, update, done, WaitingWeights(self.runner.network))
         with self._lock:
             if self._pending is not None:
                 raise QuotaExceeded("another update of the weights is under way")
@@ -82,7 +75,7 @@ class WeightExchange:
     def turn(self) -> list[SequenceEvent]:
         """Advance the update under way, between two steps. Returns the events of sequences that it ended."""
         pending, scheduler = self._pending, self.loop.scheduler
-        if pending is None or pending.weights is None:
+        if pending is None or not pending.read:
             return []
         if pending.cancelled:
             self._finish()
@@ -94,9 +87,9 @@ class WeightExchange:
         self.loop.settling = True
         if not self.loop.settled:
             return []
-        return self._exchange(pending, pending.weights)
+        return self._exchange(pending)
 
-    def _exchange(self, pending: _Pending, weights: Mapping[str, Tensor]) -> list[SequenceEvent]:
+    def _exchange(self, pending: _Pending) -> list[SequenceEvent]:
         begun_ns, scheduler = time.monotonic_ns(), self.loop.scheduler
         events: list[SequenceEvent] = []
         if pending.update.running is RunningRequests.ABORT:
@@ -104,16 +97,18 @@ class WeightExchange:
             events += [self.loop.fail(sequence, error) for sequence in scheduler.begun()]
         continued = len(scheduler.begun())
         # A failure in here leaves a mix of old and new weights, which ends the engine.
-        write_weights(pending.slots, weights, self.runner.device, self.beat)
+        if self.runner.link is not None:
+            self.runner.link.send(WriteWeights())
+        pending.waiting.write(self.beat)
         self.loop.exchanged(version=self.loop.model_version + 1)
         self.pause_ns = time.monotonic_ns() - begun_ns
-        memory = {tensor.data_ptr(): tensor.nbytes for tensor in weights.values()}
+        sizes = pending.waiting.sizes
         self._finish()
         pending.done(
             WeightsUpdated(
                 model_version=self.loop.model_version,
-                tensors=len(memory),
-                bytes=sum(memory.values()),
+                tensors=len(sizes),
+                bytes=sum(sizes),
                 prepare=pending.prepare_ns / 1e9,
                 pause=self.pause_ns / 1e9,
                 aborted=len(events),
@@ -126,19 +121,21 @@ class WeightExchange:
         """End the update under way, and let waiting sequences begin. Returns it."""
         with self._lock:
             pending, self._pending = self._pending, None
-            read = pending is not None and pending.weights is not None
+            read = pending is not None and pending.read
         if pending is not None and read:
-            pending.room.release()
+            self._drop(pending)
         self.loop.settling = False
         self.loop.scheduler.release()
         return pending
 
     def _prepare(self, pending: _Pending) -> None:
         """Read the weights, in a separate thread."""
+        link = self.runner.link
         try:
-            slots = weight_slots(self.runner.network)
-            weights = read_weights(Path(pending.update.folder), specs_of(slots), pending.room)
-            pending.room.lock()
+            pending.waiting.read(Path(pending.update.folder))
+            if link is not None:
+                # Behind this one, which has refused what is wrong with the files.
+                link.read_weights(pending.update.folder)
         except OutriderError as error:
             self._refuse(pending, error)
         # Whatever a file holds, the engine continues with the old weights.
@@ -146,18 +143,24 @@ class WeightExchange:
             self._refuse(pending, NotSupported(f"the weights cannot be read: {type(error).__name__}"))
             raise
         else:
-            pending.slots, pending.prepare_ns = slots, time.monotonic_ns() - pending.begun_ns
+            pending.prepare_ns = time.monotonic_ns() - pending.begun_ns
             with self._lock:
                 # Last: the engine's thread polls it.
-                pending.weights = weights
+                pending.read = True
                 ended = self._pending is not pending
             if ended:
                 # The engine ended meanwhile, and did not release the room that this thread used.
-                pending.room.release()
+                self._drop(pending)
             self.wake()
 
+    def _drop(self, pending: _Pending) -> None:
+        """Give the memory of new weights back, on every rank."""
+        if self.runner.link is not None:
+            self.runner.link.send(DropWeights())
+        pending.waiting.release()
+
     def _refuse(self, pending: _Pending, error: OutriderError) -> None:
-        pending.room.release()
+        self._drop(pending)
         with self._lock:
             # Otherwise the engine has ended, and its error was the result.
             mine = self._pending is pending

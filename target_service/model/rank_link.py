@@ -100,7 +100,26 @@ class CountFreeMemory(_PassMessage, frozen=True):
     """Take part in finding the least free memory of all devices."""
 
 
-PassMessage = RunPass | MoveRows | MoveAccepted | CapturePass | ReplayPass | DropCaptures | UseCache | CountFreeMemory
+class WriteWeights(_PassMessage, frozen=True):
+    """Replace the model's weights by those that were read for `RankLink.read_weights`."""
+
+
+class DropWeights(_PassMessage, frozen=True):
+    """Give the memory of weights back that were read, or are being read."""
+
+
+PassMessage = (
+    RunPass
+    | MoveRows
+    | MoveAccepted
+    | CapturePass
+    | ReplayPass
+    | DropCaptures
+    | UseCache
+    | CountFreeMemory
+    | WriteWeights
+    | DropWeights
+)
 
 
 class RankLink(Protocol):
@@ -122,3 +141,7 @@ class RankLink(Protocol):
 
     def least(self, number: int) -> int:
         """The smallest of all ranks' numbers."""
+
+    def read_weights(self, folder: str) -> None:
+        """Have every other rank read its part of a folder's weights, and wait until all have, while passes run. Raises
+        `NotSupported` where one cannot."""

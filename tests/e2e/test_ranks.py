@@ -5,6 +5,7 @@ from __future__ import annotations
 import random
 import subprocess
 import sys
+import threading
 from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
@@ -23,18 +24,22 @@ from engine_harness import (
     request,
     run,
 )
+from other_weights import other_weights
 from scripted_service import byte_tokenizer
 from transformers import PreTrainedModel
 from waits import HUNG_SECONDS, wait_until
 
-from outrider.errors import NotSupported
+from outrider.errors import OutriderError
 from outrider.processes.python import module_command
 from outrider.sampling import SamplingParams
+from outrider.weight_updates import WeightsUpdated
 from outrider_client import SyncClient
 from target_service.config import TargetConfig
 from target_service.core.sequence import SequenceRequest
 from target_service.core.weights import WeightUpdate
 from target_service.engine.exchange import WeightExchange
+from target_service.engine.loop import EngineLoop
+from target_service.execution.host_executor import HostSteps
 from target_service.model.ranks.leading import load_ranks
 from target_service.model.runner import ModelRunner
 from target_service.model.support import ModelRefused
@@ -128,10 +133,26 @@ def test_a_trie_changes_nothing(runner: ModelRunner, model: PreTrainedModel) -> 
     assert sum(outcome.finished.totals.accepted_tokens for outcome in tried) > 10
 
 
-def test_weights_are_not_exchanged(runner: ModelRunner) -> None:
-    exchange: Any = WeightExchange(runner, None, lambda: None, lambda: None)  # type: ignore[arg-type]
-    with pytest.raises(NotSupported, match="--tensor-parallel"):
-        exchange.start_reading(1, WeightUpdate("/nowhere"), lambda _: None)
+def test_weights_are_exchanged_on_every_rank(
+    runner: ModelRunner, model: PreTrainedModel, folder: Path, tmp_path: Path
+) -> None:
+    """For others, and back."""
+    wanted, changed = requests(SAMPLINGS["greedy"]), other_weights(model)
+    changed.save_pretrained(tmp_path)
+    for version, (source, served) in enumerate([(tmp_path, changed), (folder, model)], start=2):
+        loop = EngineLoop(runner, engine_config(), steps=HostSteps(runner))
+        loop.model_version = version - 1
+        read = threading.Event()
+        exchange = WeightExchange(runner, loop, read.set, lambda: None)
+        results: list[WeightsUpdated | OutriderError] = []
+        exchange.start_reading(1, WeightUpdate(str(source)), results.append)
+        assert read.wait(HUNG_SECONDS)
+        assert exchange.turn() == []
+        (done,) = results
+        assert isinstance(done, WeightsUpdated) and done.model_version == version
+        assert done.bytes == 4 * sum(weight.numel() for weight in model.parameters())
+        expected = [plain(served, one) for one in wanted]
+        assert [outcome.token_ids for outcome in run(runner, wanted)] == expected
 
 
 def test_a_model_that_cannot_be_divided_is_refused(folder: Path) -> None:

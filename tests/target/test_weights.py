@@ -265,7 +265,7 @@ def test_a_write_that_fails_ends_the_engine(start: Start, folder: Path, monkeypa
     def broken(*_: object) -> None:
         raise RuntimeError("the device is gone")
 
-    monkeypatch.setattr("target_service.engine.exchange.write_weights", broken)
+    monkeypatch.setattr("target_service.model.weights.update.write_weights", broken)
     running.update(folder)
     assert isinstance(running.refused(), EngineDead)
     assert running.engine.failure is not None
@@ -280,7 +280,7 @@ class Rooms:
         self.before_lock: Callable[[], object] = lambda: None
         monkeypatch.setattr("target_service.model.weights.room._page_lock", self._lock)
         monkeypatch.setattr("target_service.model.weights.room._page_unlock", self._unlock)
-        monkeypatch.setattr("target_service.engine.exchange.HostRoom", lambda _: HostRoom(torch.device("cuda")))
+        monkeypatch.setattr("target_service.model.weights.update.HostRoom", lambda _: HostRoom(torch.device("cuda")))
 
     def wait_empty(self) -> None:
         deadline = time.monotonic() + HUNG_SECONDS

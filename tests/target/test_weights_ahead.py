@@ -61,7 +61,7 @@ def test_continuing_behind_steps_under_way(
     while ended < len(wanted):
         if steps == after_steps:
             exchange.start_reading(1, WeightUpdate(str(tmp_path), RunningRequests.CONTINUE), results.append)
-            while exchange._pending is not None and exchange._pending.weights is None:
+            while exchange._pending is not None and not exchange._pending.read:
                 time.sleep(0.001)
         assert exchange.turn() == []
         for event in loop.step() or ():

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import replace
 
 import torch
@@ -13,9 +14,9 @@ from tree_models.layers.decoder import Decoder
 from tree_models.layers.placing import Placement
 from tree_models.layers.rank_group import RankGroup
 from tree_models.names import WeightNames
-from tree_models.ranks.cuts import RankTensors, cuts_of
+from tree_models.ranks.cuts import Cut, RankTensors, cuts_of
 from tree_models.ranks.share import rank_share
-from tree_models.slots import specs_of
+from tree_models.slots import TensorSpec, specs_of
 from tree_models.spec import DecoderSpec
 from tree_models.weights.checkpoint import TensorSource
 from tree_models.weights.loading import check_names, load_slots
@@ -31,6 +32,10 @@ class RankDecoder(Decoder):
         super().__init__(rank_share(spec, place.ranks.size), names, place)
         self._ranks: RankGroup = place.ranks
         self._vocabulary_size = spec.vocabulary_size
+        # The whole decoder's shapes.
+        skeleton = Decoder(spec, names, replace(place, device=torch.device("meta"), ranks=None))
+        self.whole_specs: Mapping[str, TensorSpec] = specs_of(skeleton.slots())
+        self.cuts: Mapping[str, Cut] = cuts_of(spec, names, place.ranks.rank, place.ranks.size)
 
     @property
     def vocabulary_size(self) -> int:
@@ -57,13 +62,9 @@ def build_rank(description: Description, checkpoint: TensorSource, place: Placem
         FamilyRefused: the description asks for what is not computed, or cannot be divided by so many ranks.
         WeightsRefused: the checkpoint's tensors are not the whole decoder's.
     """
-    spec, names, ranks = description.spec, description.names, place.ranks
-    assert ranks is not None, "a decoder without ranks is built by `tree_models.building.build`"
-    # The whole decoder's shapes first, as parts of wrong shapes may fit.
-    skeleton = Decoder(spec, names, replace(place, device=torch.device("meta"), ranks=None))
-    check_names(specs_of(skeleton.slots()), checkpoint, names)
-    decoder = RankDecoder(spec, names, place)
+    decoder = RankDecoder(description.spec, description.names, place)
     decoder.eval()
-    own = RankTensors(checkpoint, cuts_of(spec, names, ranks.rank, ranks.size))
-    load_slots(decoder.slots(), own, names)
+    # The whole shapes first, as parts of wrong ones may fit.
+    check_names(decoder.whole_specs, checkpoint, description.names)
+    load_slots(decoder.slots(), RankTensors(checkpoint, decoder.cuts), description.names)
     return decoder

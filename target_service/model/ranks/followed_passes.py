@@ -2,6 +2,10 @@
 
 from __future__ import annotations
 
+import logging
+import threading
+from collections.abc import Callable
+from pathlib import Path
 from typing import TYPE_CHECKING, cast
 
 import torch
@@ -14,18 +18,24 @@ from target_service.model.rank_link import (
     CapturePass,
     CountFreeMemory,
     DropCaptures,
+    DropWeights,
     MoveAccepted,
     MoveRows,
     PassMessage,
     ReplayPass,
     RunPass,
     UseCache,
+    WriteWeights,
 )
+from target_service.model.ranks.messages import WEIGHTS_READ, WEIGHTS_REFUSED
 from target_service.model.runner import ModelRunner
+from target_service.model.weights.update import WaitingWeights
 from tree_kernels.verification import Verdicts
 
 if TYPE_CHECKING:
     from target_service.model.cuda_graphs.runner import CapturedRunner
+
+log = logging.getLogger(__name__)
 
 
 class FollowedPasses:
@@ -37,6 +47,8 @@ class FollowedPasses:
         self._verdicts: dict[tuple[int, int], Verdicts] = {}
         # [rows] int32 of the last eager pass.
         self._slots: Tensor | None = None
+        self._waiting: WaitingWeights | None = None
+        self._reading: threading.Thread | None = None
 
     def follow(self, message: PassMessage) -> None:
         """Do what a message is of. Waits for the leading rank to do the same."""
@@ -58,6 +70,35 @@ class FollowedPasses:
                 self._captured.use_cache(runner.cache.like(num_pages))
             case CountFreeMemory():
                 self._captured.free_memory()
+            case WriteWeights():
+                assert self._waiting is not None, "all ranks have read theirs by then"
+                self._waiting.write(lambda: None)
+            case DropWeights():
+                self._drop_weights()
+
+    def read_weights(self, folder: Path, answer: Callable[[bytes], object]) -> None:
+        """Read weights that wait to be written, in a thread, and `answer` once they are there or cannot be read."""
+        waiting = self._waiting = WaitingWeights(self._runner.network)
+
+        def read() -> None:
+            try:
+                waiting.read(folder)
+            # Whatever a file holds, passes go on with the weights that there are.
+            except Exception:
+                log.exception("weights of a rank cannot be read")
+                answer(WEIGHTS_REFUSED)
+            else:
+                answer(WEIGHTS_READ)
+
+        self._reading = threading.Thread(target=read, name="weights", daemon=True)
+        self._reading.start()
+
+    def _drop_weights(self) -> None:
+        waiting, self._waiting = self._waiting, None
+        if waiting is not None and self._reading is not None:
+            # The leading rank has waited for it.
+            self._reading.join()
+            waiting.release()
 
     @property
     def _captured(self) -> CapturedRunner:

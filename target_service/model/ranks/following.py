@@ -14,6 +14,7 @@ from pathlib import Path
 import torch
 
 from outrider.busy_polling import BUSY_POLL_SECONDS, allowed_seconds
+from outrider.devices import choose_device
 from outrider.processes.children import received
 from outrider.processes.framing import FrameCutter
 from outrider.runtime import configure_logging, settled
@@ -21,10 +22,9 @@ from target_service.model.loading.loader import LoadRank, load_runner
 from target_service.model.rank_link import PassMessage
 from target_service.model.ranks.collectives import DistributedRanks
 from target_service.model.ranks.followed_passes import FollowedPasses
-from target_service.model.ranks.messages import BeginServing, Join, Ping, RankMessage, unpack
+from target_service.model.ranks.messages import ALIVE, BeginServing, Join, Ping, RankMessage, ReadWeights, unpack
 
 _RECEIVE_BYTES = 1 << 16
-_ANSWER = b"\1"
 
 
 class FollowingLink(DistributedRanks):
@@ -34,6 +34,9 @@ class FollowingLink(DistributedRanks):
 
     def send(self, message: PassMessage) -> None:
         """See `RankLink.send`."""
+
+    def read_weights(self, folder: str) -> None:
+        """See `RankLink.read_weights`."""
 
 
 def follow(descriptor: int, load: LoadRank = load_runner) -> None:
@@ -51,8 +54,7 @@ def follow(descriptor: int, load: LoadRank = load_runner) -> None:
     configure_logging("warning")
     config = join.config
     device = torch.device(config.device)
-    if device.type == "cuda":
-        torch.cuda.set_device(device)
+    choose_device(config.device)
     link = FollowingLink(join.rank, config.tensor_parallel, Path(join.store), config.heartbeat_seconds, device)
     passes = FollowedPasses(load(config, link))
     if device.type == "cuda":
@@ -65,7 +67,9 @@ def follow(descriptor: int, load: LoadRank = load_runner) -> None:
             elif isinstance(message, Ping):
                 if device.type == "cuda":
                     torch.cuda.synchronize(device)
-                connection.sendall(_ANSWER)
+                connection.sendall(ALIVE)
+            elif isinstance(message, ReadWeights):
+                passes.read_weights(Path(message.folder), connection.sendall)
             else:
                 assert not isinstance(message, Join), "a rank joins once"
                 passes.follow(message)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 import os
+import queue
 import select
 import socket
 import subprocess
@@ -18,6 +19,7 @@ import torch
 
 from outrider.checkpoints.causal_lm import read_configuration
 from outrider.devices import check_device, choose_device
+from outrider.errors import NotSupported
 from outrider.processes.children import exit_status, received, start_child
 from outrider.processes.outbox import Outbox
 from outrider.processes.python import module_command
@@ -27,7 +29,16 @@ from target_service.model.loading.loader import LoadRank, load_runner
 from target_service.model.loading.store import resolve
 from target_service.model.rank_link import PassMessage
 from target_service.model.ranks.collectives import DistributedRanks
-from target_service.model.ranks.messages import BeginServing, Join, Ping, RankMessage, pack
+from target_service.model.ranks.messages import (
+    ALIVE,
+    WEIGHTS_READ,
+    BeginServing,
+    Join,
+    Ping,
+    RankMessage,
+    ReadWeights,
+    pack,
+)
 from target_service.model.runner import ModelRunner
 from target_service.model.support import ModelRefused, description_of, text_part
 from tree_models.ranks.share import rank_share
@@ -49,6 +60,8 @@ class FollowingRanks:
         self._closing = threading.Event()
         self._serving = threading.Event()
         self._heartbeat_seconds = config.heartbeat_seconds
+        # Whether each has read its part, after each `ReadWeights`.
+        self.weights_read = queue.SimpleQueue[bool]()
         self._children: list[tuple[subprocess.Popen[bytes], socket.socket]] = []
         self._outboxes: list[Outbox] = []
         self._watches: list[threading.Thread] = []
@@ -89,9 +102,13 @@ class FollowingRanks:
         while True:
             readable, _, _ = select.select([connection], [], [], self._heartbeat_seconds / _PINGS_IN_HEARTBEAT)
             if readable:
-                if not received(connection, 1):
+                answer = received(connection, 1)
+                if not answer:
                     break
-                asked = 0.0
+                if answer == ALIVE:
+                    asked = 0.0
+                else:
+                    self.weights_read.put(answer == WEIGHTS_READ)
             elif self._closing.is_set():
                 # Its end is waited for.
                 continue
@@ -130,6 +147,13 @@ class LeadingLink(DistributedRanks):
     def send(self, message: PassMessage) -> None:
         """See `RankLink.send`."""
         self.followers.send(message)
+
+    def read_weights(self, folder: str) -> None:
+        """See `RankLink.read_weights`."""
+        self.followers.send(ReadWeights(folder))
+        read = [self.followers.weights_read.get() for _ in range(self.size - 1)]
+        if not all(read):
+            raise NotSupported("the weights cannot be read by every rank: see the target's log")
 
     def begin_serving(self) -> None:
         """See `DistributedRanks.begin_serving`."""

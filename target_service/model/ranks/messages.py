@@ -26,7 +26,16 @@ class BeginServing(msgspec.Struct, frozen=True, array_like=True, tag=True):
     """Wait for others no longer than for a step from now on."""
 
 
-RankMessage = Join | BeginServing | Ping | PassMessage
+class ReadWeights(msgspec.Struct, frozen=True, array_like=True, tag=True):
+    """Read this rank's part of a folder's weights, while passes run. To be answered with a byte."""
+
+    folder: str
+
+
+# Answers of a rank, one byte each: to `Ping`, and to `ReadWeights`.
+ALIVE, WEIGHTS_READ, WEIGHTS_REFUSED = b"\1", b"\2", b"\3"
+
+RankMessage = Join | BeginServing | Ping | ReadWeights | PassMessage
 _encoder = msgspec.msgpack.Encoder()
 _decoder = msgspec.msgpack.Decoder(RankMessage)
 

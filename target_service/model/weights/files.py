@@ -8,7 +8,9 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from pathlib import Path
+from types import MappingProxyType
 
 import torch
 from torch import Tensor
@@ -18,14 +20,21 @@ from outrider.checkpoints.refusal import CheckpointRefused, some
 from outrider.checkpoints.tensors import read_tensor_into
 from outrider.errors import InvalidField
 from target_service.model.weights.room import HostRoom
+from tree_models.ranks.cuts import Cut
 from tree_models.slots import TensorSpec
 
 # Types that can be rounded to those of weights, as safetensors' headers name them.
 _FLOATS = ("F32", "F16", "BF16")
 
 
-def read_weights(folder: Path, wanted: Mapping[str, TensorSpec], room: HostRoom | None = None) -> dict[str, Tensor]:
-    """Every wanted tensor of the folder's `*.safetensors`, on the CPU and in its wanted type.
+def read_weights(
+    folder: Path,
+    wanted: Mapping[str, TensorSpec],
+    room: HostRoom | None = None,
+    cuts: Mapping[str, Cut] = MappingProxyType({}),
+) -> dict[str, Tensor]:
+    """Every wanted tensor of the folder's `*.safetensors`, on the CPU and in its wanted type; of those with a cut that
+    part.
 
     Tensors are copied out of the files, into `room` if it is given; nothing may have been taken of that yet. Of two
     that are tied one may be missing. Raises `InvalidField` where there are no such
@@ -40,9 +49,11 @@ def read_weights(folder: Path, wanted: Mapping[str, TensorSpec], room: HostRoom 
         entries = _entries(paths)
         _check_headers(entries, wanted)
         room = room or HostRoom(torch.device("cpu"))
-        room.reserve(wanted[name].nbytes for name in entries)
+        kept = {name: _part(wanted[name], cuts.get(name)) for name in entries}
+        room.reserve(spec.nbytes for spec in kept.values())
         found = {
-            name: _read(entry, room.allocate(wanted[name].shape, wanted[name].dtype)) for name, entry in entries.items()
+            name: _read(entry, wanted[name], room.allocate(kept[name].shape, kept[name].dtype), cuts.get(name))
+            for name, entry in entries.items()
         }
     except (OSError, CheckpointRefused) as error:
         raise InvalidField("folder", f"cannot be read: {error}") from None
@@ -73,12 +84,18 @@ def _check_headers(entries: Mapping[str, TensorEntry], wanted: Mapping[str, Tens
             raise InvalidField("tensors", f"{name} is {entry.dtype}, expected one of {', '.join(_FLOATS)}")
 
 
-def _read(entry: TensorEntry, place: Tensor) -> Tensor:
-    read_tensor_into(entry, place)
-    if not _finite(place):
+def _part(spec: TensorSpec, cut: Cut | None) -> TensorSpec:
+    return spec if cut is None else replace(spec, shape=cut.shape(spec.shape))
+
+
+def _read(entry: TensorEntry, spec: TensorSpec, place: Tensor, cut: Cut | None) -> Tensor:
+    """The tensor, or its part, in `place`."""
+    whole = place if cut is None else torch.empty(spec.shape, dtype=spec.dtype)
+    read_tensor_into(entry, whole)
+    if not _finite(whole):
         kind = str(place.dtype).removeprefix("torch.")
         raise InvalidField("tensors", f"{entry.name} has values that are not finite in {kind}")
-    return place
+    return place if cut is None else place.copy_(cut.part(whole))
 
 
 def _finite(tensor: Tensor) -> bool:
