@@ -42,7 +42,10 @@ class TargetConfig(ServiceSettings):
     dtype: str = setting("bfloat16", "dtype of weights and KV cache", choices=("float32", "bfloat16", "float16"))
     device: str = setting("cpu", "torch device")
     tensor_parallel: int = setting(
-        1, "processes that share the model, each with a part of every layer; on CPUs only", ge=1, le=MOST_RANKS
+        1,
+        "processes that share the model, each with a part of every layer and, from `--device` on, a GPU of its own",
+        ge=1,
+        le=MOST_RANKS,
     )
     listen: str = setting("127.0.0.1:50051", "address to serve on: HOST:PORT or unix:PATH")
 
