@@ -7,7 +7,9 @@ values, and differ in the network, in their inputs, and in when those are availa
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import closing, contextmanager
+from functools import partial
 from typing import Generic, Protocol, TypeVar
 
 import torch
@@ -15,15 +17,29 @@ import torch
 from draft_service.drafters.base import Drafter, DraftSequence
 from draft_service.drafters.grown import Pending, among
 from draft_service.neural.config import NetworkConfig, NeuralConfig
-from draft_service.neural.cuda_graphs.drafting import drafting_on, first_batches
+from draft_service.neural.cuda_graphs.drafting import CapturedDrafting, drafting_on, first_batches
 from draft_service.neural.devices import launching_on
 from draft_service.neural.network import Network
 from draft_service.neural.tree_config import TreeShape
 from draft_service.neural.tree_drafting import TreeDrafting
+from outrider.busy_polling import usable_cores
 from outrider.devices import check_device
+from outrider.processes.python import module_command
 from outrider.runtime import in_passing_thread
 from outrider.sampling import LOSSLESS_MODES, VerificationMode
 from outrider.tree import TokenTree
+from tree_kernels.ahead import CHILD, AheadCompiler
+
+# Processes that compile a drafter's kernels at the start: a quarter of the cores, since its target compiles too, and so
+# many at most. Chosen.
+_MOST_COMPILERS = 4
+
+
+def ahead_compiler(config: NetworkConfig) -> AheadCompiler:
+    """What compiles the kernels of a captured drafter; nothing for others."""
+    captures = isinstance(config, NeuralConfig) and config.cuda_graphs and config.device.startswith("cuda")
+    count = min(_MOST_COMPILERS, int(usable_cores()) // 4) if captures else 0
+    return AheadCompiler(module_command(CHILD), count)
 
 
 class Drafting(Protocol):
@@ -93,7 +109,10 @@ class NeuralDrafter(Drafter, ABC, Generic[Grows]):
         with launching_on(self.device):
             if self._config.threads:
                 torch.set_num_threads(self._config.threads)
-            self._drafting = self._load()
+            # They import while weights are read.
+            with closing(ahead_compiler(self._config)) as ahead:
+                self._drafting = self._load()
+                ahead.compile(f"the passes of {self.name}", self._rehearsals())
             self._warm_up()
             self._rows = self._misses = self._full = 0
 
@@ -103,17 +122,38 @@ class NeuralDrafter(Drafter, ABC, Generic[Grows]):
 
     def _warm_up(self) -> None:
         """Draft once for throw-away sequences."""
-        for mode, count, rows in self._first_batches():
-            tokens = [0] * (rows + 1)
-            sequences = [DraftSequence(i, [*tokens], 1, self.vocabulary_size, mode=mode) for i in range(count)]
-            for sequence in sequences:
-                self.open(sequence)
-                if sequence.features is not None:
-                    sequence.features.append(torch.zeros(rows, sequence.features.width), 0)
-            if mode is VerificationMode.REJECTION:
-                self.propose(sequences)
-            else:
-                self.start_trees(sequences).fetch().packed([(0, 0, 1, self.vocabulary_size)] * count)
+        for batch in self._first_batches():
+            with self._sequences_of(*batch) as sequences:
+                if batch[0] is VerificationMode.REJECTION:
+                    self.propose(sequences)
+                else:
+                    self.start_trees(sequences).fetch().packed([(0, 0, 1, self.vocabulary_size)] * len(sequences))
+
+    def _rehearsals(self) -> Iterator[Callable[[], object]]:
+        """What warming up launches, without graphs, and without its results. Not of REJECTION requests, whose levels
+        depend on what the device has computed."""
+        drafting = self._drafting
+        if isinstance(drafting, CapturedDrafting):
+            for batch in self._first_batches():
+                if batch[0] is not VerificationMode.REJECTION:
+                    yield partial(self._rehearse, drafting, *batch)
+
+    def _rehearse(self, drafting: CapturedDrafting, mode: VerificationMode, count: int, rows: int) -> None:
+        with drafting.rehearsing(), self._sequences_of(mode, count, rows) as sequences:
+            self.start_trees(sequences)
+
+    @contextmanager
+    def _sequences_of(self, mode: VerificationMode, count: int, rows: int) -> Iterator[list[DraftSequence]]:
+        """So many sequences that have `rows` to be read, while the block runs."""
+        tokens = [0] * (rows + 1)
+        sequences = [DraftSequence(i, [*tokens], 1, self.vocabulary_size, mode=mode) for i in range(count)]
+        for sequence in sequences:
+            self.open(sequence)
+            if sequence.features is not None:
+                sequence.features.append(torch.zeros(rows, sequence.features.width), 0)
+        try:
+            yield sequences
+        finally:
             for sequence in sequences:
                 self.close(sequence)
 

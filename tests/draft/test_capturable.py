@@ -98,3 +98,32 @@ def test_a_language_models_can_be_captured(family: str, tmp_path: Path, monkeypa
     drafter.open(sequence)
     assert drafter.propose([sequence])[0].drafted
     assert len(drafting._trees) == 1 and len(drafting._passes) == 1
+
+
+def test_a_rehearsal_runs_what_is_captured_and_keeps_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
+    """So that it compiles all that warming up will capture, and the drafter is as it was."""
+    sizes: list[Any] = []
+
+    class Rehearsed(StaticDrafting):
+        def _capture(self, run: Callable[[], Any], plan: TritonPlan) -> Callable[[], Any]:
+            # A graph's key is its first caller's; rehearsed and captured passes are told apart by what is kept.
+            sizes.append((plan.batch.rows, plan.batch.sequences))
+            return super()._capture(run, plan)
+
+    monkeypatch.setattr(static_attention, "write_kv", write_nothing)
+    head = make_head(head_dim=16)
+    drafter, config = make_drafter(head), EagleConfig(**{**SETTINGS, "captured_sequences": 4})
+    drafter._config = config
+    drafting = drafter._drafting = Rehearsed(HeadNetwork(head), config)
+    free = drafting.cache.free_pages
+    with monkeypatch.context() as patched:
+        # Of REJECTION requests, whose results it would read, nothing.
+        patched.setattr(type(drafter), "propose", lambda *_: pytest.fail("read results"))
+        for rehearsal in drafter._rehearsals():
+            rehearsal()
+    rehearsed, sizes[:] = set(sizes), []
+    assert not drafting._passes and not drafting._trees and drafting.cache.free_pages == free
+    drafter._warm_up()
+    assert rehearsed <= set(sizes) and {size for size, _ in drafting._trees} == {1, 2, 4}
+    # What only levels of REJECTION requests run is compiled when it is captured.
+    assert len(rehearsed) >= len(drafting._trees) and len(set(sizes) - rehearsed) <= len(drafting._passes)

@@ -9,6 +9,7 @@ pass would block the host, and all other trees, for as many launches as the head
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from itertools import groupby
 from typing import TYPE_CHECKING, Any, TypeVar, cast
@@ -124,6 +125,17 @@ class CapturedDrafting(TreeDrafting):
         self._passes: dict[PassSize, tuple[StaticPass, Callable[[], RowOutput]]] = {}
         self._trees: dict[tuple[int, bool], tuple[TreePass, Sequence[Callable[[], None]]]] = {}
         self._pool: Any = None
+        # Passes run and nothing is captured or kept, see `rehearsing`.
+        self._rehearses = False
+
+    @contextmanager
+    def rehearsing(self) -> Iterator[None]:
+        """While the block runs, passes are launched as they will be in graphs, without any."""
+        self._rehearses = True
+        try:
+            yield
+        finally:
+            self._rehearses = False
 
     @torch.inference_mode()
     def trees(self, sequences: Sequence[DraftSequence]) -> list[TokenTree]:
@@ -155,7 +167,10 @@ class CapturedDrafting(TreeDrafting):
             work = TreePass(*size, self, self._static)
             work.load(sequences)
             runs = (work.run_early, work.run_rest)[: work.parts]
-            self._trees[size] = work, [self._capture(run, work.plan) for run in runs]
+            captured = work, [self._capture(run, work.plan) for run in runs]
+            if self._rehearses:
+                return captured
+            self._trees[size] = captured
         return self._trees[size]
 
     def _capturable(self) -> TritonAttention:
@@ -209,12 +224,16 @@ class CapturedDrafting(TreeDrafting):
         work = StaticPass(size, self, self._static) if captured is None else captured[0]
         work.load(rows, carried)
         if captured is None:
-            captured = self._passes[size] = work, self._capture(work.compute, work.plan)
+            captured = work, self._capture(work.compute, work.plan)
+            if not self._rehearses:
+                self._passes[size] = captured
         return captured[1]()
 
     def _capture(self, run: Callable[[], Output], plan: TritonPlan) -> Callable[[], Output]:
         """`compute` as a graph. It must be repeatable with the same inputs, since it runs several times for the
         capture."""
+        if self._rehearses:
+            return run
         device = self.network.device
         # Kernels of a graph keep the priority of the stream that they were captured on.
         stream = drafting_stream(device)

@@ -33,12 +33,17 @@ class _Zeroed(TorchDispatchMode):  # type: ignore[no-untyped-call]
         return made.zero_() if func in _UNFILLED else made
 
 
+# A draft in the target's process may be loaded at the same time.
+_one_at_a_time = threading.Lock()
+
+
 @contextlib.contextmanager
 def collecting(put: Callable[[str], object]) -> Iterator[None]:
     """While the block runs, launches of this thread launch nothing, and `put` gets what each would compile that was
-    not compiled yet, once: JSON, see `child.compile_entry`. For one thread at a time. PyTorch's own operations run, on
-    zeros where a kernel would have written; layers that `torch.compile` compiles run as they are written."""
+    not compiled yet, once: JSON, see `child.compile_entry`. Another thread waits for its end. PyTorch's own operations
+    run, on zeros where a kernel would have written; layers that `torch.compile` compiles run as they are written."""
     owner, seen = threading.get_ident(), set[str]()
+    _one_at_a_time.acquire()
     usual_run, usual_hook = JITFunction.run, knobs.runtime.jit_cache_hook
 
     def run(self: Any, *arguments: Any, grid: Any, warmup: bool, **named: Any) -> Any:
@@ -71,3 +76,4 @@ def collecting(put: Callable[[str], object]) -> Iterator[None]:
     finally:
         JITFunction.run = usual_run
         knobs.runtime.jit_cache_hook = usual_hook
+        _one_at_a_time.release()

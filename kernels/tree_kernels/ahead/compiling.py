@@ -27,7 +27,8 @@ class AheadCompiler:
         """Run `launches` without launching anything, and return once what they would compile is compiled: how many
         kernels. None of it changes a result: what is not compiled here is compiled where it is launched.
 
-        `what` is for the log. What `launches` raise is logged: what they would compile is compiled later too.
+        `what` is for the log. Of what `launches` raise the first is logged: what such a one would compile is compiled
+        later too.
         """
         if self._compilers is None:
             return 0
@@ -41,13 +42,16 @@ class AheadCompiler:
             assert self._compilers is not None
             self._compilers.submit(entry)
 
-        try:
-            with torch.inference_mode(), collecting(put):
-                for launch in launches:
+        broken = 0
+        with torch.inference_mode(), collecting(put):
+            for launch in launches:
+                try:
                     launch()
-        # A start must not fail by what only makes it faster: what is wrong raises again where it is launched.
-        except Exception:
-            log.warning("not all of %s can be compiled ahead", what, exc_info=True)
+                # A start must not fail by what only makes it faster: what is wrong raises again where it is launched.
+                except Exception:
+                    broken += 1
+                    if broken == 1:
+                        log.warning("not all of %s can be compiled ahead", what, exc_info=True)
         collected = time.monotonic() - begin
         self._compilers.wait(_MOST_SECONDS)
         failures, self._compilers.failures = self._compilers.failures, []
