@@ -100,3 +100,16 @@ def test_an_mtp_module_is_the_models_own() -> None:
     assert place(1, "merged", "some/model", [], ["--merged-drafters", "trie, mtp"]) == merged
     assert place(1, "merged", "some/model", [], [], {("merged", "merged_drafters"): "trie , mtp"}) == merged
     assert place(1, "mtp", "", [], [], named_settings({"OUTRIDER_MTP_BASE_MODEL": "named"}, None)).target[-1] == "named"
+
+
+@pytest.mark.parametrize(
+    ("gpus", "ranks", "device"), [(4, 2, "cuda:2"), (3, 2, "cuda:2"), (2, 2, "cuda:1"), (1, 2, "cuda:0")]
+)
+def test_the_ranks_of_a_target_come_first(gpus: int, ranks: int, device: str) -> None:
+    placed = place(gpus, "merged", "", ["--tensor-parallel", str(ranks)], [])
+    assert placed.draft[:2] == ("--device", device) and not placed.shared
+    assert placed.summary.startswith(f"the target runs on cuda:0 to cuda:{ranks - 1}, the draft on {device}")
+    assert placed.summary.endswith("which it shares with the target") is (gpus <= ranks)
+    assert place(gpus, "merged", "", [], [], {("target", "tensor_parallel"): str(ranks)}) == placed
+    # The target refuses it.
+    assert place(gpus, "merged", "", ["--tensor-parallel", "two"], []) == place(gpus, "merged", "", [], [])

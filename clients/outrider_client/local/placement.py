@@ -47,7 +47,8 @@ def place(
     draft_words: Sequence[str],
     named: Mapping[tuple[str, str], str] = MappingProxyType({}),
 ) -> GpuPlacement:
-    """The target on the first GPU, a neural draft on the second, or on the same where there is no other. `drafter` and
+    """The target on the first GPU, or the ranks of one on as many as there are, a neural draft on the next, or on the
+    last of the target's where there is no other. `drafter` and
     `model` are empty for the services' own settings; `target_words` and `draft_words` are flags that the user gave.
     Flags of a placement would override the settings that are `named` (see `named_settings`), so these count as the
     user's flags do: where a device is named, nothing is placed, and where a head is, that one is used."""
@@ -57,11 +58,12 @@ def place(
     if not gpus or given or any((section, "device") in named for section in sections):
         return GpuPlacement()
     names = {drafter, *(merged_drafters(draft_words, named) if drafter == "merged" else ())}
+    ranks = _ranks(target_words, named)
     target, draft = ["--device", "cuda:0"], list[str]()
-    summary = "the target runs on cuda:0"
-    shared = drafter in _NEURAL and gpus == 1
+    summary = "the target runs on cuda:0" + (f" to cuda:{ranks - 1}" if ranks > 1 else "")
+    shared = drafter in _NEURAL and gpus <= ranks
     if drafter in _NEURAL:
-        device = "cuda:0" if shared else "cuda:1"
+        device = f"cuda:{min(ranks, gpus) - 1 if shared else ranks}"
         # Medusa heads have no passes to capture, and no such flag; an MTP module with experts cannot be captured.
         draft = ["--device", device] if names & {"medusa", "mtp"} else ["--device", device, "--cuda-graphs"]
         summary += f", the draft on {device}" + (", which it shares with the target" if shared else "")
@@ -71,7 +73,14 @@ def place(
         # A captured step keeps the states that a head reads only if it is named.
         if head and flag_value(target_words, "--draft-head") is None and ("target", "draft_head") not in named:
             target += ["--draft-head", head]
-    return GpuPlacement(tuple(target), tuple(draft), summary, shared)
+    # How one GPU is shared with a rank of several is left to its driver.
+    return GpuPlacement(tuple(target), tuple(draft), summary, shared and ranks == 1)
+
+
+def _ranks(words: Sequence[str], named: Mapping[tuple[str, str], str]) -> int:
+    """GPUs that the target takes; one for a number that it will refuse."""
+    given = flag_value(words, "--tensor-parallel") or named.get(("target", "tensor_parallel"), "")
+    return max(1, int(given)) if given.isdecimal() else 1
 
 
 def _head(

@@ -11,6 +11,9 @@ import torch
 import torch.distributed as distributed
 from torch import Tensor
 
+from target_service.config import TargetConfig
+from target_service.model.ranks.one_shot import OneShotSums, faster_sums
+
 # While ranks load, each waits for the slowest reader of weights. Chosen: longer than a disk takes for any model.
 _LOADING = timedelta(hours=1)
 # Its name from PyTorch 2.13 on, and before.
@@ -20,24 +23,31 @@ _gather = getattr(distributed, "all_gather_single", None) or distributed.all_gat
 class DistributedRanks:
     """A `tree_models.layers.rank_group.RankGroup` of processes of one host."""
 
-    def __init__(self, rank: int, size: int, store: Path, seconds: float, device: torch.device) -> None:
-        """Wait for all ranks at a file that does not exist yet. Once they serve on CPUs, a call that waits for another
-        rank for `seconds` raises `RuntimeError`; on a GPU it waits for as long as this process lives."""
-        self.rank, self.size = rank, size
+    def __init__(self, config: TargetConfig, rank: int, store: Path) -> None:
+        """Wait for all ranks at a file that does not exist yet. `config` has the device of this one. Once they serve on
+        CPUs, a call that waits for another rank for `heartbeat_seconds` raises `RuntimeError`; on a GPU it waits for as
+        long as this process lives."""
+        self.rank, self.size = rank, config.tensor_parallel
+        device = torch.device(config.device)
         if sys.platform == "linux":
             # Ranks of one host need no other interface, and listen on none.
             os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
             os.environ.setdefault("NCCL_SOCKET_IFNAME", "lo")
         # Multicast between GPUs needs a fabric manager that containers often lack; where it fails, it hangs.
         os.environ.setdefault("NCCL_NVLS_ENABLE", "0")
+        os.environ.setdefault("TORCH_SYMM_MEM_DISABLE_MULTICAST", "1")
         self._on_gpu = device.type == "cuda"
         backends = "cpu:gloo,cuda:nccl" if self._on_gpu else "gloo"
-        distributed.init_process_group(backends, f"file://{store}", _LOADING, size, rank)
+        distributed.init_process_group(backends, f"file://{store}", _LOADING, self.size, rank)
         self._group = distributed.group.WORLD
-        self._serving = None if self._on_gpu else distributed.new_group(timeout=timedelta(seconds=seconds))
+        self._serving: distributed.ProcessGroup | None = None
+        self._one_shot: OneShotSums | None = None
         if self._on_gpu:
             # The communicator is made by the first call, which no graph can hold.
             self.summed(torch.zeros(1, device=device))
+            self._one_shot = faster_sums(getattr(torch, config.dtype), device, self.summed, self.least)
+        else:
+            self._serving = distributed.new_group(timeout=timedelta(seconds=config.heartbeat_seconds))
 
     def begin_serving(self) -> None:
         """Wait for others no longer than for a step from now on. Called by every rank once it has loaded."""
@@ -56,6 +66,8 @@ class DistributedRanks:
     def summed(self, part: Tensor) -> Tensor:
         """See `RankGroup.summed`."""
         total = part.contiguous()
+        if self._one_shot is not None and self._one_shot.can_sum(total):
+            return self._one_shot.summed(total)
         distributed.all_reduce(total, group=self._group)
         return total
 

@@ -55,7 +55,7 @@ def follow(descriptor: int, load: LoadRank = load_runner) -> None:
     config = join.config
     device = torch.device(config.device)
     choose_device(config.device)
-    link = FollowingLink(join.rank, config.tensor_parallel, Path(join.store), config.heartbeat_seconds, device)
+    link = FollowingLink(config, join.rank, Path(join.store))
     passes = FollowedPasses(load(config, link))
     if device.type == "cuda":
         # A rank that wakes late holds up all others.

@@ -138,8 +138,7 @@ class LeadingLink(DistributedRanks):
         """Start the other ranks' processes by `command`, which meet this one at a file that does not exist yet."""
         self.followers = FollowingRanks(config, store, command)
         try:
-            ranks = config.tensor_parallel
-            super().__init__(0, ranks, store, config.heartbeat_seconds, torch.device(config.device))
+            super().__init__(config, 0, store)
         except BaseException:
             self.followers.close()
             raise
