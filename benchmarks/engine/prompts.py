@@ -13,6 +13,7 @@ import time
 from collections import Counter
 from collections.abc import Callable, Iterator
 from dataclasses import asdict, dataclass, replace
+from functools import partial
 from typing import Any
 
 import torch
@@ -119,7 +120,7 @@ def floor_of(config: Any, tokens: int, rows: int) -> dict[str, float]:
         for count, times in ((rows, full), (rest, 1)):
             if count and times:
                 piece = torch.randn(count, inputs, **make)
-                products += times * milliseconds(lambda piece=piece, weight=weight: piece @ weight.T)
+                products += times * milliseconds(partial(torch.matmul, piece, weight.T))
     query = torch.randn(1, heads, tokens, width, **make)
     key, value = (torch.randn(1, kv_heads, tokens, width, **make) for _ in range(2))
     attention = milliseconds(lambda: scaled_dot_product_attention(query, key, value, is_causal=True, enable_gqa=True))
