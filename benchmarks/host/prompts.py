@@ -1,6 +1,6 @@
 """Time to read a long prompt on one GPU, by the rows of a pass, beside what its products and its attention take alone.
 
-    python -m benchmarks.engine.prompts --json FILE [--shape llama-8b] [--tokens 6000] [--rows 256,512,1024,2048]
+    python -m benchmarks.host.prompts --json FILE [--shape llama-8b] [--tokens 6000] [--rows 256,512,1024,2048]
 
 The prompt is read in passes of so many rows, as the engine reads one that is alone: captured up to `--captured` rows,
 by eager passes above. Weights are random. The floor is the time of the same products by cuBLAS over as many rows, and
