@@ -23,19 +23,33 @@ from tree_kernels.prefix_tree import PageChange
 logger = logging.getLogger(__name__)
 
 
+# Pages of one message of a snapshot. Chosen: less than the 4 MiB that clients of gRPC take by default, with pages of 64
+# tokens and five bytes a token.
+_SNAPSHOT_PAGES = 8192
+
+
 class KvEventLog:
-    """The newest batches of changes, and who waits for the next. Belongs to the event loop."""
+    """The newest batches of changes, what is shared by them, and who waits for the next. Belongs to the event loop."""
 
     def __init__(self, kept: int, page_size: int) -> None:
         """`kept`: batches that may be replayed."""
         self._page_size = page_size
         self._batches: deque[pb.SubscribeKvEventsResponse] = deque(maxlen=kept)
         self._last = 0
+        # By hash, every page behind the one that its text has before it.
+        self._shared: dict[int, PageChange] = {}
         self._came = asyncio.Event()
 
     def append(self, changes: list[PageChange]) -> None:
         """Add what changed in one step."""
         self._last += 1
+        for one in changes:
+            if one.inserted:
+                self._shared[one.hash] = one
+            elif one.hash:
+                del self._shared[one.hash]
+            else:
+                self._shared.clear()
         events = _events(changes, self._page_size)
         batch = pb.SubscribeKvEventsResponse(sequence=self._last, timestamp_ns=time.time_ns(), events=events)
         self._batches.append(batch)
@@ -43,22 +57,41 @@ class KvEventLog:
         self._came.set()
         self._came = asyncio.Event()
 
-    async def follow(self, from_sequence: int) -> AsyncIterator[pb.SubscribeKvEventsResponse]:
-        """Batches from this one on, 0 for the next, behind one that is empty. Never ends. Raises `PositionOutOfRange`
-        for a batch that is not kept any more, or comes after the next."""
-        following = from_sequence or self._last + 1
-        if following > self._last + 1:
-            raise PositionOutOfRange("that batch is still to come", next=self._last + 1)
-        yield pb.SubscribeKvEventsResponse(sequence=following - 1, timestamp_ns=time.time_ns())
+    async def follow(
+        self, from_sequence: int, *, snapshot: bool = False
+    ) -> AsyncIterator[pb.SubscribeKvEventsResponse]:
+        """Batches from this one on, 0 for the next, behind one that is empty. Never ends. Where a batch is not kept any
+        more, or comes after the next, and with 0, all that is shared is sent first if `snapshot` asks for it; else
+        `PositionOutOfRange` is raised."""
+        following, first = from_sequence or self._last + 1, self._last + 1 - len(self._batches)
+        whole = snapshot and not (from_sequence and first <= following <= self._last + 1)
+        if not whole:
+            if following > self._last + 1:
+                raise PositionOutOfRange("that batch is still to come", next=self._last + 1)
+            yield pb.SubscribeKvEventsResponse(sequence=following - 1, timestamp_ns=time.time_ns())
         while True:
             came, oldest = self._came, self._last + 1 - len(self._batches)
-            if following < oldest:
-                raise PositionOutOfRange("events of that batch are not kept any more", oldest=oldest)
+            if whole or following < oldest:
+                if not snapshot:
+                    raise PositionOutOfRange("events of that batch are not kept any more", oldest=oldest)
+                whole, following = False, self._last + 1
+                for batch in self._snapshot():
+                    yield batch
+                continue
             for batch in list(itertools.islice(self._batches, following - oldest, None)):
                 yield batch
                 following = batch.sequence + 1
             if following > self._last:
                 await came.wait()
+
+    def _snapshot(self) -> list[pb.SubscribeKvEventsResponse]:
+        """All pages that are shared now, behind the order to forget others."""
+        pages, now = list(self._shared.values()), time.time_ns()
+        parts = [pages[start : start + _SNAPSHOT_PAGES] for start in range(0, len(pages), _SNAPSHOT_PAGES)]
+        return [
+            pb.SubscribeKvEventsResponse(sequence=self._last, timestamp_ns=now, events=_events(part, self._page_size))
+            for part in ([PageChange(0), *(parts[0] if parts else ())], *parts[1:])
+        ]
 
 
 class PagesFollower:

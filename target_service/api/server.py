@@ -156,7 +156,7 @@ class TargetServicer(target_pb2_grpc.TargetServiceServicer):
         if self.config.auth_tokens and not current_caller.get().operator:
             raise PermissionDenied("the token is no operator's, and KV events hold tokens of all tenants")
         with self.sequences.quotas.counted(current_tenant(), "streams"):
-            async for batch in self.kv_events.follow(request.from_sequence):
+            async for batch in self.kv_events.follow(request.from_sequence, snapshot=request.snapshot):
                 await context.write(batch)
 
 

@@ -18,6 +18,7 @@ from outrider.errors import NotSupported, OutriderError, PermissionDenied, Posit
 from outrider.serving import Authenticator, Caller
 from outrider.v1 import target_pb2 as pb
 from outrider.wire.trees import error_of_rpc
+from target_service.api import kv_events
 from target_service.api.kv_events import KvEventLog, PagesFollower
 from tree_kernels.pages import Pages
 from tree_kernels.prefix_tree import PageChange, PrefixNode, PrefixTree
@@ -99,6 +100,35 @@ async def test_a_router_knows_what_the_tree_holds() -> None:
         assert sorted(router.texts.values()) == texts_of(tree)
     assert evicted or len(tree) > 6
     assert {tenant for tenant, _ in router.texts.values()} <= {"", "a", "b"}
+
+
+async def test_a_router_that_comes_late_knows_what_is_shared(monkeypatch: pytest.MonkeyPatch) -> None:
+    """At its first start, after batches that are not kept any more, and after those of an earlier server; and whoever
+    still finds its batch gets no snapshot."""
+    monkeypatch.setattr(kv_events, "_SNAPSHOT_PAGES", 5)
+    chance, pages = random.Random(7), Pages(64, SIZE)
+    tree, log = PrefixTree(pages, records=True), KvEventLog(3, SIZE)
+    for _ in range(30):
+        insert(pages, tree, chance.choice("ab"), [chance.randrange(3) for _ in range(SIZE * chance.randrange(1, 7))])
+        if changes := tree.pop_changes():
+            log.append(changes)
+    last = log._last
+    for first in (0, 1, last + 9):
+        router, following = Router(), log.follow(first, snapshot=True)
+        router.texts[1] = "a", (9, 9)
+        while sorted(router.texts.values()) != texts_of(tree):
+            batch = await anext(following)
+            assert batch.sequence == last
+            router.read(batch.events)
+        insert(pages, tree, "c", [first] * SIZE)
+        log.append(tree.pop_changes())
+        last += 1
+        batch = await anext(following)
+        assert batch.sequence == last
+        router.read(batch.events)
+        assert sorted(router.texts.values()) == texts_of(tree)
+    following = log.follow(last, snapshot=True)
+    assert [(await anext(following)).sequence for _ in range(2)] == [last - 1, last]
 
 
 def test_nothing_is_recorded_unless_it_is_asked_for() -> None:

@@ -65,7 +65,7 @@ type TargetServiceClient interface {
 	// beginnings were read. It streams until the caller ends it. FAILED_PRECONDITION where the server keeps no events
 	// (kv_events). PERMISSION_DENIED where callers have tokens and this one is no operator's, since events hold tokens of
 	// all tenants. OUT_OF_RANGE for events that are no longer kept, also where a reader is slower than they come: it has
-	// to forget what it knows, and to begin with the oldest that are.
+	// to forget what it knows, and to begin with the oldest that are; one that asks for a snapshot gets that instead.
 	SubscribeKvEvents(ctx context.Context, in *SubscribeKvEventsRequest, opts ...grpc.CallOption) (TargetService_SubscribeKvEventsClient, error)
 }
 
@@ -306,7 +306,7 @@ type TargetServiceServer interface {
 	// beginnings were read. It streams until the caller ends it. FAILED_PRECONDITION where the server keeps no events
 	// (kv_events). PERMISSION_DENIED where callers have tokens and this one is no operator's, since events hold tokens of
 	// all tenants. OUT_OF_RANGE for events that are no longer kept, also where a reader is slower than they come: it has
-	// to forget what it knows, and to begin with the oldest that are.
+	// to forget what it knows, and to begin with the oldest that are; one that asks for a snapshot gets that instead.
 	SubscribeKvEvents(*SubscribeKvEventsRequest, TargetService_SubscribeKvEventsServer) error
 	mustEmbedUnimplementedTargetServiceServer()
 }

@@ -1875,16 +1875,23 @@ class SubscribeKvEventsRequest(google.protobuf.message.Message):
     DESCRIPTOR: google.protobuf.descriptor.Descriptor
 
     FROM_SEQUENCE_FIELD_NUMBER: builtins.int
+    SNAPSHOT_FIELD_NUMBER: builtins.int
     from_sequence: builtins.int
     """from_sequence is the first batch wanted; those that are kept are sent at once. Default 0, the next one that comes. 1
     is the server's first.
+    """
+    snapshot: builtins.bool
+    """snapshot asks for what is shared now where from_sequence is 0 or names a batch that is not kept: instead of an error
+    the stream has `cleared`, then every page, in one or more messages with the sequence of the last batch that they
+    include. A reader that falls behind gets another. Default false.
     """
     def __init__(
         self,
         *,
         from_sequence: builtins.int = ...,
+        snapshot: builtins.bool = ...,
     ) -> None: ...
-    def ClearField(self, field_name: typing.Literal["from_sequence", b"from_sequence"]) -> None: ...
+    def ClearField(self, field_name: typing.Literal["from_sequence", b"from_sequence", "snapshot", b"snapshot"]) -> None: ...
 
 global___SubscribeKvEventsRequest = SubscribeKvEventsRequest
 

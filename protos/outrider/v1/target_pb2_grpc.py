@@ -147,7 +147,7 @@ class TargetServiceServicer(object):
         beginnings were read. It streams until the caller ends it. FAILED_PRECONDITION where the server keeps no events
         (kv_events). PERMISSION_DENIED where callers have tokens and this one is no operator's, since events hold tokens of
         all tenants. OUT_OF_RANGE for events that are no longer kept, also where a reader is slower than they come: it has
-        to forget what it knows, and to begin with the oldest that are.
+        to forget what it knows, and to begin with the oldest that are; one that asks for a snapshot gets that instead.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')

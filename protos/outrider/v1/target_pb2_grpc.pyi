@@ -87,7 +87,7 @@ class TargetServiceStub:
     beginnings were read. It streams until the caller ends it. FAILED_PRECONDITION where the server keeps no events
     (kv_events). PERMISSION_DENIED where callers have tokens and this one is no operator's, since events hold tokens of
     all tenants. OUT_OF_RANGE for events that are no longer kept, also where a reader is slower than they come: it has
-    to forget what it knows, and to begin with the oldest that are.
+    to forget what it knows, and to begin with the oldest that are; one that asks for a snapshot gets that instead.
     """
 
 class TargetServiceAsyncStub:
@@ -159,7 +159,7 @@ class TargetServiceAsyncStub:
     beginnings were read. It streams until the caller ends it. FAILED_PRECONDITION where the server keeps no events
     (kv_events). PERMISSION_DENIED where callers have tokens and this one is no operator's, since events hold tokens of
     all tenants. OUT_OF_RANGE for events that are no longer kept, also where a reader is slower than they come: it has
-    to forget what it knows, and to begin with the oldest that are.
+    to forget what it knows, and to begin with the oldest that are; one that asks for a snapshot gets that instead.
     """
 
 class TargetServiceServicer(metaclass=abc.ABCMeta):
@@ -247,7 +247,7 @@ class TargetServiceServicer(metaclass=abc.ABCMeta):
         beginnings were read. It streams until the caller ends it. FAILED_PRECONDITION where the server keeps no events
         (kv_events). PERMISSION_DENIED where callers have tokens and this one is no operator's, since events hold tokens of
         all tenants. OUT_OF_RANGE for events that are no longer kept, also where a reader is slower than they come: it has
-        to forget what it knows, and to begin with the oldest that are.
+        to forget what it knows, and to begin with the oldest that are; one that asks for a snapshot gets that instead.
         """
 
 def add_TargetServiceServicer_to_server(servicer: TargetServiceServicer, server: typing.Union[grpc.Server, grpc.aio.Server]) -> None: ...
