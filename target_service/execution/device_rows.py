@@ -19,7 +19,7 @@ from target_service.execution.device_time import DeviceSpan
 from target_service.execution.host_executor import CopiedLater
 from target_service.execution.pass_extras import PassExtras, WantedExtras
 from target_service.execution.prompt_scores import ScoredPrompt, ScoresUnderWay
-from target_service.grammars.following import TreeRows
+from target_service.grammars.row_masks import TreeRows
 from target_service.sampling.verifier import Verified
 from tree_kernels.device_event import DeviceEvent
 from tree_kernels.node_table import NodeTable, StepIntegers

@@ -61,7 +61,7 @@ class _Tree:
     growths: list[tuple[int, Ids]] = field(default_factory=list)
     # Nodes that the request predicts, and those that its form lets expect, merged when the tree is published.
     predicted: PredictedNodes | None = None
-    expected: PredictedNodes | None = None
+    expected: ExpectedTree | None = None
 
     def reset(self, base: int, root: int) -> None:
         """Start over with token `root` alone."""
@@ -100,6 +100,30 @@ class PredictedNodes:
         return [(chain.token_ids[count:], chain.scores[count:]) for chain in held]
 
 
+@dataclass(frozen=True, slots=True)
+class ExpectedTree:
+    """Nodes that were expected when the sequence had `base` tokens."""
+
+    base: int
+    nodes: Ints  # [2, n] the token of each, and its parent among those before it, -1 for the root
+    scores: Reals  # [n]
+    heights: Ints  # [n] tokens of the longest path below each
+    token_ids: SequenceOf[int]  # the sequence's own list, which grows with each commit
+
+    @classmethod
+    def of(
+        cls, base: int, tokens: SequenceOf[int], parents: SequenceOf[int], scores: SequenceOf[float], text: list[int]
+    ) -> ExpectedTree:
+        """Of nodes in an order in which parents come before children; `text` is the sequence's own list."""
+        nodes = np.array([tokens, parents], np.int32).reshape(2, -1)
+        return cls(base, nodes, np.array(scores, np.float64), heights_of(nodes), text)
+
+    def left(self) -> int:
+        """Tokens of the longest path below the sequence's last token; 0 where it is no node."""
+        place = find_node(self.nodes, np.array(self.token_ids[self.base :], np.int32))
+        return int(self.heights[place]) if place >= 0 else 0
+
+
 class NodeTables:
     """Slots and trees by sequence, published through mailboxes. Used by the engine's thread alone."""
 
@@ -136,7 +160,7 @@ class NodeTables:
         tree = self._trees.get(sequence_id)
         return tree is not None and tree.count > 0 and tree.predicted is None and tree.expected is None
 
-    def expect(self, sequence_id: int, expected: PredictedNodes | None) -> None:
+    def expect(self, sequence_id: int, expected: ExpectedTree | None) -> None:
         """Replace the nodes that the form of the sequence's output lets expect. A sequence without a slot gets one, if
         one is free."""
         self.enter(sequence_id)
@@ -144,7 +168,7 @@ class NodeTables:
         if tree is not None and (expected is not None or tree.expected is not None):
             tree.expected, tree.changed = expected, True
 
-    def expected(self, sequence_id: int) -> PredictedNodes | None:
+    def expected(self, sequence_id: int) -> ExpectedTree | None:
         """The expected nodes that were last given for the sequence."""
         tree = self._trees.get(sequence_id)
         return None if tree is None else tree.expected
@@ -219,9 +243,10 @@ class NodeTables:
         tree.changed = False
         table, trust = self.mail.next_table(tree.slot), self.trust
         merged = tree
-        for more in (tree.predicted, tree.expected):
-            if more is not None:
-                merged, trust = with_predicted(merged, more, trust), 1.0
+        if tree.predicted is not None:
+            merged, trust = with_predicted(merged, tree.predicted, trust), 1.0
+        if tree.expected is not None:
+            merged, trust = with_expected(merged, tree.expected, trust), 1.0
         if merged.count:
             build_table(merged.nodes, merged.scores, merged.count, trust, merged.base, table)
         else:
@@ -252,6 +277,59 @@ def with_predicted(tree: _Tree, predicted: PredictedNodes, trust: float) -> _Tre
         merged.count = insert(merged.nodes, merged.scores, count, tokens, chances, places)
         merged.scores[1:count] = np.maximum(merged.scores[1:count], before[1:count])
     return merged
+
+
+def with_expected(tree: _Tree, expected: ExpectedTree, trust: float) -> _Tree:
+    """A copy of a tree, its scores multiplied by `trust`, with the expected nodes, whose scores go before others."""
+    merged = _Tree(tree.slot, tree.base, tree.count)
+    count, text = tree.count, expected.token_ids
+    merged.nodes[:, :count], merged.scores[:count] = tree.nodes[:, :count], tree.scores[:count] * trust
+    if not count:
+        merged.reset(expected.base, text[expected.base - 1])
+    between = np.array(text[merged.base : expected.base], np.int32)
+    above = -1
+    if merged.base > expected.base:
+        above = find_node(expected.nodes, np.array(text[expected.base : merged.base], np.int32))
+        if above < 0:
+            return merged
+    root, places = 0, np.zeros(1, np.int64)
+    for token in between:
+        places[0] = root
+        merged.count = insert(merged.nodes, merged.scores, merged.count, token[None], np.ones(1), places)
+        root = int(places[0])
+    parents = expected.nodes[1].astype(np.int64)
+    # As `insert` takes them: what hangs at -1 without being below the root is left out.
+    places = np.where(parents == above, root, np.where(parents < 0, -1, -2 - parents))
+    merged.count = insert(merged.nodes, merged.scores, merged.count, expected.nodes[0], expected.scores, places)
+    return merged
+
+
+@numba.njit(nogil=True)  # type: ignore[untyped-decorator]
+def find_node(nodes: Ints, tokens: Ints) -> int:
+    """The place of the node to which tokens lead from the root; -1 where none does, and for no tokens. `nodes` as in
+    `ExpectedTree`."""
+    place = -1
+    for token in tokens:
+        found = -1
+        for i in range(place + 1, nodes.shape[1]):
+            if nodes[0, i] == token and nodes[1, i] == place:
+                found = i
+                break
+        if found < 0:
+            return -1
+        place = found
+    return place
+
+
+@numba.njit(nogil=True)  # type: ignore[untyped-decorator]
+def heights_of(nodes: Ints) -> Ints:
+    """[n] int32: see `ExpectedTree`."""
+    heights = np.zeros(nodes.shape[1], np.int32)
+    for i in range(nodes.shape[1] - 1, -1, -1):
+        parent = nodes[1, i]
+        if parent >= 0:
+            heights[parent] = max(heights[parent], heights[i] + 1)
+    return heights
 
 
 @numba.njit(nogil=True)  # type: ignore[untyped-decorator]
@@ -355,4 +433,7 @@ def warm_up() -> None:
     find_parents(places, 1, 0, places.copy())
     count = insert(tree.nodes, tree.scores, 1, np.ones(1, np.int32), np.ones(1), places)
     child_of(tree.nodes, 0, 1)
+    expected = ExpectedTree.of(1, [1], [-1], [1.0], [0, 1])
+    expected.left()
+    with_expected(tree, expected, 1.0)
     build_table(tree.nodes, tree.scores, count, 1.0, 1, np.zeros(TABLE, np.int32))

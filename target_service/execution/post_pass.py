@@ -77,6 +77,9 @@ class PostPass:
         if work.drafted:
             self._runner.prepare_moves(done, self._verifier.verdicts)
         graph_buffers = done.graph_buffers if distributions is None else None
+        if (work.shaped or work.logprobs) and len(done.token_ids) > _MOST_REST_ROWS:
+            # Passes that read prompts, of many sizes: capturing takes several times as long as single launches.
+            graph_buffers = None
         self._graphs.replay_or_capture(graph_buffers, work, lambda: self._launch(work, done, distributions))
 
     def launches(self) -> Iterator[Callable[[], object]]:

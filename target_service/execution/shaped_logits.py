@@ -9,8 +9,11 @@ import numpy as np
 from numpy.typing import NDArray
 
 from outrider.errors import OutriderError
+from outrider.tree import TokenTree
 from target_service.execution.batch import StepBatch
 from target_service.execution.device_rows import ChosenRows
+from target_service.grammars.following import FollowedTree, masks_of
+from target_service.grammars.row_masks import TreeRows
 from target_service.sampling.distribution import LogitShaper
 from target_service.sampling.verifier import SequenceVerifier
 from tree_kernels.logit_shaping import DeviceShaper
@@ -62,21 +65,21 @@ class ShapedLogits:
         errors: dict[int, OutriderError] = {}
         most = len(batch.input.token_ids) if chosen is None else chosen.most
         mask_rows, words, count = np.zeros(most, np.int32), list[NDArray[np.int32]](), 0
+        trees, places = list[FollowedTree](), list[tuple[int, int, SequenceOf[int]]]()
         for place, (item, verifier) in enumerate(zip(batch.items, verifiers, strict=True)):
-            grammar = verifier.grammar
-            if grammar is None or item.tree is None or not under_way[place]:
+            if verifier.grammar is None or item.tree is None or not under_way[place]:
                 continue
-            if chosen is None or place < batch.input.laid_out:
-                first_row = item.first_row
-                parents: SequenceOf[int] = item.tree.parents
-                masks = grammar.masks(item.tree, item.sequence.output)
-            else:
-                first_row, rows = chosen.of(place)
-                parents = rows.parents
-                masks = grammar.masks_of_rows(rows, item.sequence.output)
+            first_row = item.first_row
+            tree: TokenTree | TreeRows = item.tree
+            if chosen is not None and place >= batch.input.laid_out:
+                first_row, tree = chosen.of(place)
+            trees.append(verifier.grammar.follow(tree, item.sequence.output))
+            places.append((place, first_row, tree.parents))
+        for (place, first_row, parents), masks in zip(places, masks_of(trees), strict=True):
             if masks.error is not None:
                 errors[place] = masks.error
-            signs = _signs(len(item.sequence.output), parents, verifier.shaper, masks.words)
+            generated = len(batch.items[place].sequence.output)
+            signs = _signs(generated, parents, verifiers[place].shaper, masks.words)
             numbers = np.arange(count + 1, count + 1 + len(masks.words))
             mask_rows[first_row : first_row + len(masks.words)] = numbers * signs
             words.append(masks.words)

@@ -14,6 +14,7 @@ from numpy.typing import NDArray
 from outrider.errors import InvalidField
 from outrider.structured_output import StructuredOutput
 from outrider.tree import TokenTree
+from target_service.grammars.row_masks import MaskedRows, TreeRows, compute_masks
 
 if TYPE_CHECKING:
     from llguidance import LLMatcher
@@ -45,18 +46,13 @@ class TreeMasks(NamedTuple):
     error: InvalidField | None = None
 
 
-class TreeRows(NamedTuple):
-    """Rows of a tree as a device lays them out: siblings may have the same token."""
+class ExpectedNodes(NamedTuple):
+    """A tree of tokens that may follow the output: the parent of each node among those before it, -1 for the output's
+    last token, and its probability given its parent."""
 
-    token_ids: Sequence[int]
-    parents: Sequence[int]  # each below its row; that of the first, the root, is 0
-
-
-class ExpectedPath(NamedTuple):
-    """Tokens that may follow the output, and the probability of each given those before it."""
-
-    token_ids: tuple[int, ...]
-    scores: tuple[float, ...]
+    token_ids: list[int]
+    parents: list[int]
+    scores: list[float]
 
 
 class FollowedGrammar:
@@ -77,14 +73,16 @@ class FollowedGrammar:
         self._form = form
         # Tokens of the output that the matcher has read.
         self._length = 0
-        self._words = -(-vocabulary_size // _WORD)
+        self.words = -(-vocabulary_size // _WORD)
         self._ends = frozenset(end_token_ids)
-        bits = np.zeros(self._words * _WORD, bool)
+        bits = np.zeros(self.words * _WORD, bool)
         bits[list(end_token_ids)] = True
         # The tree that `constrained` made last, and its masks.
         self._kept: tuple[TokenTree, TreeMasks] | None = None
         # The rows that were followed last, as far as the grammar allows them.
         self._rows: list[_FollowedRow] = []
+        # By the tokens that may come, see `_children`.
+        self._chances: dict[tuple[int, ...], dict[int, float]] = {}
         # [words] int32: the end alone. For rows that no walk reaches, whose logits need some distribution.
         self._end_alone = np.packbits(bits, bitorder="little").view(np.int32)
 
@@ -110,37 +108,62 @@ class FollowedGrammar:
     def masks(self, tree: TokenTree, output: Sequence[int]) -> TreeMasks:
         """The masks of a tree's rows, whose root is the last token of `output`, or of the prompt where that is empty.
         Each output must continue the one of the last call."""
-        if self._kept is not None and self._kept[0] is tree and self._length == len(output):
-            return self._kept[1]
-        return self.masks_of_rows(TreeRows(tree.token_ids, tree.parents), output)
+        return next(masks_of([self.follow(tree, output)]))
 
-    def masks_of_rows(self, tree: TreeRows, output: Sequence[int]) -> TreeMasks:
-        """As `masks`, of rows that a device laid out."""
-        rows = self._follow(tree, output, 0)
-        count = len(tree.token_ids)
-        if rows is None:
-            return self._complexity(count)
-        words = np.tile(self._end_alone, (count, 1))
-        for row in rows:
-            words[row.source] = row.words
+    def follow(self, tree: TokenTree | TreeRows, output: Sequence[int]) -> FollowedTree:
+        """What `masks_of` computes masks of, together with those of other outputs: the rows of a tree, also as a device
+        laid them out."""
+        if self._kept is not None and self._kept[0] is tree and self._length == len(output):
+            return FollowedTree(self, None, self._kept[1])
+        self._read(output)
+        return FollowedTree(self, MaskedRows.of(self._matcher, TreeRows(tree.token_ids, tree.parents)))
+
+    def _read(self, output: Sequence[int]) -> None:
+        self._matcher.consume_tokens(list(output[self._length :]))
+        self._length, self._kept, self._rows = len(output), None, []
+
+    def _masked(self, masked: MaskedRows, words: NDArray[np.int32]) -> TreeMasks:
+        """The masks of a tree's rows, given those that were computed; keeps the rows that the grammar allows."""
+        tree = masked.tree
+        some = list(map(bool, np.count_nonzero(words, axis=1)))
+        places, rows = dict[int, int](), list[_FollowedRow]()
+        for row, (token, parent) in enumerate(zip(tree.token_ids, tree.parents, strict=True)):
+            if row and not (parent in places and self._goes_on(words[parent], token)):
+                words[row] = self._end_alone
+                continue
+            places[row] = len(rows)
+            rows.append(_FollowedRow(token, row, places[parent], words[row]))
+            if not some[row]:
+                # Nothing is computed where a grammar ends, nor behind that.
+                alone = self._words_behind(_path_to(rows))
+                if alone is None:
+                    return self._complexity(len(some))
+                words[row] = alone
+        if any([chain.rows[0] in places and chain.matcher.is_error() for chain in masked.chains]):
+            return self._complexity(len(some))
+        self._rows = rows
         return TreeMasks(words)
 
-    def expected(self, most: int, masks: int) -> list[ExpectedPath]:
-        """Paths of about `most` tokens in all that are likely to follow the output of the last call of `masks`: text
-        that is forced, and where few tokens may come each of them, behind the output and behind rows of its tree. Takes
-        up to `masks` masks besides."""
+    def _words_behind(self, path: Sequence[int]) -> NDArray[np.int32] | None:
+        """The mask behind tokens that follow the output; None where there is none."""
+        matcher = self._matcher.deep_copy()
+        return self._words_of(matcher) if matcher.consume_tokens(list(path)) else None
+
+    def expected(self, most: int, masks: int) -> ExpectedNodes:
+        """About `most` tokens that are likely to follow the output of the last call of `masks`: text that is forced,
+        and where few tokens may come each of them, behind the output and behind rows of its tree. Takes up to `masks`
+        masks besides."""
+        found, places, seen = ExpectedNodes([], [], []), list[tuple[float, int, _Place]](), set[tuple[int, ...]]()
+        self._add_rows(found, places)
         # By falling probability, with numbers so that nothing else is compared.
-        places = list(self._places_of_rows())
         heapq.heapify(places)
-        found, seen, count, number = list[ExpectedPath](), set[tuple[int, ...]](), 0, len(self._rows)
-        while places and count < most and masks > 0:
+        number = len(self._rows)
+        while places and len(found.token_ids) < most and masks > 0:
             negative, _, place = heapq.heappop(places)
             if place.path in seen:
                 continue
             seen.add(place.path)
-            words, path, scores = place.words, place.path, place.scores
-            # A copy costs a microsecond, and what it meets is not the output's.
-            matcher = place.matcher.deep_copy()
+            words, path, node, matcher = place.words, place.path, place.node, place.matcher.deep_copy()
             if not matcher.consume_tokens(list(path[place.consumed :])):
                 continue
             if words is None:
@@ -148,31 +171,35 @@ class FollowedGrammar:
                 forced = matcher.compute_ff_tokens()
                 if self._ends.intersection(forced) or not matcher.consume_tokens(forced):
                     continue
-                path, scores, count = (*path, *forced), (*scores, *[1.0] * len(forced)), count + len(forced)
-                seen.update([path[: len(path) - behind] for behind in range(len(forced))])
+                for token in forced:
+                    path, node = (*path, token), _add(found, node, token, 1.0)
+                    seen.add(path)
                 words = self._words_of(matcher)
-            children = {} if words is None else self._children(words)
-            if path != place.path and not children:
-                found.append(ExpectedPath(path, scores))
-            for token, chance in children.items():
-                found.append(ExpectedPath((*path, token), (*scores, chance)))
-                count += 1
+            for token, chance in ({} if words is None else self._children(words)).items():
+                child = _add(found, node, token, chance)
                 if -negative * chance >= _LEAST_CHANCE:
                     number += 1
-                    heapq.heappush(places, (negative * chance, number, _Place(matcher, len(path), *found[-1])))
+                    behind = _Place(matcher, len(path), (*path, token), child)
+                    heapq.heappush(places, (negative * chance, number, behind))
         return found
 
-    def _places_of_rows(self) -> Iterator[tuple[float, int, _Place]]:
-        """The rows that were followed last, as `expected` orders them."""
-        paths = list[tuple[int, ...]]()
+    def _add_rows(self, found: ExpectedNodes, places: list[tuple[float, int, _Place]]) -> None:
+        """Add the rows that were followed last and behind which few tokens may come, to be looked behind."""
+        # Where many tokens may come, more words than these have some.
+        few = [np.count_nonzero(row.words) <= _MOST_CHILDREN for row in self._rows]
+        wanted = [*few]
+        for number in range(len(few) - 1, 0, -1):
+            wanted[self._rows[number].parent] |= wanted[number]
+        paths: list[tuple[int, ...]] = [()]
+        nodes = [-1]
         for number, row in enumerate(self._rows):
-            path = (*paths[row.parent], row.token) if paths else ()
-            paths.append(path)
-            # Where many tokens may come, more words than these have some.
-            if np.count_nonzero(row.words) <= _MOST_CHILDREN:
-                scores = (_OTHERS_CHANCE,) * len(path)
-                place = _Place(self._matcher, 0, path, scores, row.words)
-                yield -(_OTHERS_CHANCE ** len(path)), number, place
+            if number:
+                paths.append((*paths[row.parent], row.token))
+                parent = nodes[row.parent]
+                nodes.append(_add(found, parent, row.token, _OTHERS_CHANCE) if wanted[number] else -1)
+            if few[number]:
+                place = _Place(self._matcher, 0, paths[number], nodes[number], row.words)
+                places.append((-(_OTHERS_CHANCE ** len(paths[number])), number, place))
 
     def _children(self, words: NDArray[np.int32]) -> dict[int, float]:
         """The tokens that a mask allows, and how probable each is, without those that end the output; none where they
@@ -184,25 +211,27 @@ class FollowedGrammar:
         tokens = [int(places[place]) * _WORD + int(bit) for place, bit in np.argwhere(bits)]
         if len(tokens) > _MOST_CHILDREN:
             return {}
-        texts = [self._texts[token] for token in tokens]
-        weights = {
-            token: _CHANCE_OF_PREFIX if any(other != own and other.startswith(own) for other in texts) else 1.0
-            for token, own in zip(tokens, texts, strict=True)
-            if token not in self._ends
-        }
-        whole = sum(weights.values())
-        return {token: weight / whole for token, weight in weights.items()}
+        key = tuple(tokens)
+        if key not in self._chances:
+            texts = [self._texts[token] for token in tokens]
+            weights = {
+                token: _CHANCE_OF_PREFIX if any(other != own and other.startswith(own) for other in texts) else 1.0
+                for token, own in zip(tokens, texts, strict=True)
+                if token not in self._ends
+            }
+            whole = sum(weights.values())
+            self._chances[key] = {token: weight / whole for token, weight in weights.items()}
+        return self._chances[key]
 
     def _complexity(self, rows: int) -> TreeMasks:
         problem = "is too complex: a token of this output takes more work than is allowed"
         error = InvalidField(f"sampling.structured_output.{self._form.form}", problem)
         return TreeMasks(np.tile(self._end_alone, (rows, 1)), error)
 
-    def _follow(self, tree: TokenTree | TreeRows, output: Sequence[int], most: int) -> list[_FollowedRow] | None:
+    def _follow(self, tree: TokenTree, output: Sequence[int], most: int) -> list[_FollowedRow] | None:
         """The rows that the grammar allows, depth first, with forced ones below those that end the tree, up to `most`
         below the root in all. Leads the matcher back to the root. None where it has met a limit."""
-        self._matcher.consume_tokens(list(output[self._length :]))
-        self._length, self._kept, self._rows = len(output), None, []
+        self._read(output)
         children: dict[int, list[int]] = defaultdict(list)
         for row, parent in enumerate(tree.parents[1:], start=1):
             children[parent].append(row)
@@ -216,7 +245,7 @@ class FollowedGrammar:
         while path:
             above, below = path[-1]
             # A tree without forced rows has room for its own.
-            room = len(rows) <= max(most, len(tree.token_ids) - 1)
+            room = len(rows) <= max(most, len(tree) - 1)
             token, source = next(below, (-1, -1)) if room else (-1, -1)
             if token < 0:
                 path.pop()
@@ -229,11 +258,10 @@ class FollowedGrammar:
                 return None
             path.append((len(rows), self._below(tree, children[source] if source >= 0 else [], words, most)))
             rows.append(_FollowedRow(token, source, above, words))
-        self._rows = rows
         return rows
 
     def _below(
-        self, tree: TokenTree | TreeRows, children: Sequence[int], words: NDArray[np.int32], most: int
+        self, tree: TokenTree, children: Sequence[int], words: NDArray[np.int32], most: int
     ) -> Iterator[tuple[int, int]]:
         """(token, row of the tree, -1 for none) of what may follow a row with these children: those of them that are
         allowed, or the one token that is."""
@@ -249,7 +277,7 @@ class FollowedGrammar:
 
     def _words_of(self, matcher: LLMatcher) -> NDArray[np.int32] | None:
         # There may be a word more than the vocabulary has.
-        words = np.frombuffer(matcher.compute_bitmask(), np.int32)[: self._words]
+        words = np.frombuffer(matcher.compute_bitmask(), np.int32)[: self.words]
         return None if matcher.is_error() or not words.any() else words
 
     def _goes_on(self, mask: NDArray[np.int32], token: int) -> bool:
@@ -263,7 +291,7 @@ class _Place(NamedTuple):
     matcher: LLMatcher
     consumed: int
     path: tuple[int, ...]
-    scores: tuple[float, ...]
+    node: int  # the path's end among the nodes; -1 for the root
     words: NDArray[np.int32] | None = None  # the mask there; None where it is not known yet
 
 
@@ -272,6 +300,44 @@ class _FollowedRow(NamedTuple):
     source: int  # the row of the tree that was followed; -1 for one that was forced
     parent: int
     words: NDArray[np.int32]  # what may come next
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class FollowedTree:
+    """A tree of one output, of which `masks_of` computes the masks."""
+
+    grammar: FollowedGrammar
+    rows: MaskedRows | None
+    kept: TreeMasks | None = None  # where they are known
+
+
+def masks_of(trees: Sequence[FollowedTree]) -> Iterator[TreeMasks]:
+    """The masks of each tree, of outputs of one model; of each output the last tree that was followed."""
+    rows = [tree.rows for tree in trees if tree.rows is not None]
+    computed = compute_masks(rows, trees[0].grammar.words) if trees else iter(())
+    for tree in trees:
+        if tree.rows is None:
+            assert tree.kept is not None, "they are known"
+            yield tree.kept
+        else:
+            yield tree.grammar._masked(tree.rows, next(computed))
+
+
+def _path_to(rows: Sequence[_FollowedRow]) -> list[int]:
+    """The tokens from below the root to the last of these rows."""
+    path, place = list[int](), len(rows) - 1
+    while place:
+        path.append(rows[place].token)
+        place = rows[place].parent
+    return path[::-1]
+
+
+def _add(found: ExpectedNodes, parent: int, token: int, score: float) -> int:
+    """Add a node. Returns its place."""
+    found.token_ids.append(token)
+    found.parents.append(parent)
+    found.scores.append(score)
+    return len(found.token_ids) - 1
 
 
 def _only_token(words: NDArray[np.int32]) -> int | None:

@@ -20,6 +20,8 @@ if TYPE_CHECKING:
 # Bytes of forced text that are cut into tokens, and last tokens of those that may be others with what follows. Chosen:
 # of 60,000 bytes every mask took 25 ms.
 _MOST_FORCED, _UNSURE = 512, 4
+# Texts whose tokens are kept, of up to as many bytes. Chosen.
+_CUT_TEXTS = 4096
 
 
 @functools.lru_cache(maxsize=2)
@@ -66,17 +68,19 @@ class TokenWords:
         # Of several tokens with the same bytes the last: those that stand for single bytes come first.
         self._by_bytes = {known[token]: token for token in sorted(known) if known[token] and token < vocabulary_size}
         self._longest = max(map(len, self._by_bytes), default=1)
+        # The same texts are cut again and again: of a form that is asked for often, and for every mask within them.
+        self._cut = functools.lru_cache(_CUT_TEXTS)(self._tokens)
 
     def __call__(self, text: bytes) -> list[int]:
         """Tokens that begin a text which a form forces: all of a short one. Called for every mask where text is forced,
         with all of it that is left."""
         if len(text) <= _MOST_FORCED:
-            return self._tokens(text)
+            return list(self._cut(text))
         end = _MOST_FORCED
         while end and text[end] & 0xC0 == 0x80:
             # Not inside a character.
             end -= 1
-        return self._tokens(text[:end])[:-_UNSURE]
+        return self._cut(text[:end])[:-_UNSURE]
 
     def _tokens(self, text: bytes) -> list[int]:
         """The text as the tokenizer cuts it. What it cannot give back as it stands (the beginning of a character, the

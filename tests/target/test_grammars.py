@@ -9,15 +9,17 @@ from collections.abc import Sequence
 
 import numpy as np
 import pytest
+from numpy.typing import NDArray
 from structured_forms import VOCABULARY, trained_tokenizer
 from tokenizers import Tokenizer, decoders, models, normalizers, pre_tokenizers
 
 from outrider.errors import InvalidField, NotSupported
 from outrider.structured_output import StructuredOutput
 from outrider.tree import TokenTree
-from target_service.grammars import compiling
+from target_service.grammars import compiling, row_masks
 from target_service.grammars.compiling import GRAMMARS_PER_TENANT, Grammars
-from target_service.grammars.following import FollowedGrammar, TreeMasks, TreeRows
+from target_service.grammars.following import FollowedGrammar, FollowedTree, TreeMasks, masks_of
+from target_service.grammars.row_masks import TreeRows
 from target_service.grammars.vocabulary import TokenWords, grammar_tokenizer
 from target_service.text.tokenizer import ModelTokenizer
 
@@ -44,10 +46,13 @@ def chain(root: int, tokens: Sequence[int]) -> TokenTree:
 
 
 def expected_texts(followed: FollowedGrammar, tree: TreeRows, output: Sequence[int], masks: int = 9) -> set[str]:
-    followed.masks_of_rows(tree, output)
+    list(masks_of([followed.follow(tree, output)]))
     found = followed.expected(100, masks)
-    assert all(len(path.scores) == len(path.token_ids) and min(path.scores) > 0 for path in found)
-    return {str(trained_tokenizer().decode(path.token_ids)) for path in found}
+    paths = list[list[int]]()
+    for token, parent, score in zip(*found, strict=True):
+        assert 0 < score <= 1 and parent < len(paths)
+        paths.append([*(paths[parent] if parent >= 0 else []), token])
+    return {str(trained_tokenizer().decode(path)) for path in paths}
 
 
 class TestExpectedText:
@@ -75,8 +80,8 @@ class TestExpectedText:
         texts = expected_texts(followed, tree, output)
         assert {"x#1", "x#2", "x#3"} <= texts
         assert {"x#1!", "x#2!", "x#3!"} <= texts
-        assert expected_texts(followed, tree, output, masks=0) == set()
-        masks = followed.masks_of_rows(tree, output)
+        assert expected_texts(followed, tree, output, masks=0) == {"x", "x#"}
+        (masks,) = masks_of([followed.follow(tree, output)])
         assert allowed(masks, 1) == allowed(masks, 2) == {sign} and allowed(masks, 3) == {END}
 
 
@@ -95,6 +100,35 @@ class TestMasks:
             assert masks.error is None
         assert allowed(followed.masks(chain(b, [d, e]), (b,)), 1) == {e, END}
         assert allowed(followed.masks(chain(d, []), (b, d)), 0) == {e, END}
+
+    @pytest.mark.parametrize("worth", [1, 99], ids=["threads", "in turn"])
+    def test_masks_of_many_trees_are_those_of_each(
+        self, grammars: Grammars, worth: int, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        monkeypatch.setattr(row_masks, "_WORTH_THREADS", worth)
+        forms, dice = [StructuredOutput(regex="[ab](c|d)e?"), StructuredOutput(regex="(ab|ac)*d")], random.Random(2)
+        tokens = [tokens_of(letter)[0] for letter in "abcde"] + [END]
+        trees, alone = list[FollowedTree](), list[TreeMasks]()
+        end_alone = grammars.followed(forms[0], "t").masks(chain(9, [tokens[4]]), ()).words[1]
+        for number in range(12):
+            parents = [0, *[dice.randrange(row) for row in range(1, 9)]]
+            rows = TreeRows([9, *dice.choices(tokens, k=8)], parents)
+            trees.append(grammars.followed(forms[number % 2], "t").follow(rows, ()))
+            # By a grammar that reads each row's path.
+            words = list[NDArray[np.int32]]()
+            for row in range(9):
+                path, at = list[int](), row
+                while at:
+                    path, at = [rows.token_ids[at], *path], parents[at]
+                follows = grammars.followed(forms[number % 2], "t")
+                legal = all(
+                    path[place] in allowed(follows.masks(chain(9, []), path[:place]), 0) for place in range(len(path))
+                )
+                words.append(follows.masks(chain(9, []), path).words[0] if legal and END not in path else end_alone)
+            alone.append(TreeMasks(np.stack(words)))
+        for masks, expected in zip(masks_of(trees), alone, strict=True):
+            assert masks.error is None
+            assert (masks.words == expected.words).all()
 
     def test_characters_may_be_cut_between_tokens(self, grammars: Grammars) -> None:
         # Not forced, or it would come in the tokenizer's own tokens.

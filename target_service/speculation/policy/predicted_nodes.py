@@ -10,7 +10,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping
 
 from target_service.core.sequence import DevicePass, Sequence
-from target_service.execution.node_tables import NodeTables, PredictedChain, PredictedNodes
+from target_service.execution.node_tables import ExpectedTree, NodeTables, PredictedNodes
 from target_service.speculation.policy.live_sequence import LiveSequence
 
 # Nodes of a chain, of the 240 that a table holds, and tokens after which it is renewed: the rest of it is then still
@@ -18,7 +18,7 @@ from target_service.speculation.policy.live_sequence import LiveSequence
 _CHAIN, _RENEWED = 160, 96
 # Nodes that a form lets expect, masks that are computed for those of all sequences of a step, and for those of one at
 # least: the host computes them while a pass runs. Chosen.
-_EXPECTED_NODES, _EXPECTED, _LEAST_EXPECTED = 160, 48, 2
+_EXPECTED_NODES, _EXPECTED, _LEAST_EXPECTED = 160, 24, 1
 # Tokens of expected text that are left below the output's last token, with which it is not renewed. Chosen: a pass
 # seldom accepts more.
 _ENOUGH_EXPECTED = 16
@@ -49,14 +49,10 @@ def graft_expected(sequences: Iterable[Sequence], live: Mapping[int, LiveSequenc
         if grammar is None or not (request.speculate and request.max_draft_nodes and request.device_rows):
             continue
         known = tables.expected(sequence.sequence_id)
-        left = [] if known is None else known.from_base(len(sequence.token_ids))
-        if any([len(tokens) >= _ENOUGH_EXPECTED for tokens, _ in left]):
+        if known is not None and known.left() >= _ENOUGH_EXPECTED:
             continue
-        paths = grammar.expected(_EXPECTED_NODES, max(most, _LEAST_EXPECTED))
-        chains = tuple([PredictedChain(path.token_ids, path.scores) for path in paths])
-        base = len(sequence.token_ids)
-        nodes = PredictedNodes(base, (), chains, sequence.token_ids) if chains else None
-        tables.expect(sequence.sequence_id, nodes)
+        nodes, text = grammar.expected(_EXPECTED_NODES, max(most, _LEAST_EXPECTED)), sequence.token_ids
+        tables.expect(sequence.sequence_id, ExpectedTree.of(len(text), *nodes, text) if nodes.token_ids else None)
 
 
 def note_passes(live: LiveSequence, passes: Iterable[DevicePass], tokens: int, tables: NodeTables) -> None:
