@@ -11,6 +11,7 @@ import pytest
 import torch
 from conftest import make_tiny
 from engine_harness import engine_config, knowing_tree, random_tree, request, run
+from rank_processes import end_by_a_rank_that_hangs
 from scripted_service import byte_tokenizer
 from transformers import PreTrainedModel
 
@@ -91,3 +92,7 @@ def test_drafts_change_nothing(ranks: tuple[ModelRunner, DeviceSteps], folder: P
         assert all(alike) if exact else [len(one.token_ids) for one in outcomes] == [24] * len(wanted)
     accepted = sum(one.finished.totals.accepted_tokens for one in outcomes)
     assert accepted > 10 if exact else accepted >= 0
+
+
+def test_a_rank_that_hangs_ends_the_others(folder: Path) -> None:
+    end_by_a_rank_that_hangs(replace(config_for(folder, "bfloat16"), capture_seconds=1.0))

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import random
 import subprocess
-import sys
 import threading
 from collections.abc import Iterator
 from dataclasses import replace
@@ -25,6 +24,7 @@ from engine_harness import (
     run,
 )
 from other_weights import other_weights
+from rank_processes import end_by_a_rank_that_hangs
 from scripted_service import byte_tokenizer
 from transformers import PreTrainedModel
 from waits import HUNG_SECONDS, wait_until
@@ -180,33 +180,8 @@ def test_a_lost_rank_ends_the_service(folder: Path, tmp_path: Path) -> None:
     assert not any(child.is_running() for child in children)
 
 
-# Loads a model over two ranks, and serves until it is ended.
-LOADING = """
-import logging, signal, sys
-from target_service.config import TargetConfig
-from target_service.model.ranks.leading import load_ranks
-logging.basicConfig()
-loaded = load_ranks(TargetConfig(model=sys.argv[1], dtype="float32", tensor_parallel=2, heartbeat_seconds=2.0))
-print("serving", flush=True)
-signal.pause()
-"""
-
-
 def test_a_rank_that_hangs_ends_the_others(folder: Path) -> None:
-    """Found out between passes too, as no request would ever be answered again."""
-    command = [sys.executable, "-c", LOADING, str(folder)]
-    with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True) as leading:
-        try:
-            assert leading.stdout is not None and leading.stdout.readline() == "serving\n"
-            (follower,) = psutil.Process(leading.pid).children(recursive=True)
-            follower.suspend()
-            _, said = leading.communicate(timeout=HUNG_SECONDS)
-        finally:
-            leading.kill()
-    assert leading.returncode == 1
-    assert "rank 1 has not answered for 2 s: the model is not whole any more" in said
-    psutil.wait_procs([follower], HUNG_SECONDS)
-    assert not follower.is_running()
+    end_by_a_rank_that_hangs(TargetConfig(model=str(folder), dtype="float32", tensor_parallel=2))
 
 
 def ended_by_a_lost_rank(service: subprocess.Popen[bytes], address: str) -> list[psutil.Process]:
