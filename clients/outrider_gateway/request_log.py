@@ -7,6 +7,7 @@ import logging
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
+from outrider.limits import TENANT_NAME
 from outrider_client.results import Result
 from outrider_gateway.generation_request import GenerationRequest
 
@@ -36,7 +37,7 @@ class RequestLine:
             self.endpoint,
             self.request_id,
             status,
-            self.tenant or "-",
+            self.tenant if TENANT_NAME.fullmatch(self.tenant) else _quoted(self.tenant),
             _quoted(request.user if request else ""),
             _quoted(request.model if request else ""),
             request.answers if request else 0,

@@ -63,10 +63,12 @@ def head_in_process(draft: str, named: NamedSettings) -> str:
 
 
 def flag_value(words: Sequence[str], flag: str) -> str | None:
-    """The value of a flag such as "--device" in a command line, as `--device X` or `--device=X`; None without it."""
+    """The value of a flag such as "--device" in a command line, as `--device X` or `--device=X`; None without it. Of
+    several the last, as everywhere."""
+    found = None
     for at, word in enumerate(words):
         if word == flag:
-            return "".join(words[at + 1 : at + 2])
+            found = "".join(words[at + 1 : at + 2])
         if word.startswith(f"{flag}="):
-            return word.partition("=")[2]
-    return None
+            found = word.partition("=")[2]
+    return found

@@ -162,11 +162,15 @@ async def test_a_request_is_a_line_in_the_log(gateways: Any, caplog: pytest.LogC
             )
             await gateway.http.post("/v1/chat/completions", json={**CHAT, "stream": True})
             await gateway.http.post("/v1/completions", json={**TEXT, "max_token": 1})
+            forged = {"outrider-tenant": "acme tokens=9" + "9" * 100}
+            await gateway.http.post("/v1/completions", json=TEXT, headers=forged)
         lines = [record.getMessage() for record in caplog.records if record.name == "outrider_gateway.request_log"]
     known = [dict(re.findall(r'(\w+)=("[^"]*"|\S+)', line)) for line in lines]
     assert [(one["endpoint"], one["status"], one["tokens"]) for one in known] == [
         ("chat", "200", "8"), ("chat", "200", "4"), ("completions", "400", "0"),
+        ("completions", "400", "0"),
     ]  # fmt: skip
+    assert known[3]["tenant"] == f'"acme tokens=9{"9" * 51}"'
     first = known[0]
     assert (first["tenant"], first["user"], first["model"]) == ("acme", '"ann\\nlee"', '"counter"')
     assert (first["answers"], first["stream"], first["id"]) == ("2", "false", whole.headers["x-request-id"])

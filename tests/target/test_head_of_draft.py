@@ -16,6 +16,8 @@ from target_service.config import TargetConfig
     [
         ("inprocess:eagle --head X", {}, "X"),
         ("inprocess:eagle --breadth 2 --head='a folder/X'", {}, "a folder/X"),
+        ("inprocess:eagle --head W --head X", {}, "X"),
+        ("inprocess:eagle --head=X --head W --head=Y", {}, "Y"),
         ("inprocess:eagle", {("eagle", "head"): "X"}, "X"),
         ("inprocess:eagle --head X", {("eagle", "head"): "Y"}, "X"),
         ("inprocess:merged --head X", {}, "X"),
