@@ -71,6 +71,7 @@ def write_here(
         seed=config.seed,
         first=corpus.next_number(writer, config.writers_at_once),
         stride=config.writers_at_once,
+        seconds=seconds,
     )
     texts = teacher.write(order)
     try:

@@ -6,6 +6,7 @@ its teacher through the entry points of `TEACHER_GROUP`. PyTorch is not imported
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from importlib.metadata import EntryPoint
@@ -64,6 +65,7 @@ class WritingOrder:
     seed: int  # of all sampling
     first: int = 0
     stride: int = 1  # the numbers to write are first, first + stride ..
+    seconds: float = math.inf  # after which writing ends; what is not whole by then is dropped
 
 
 class WrittenText(NamedTuple):

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import itertools
 import logging
+import time
 from collections import deque
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
@@ -159,7 +160,9 @@ class TextWriter:
         self._exhausted = False
 
     def texts(self) -> Iterator[WrittenText]:
-        while True:
+        """The texts until the order's time is over. A text may take longer than that, and none may ever be whole."""
+        deadline = time.monotonic() + self._order.seconds
+        while time.monotonic() < deadline:
             while len(self._under_way) < self._order.sequences and not self._exhausted:
                 self._begin(next(self._numbers))
             if not self._under_way:

@@ -7,6 +7,7 @@ import json
 from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -16,6 +17,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from outrider.distillation import Teacher, TeacherSettings, WritingOrder, WrittenText, load_teacher
 from outrider.settings import SettingsError
+from target_service.distillation import writing
 
 ORDER = WritingOrder((), True, (0.0, 1.0), max_length=48, max_prompt=24, max_answer=48, turns=1, sequences=8, seed=3)
 
@@ -61,6 +63,15 @@ def test_a_greedy_answer_is_what_the_model_says(teacher: Teacher, model: Any) ->
         ids = torch.tensor([text.token_ids])
         said = model(ids).logits[0].argmax(-1)
         assert ids[0, text.prompt_length :].tolist() == said[text.prompt_length - 1 : -1].tolist()
+
+
+def test_writing_ends_in_time_though_no_text_is_whole(teacher: Teacher, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A run's minutes had been looked at once for each text, and a slow machine's first one took hours."""
+    steps = itertools.count()
+    monkeypatch.setattr(writing, "time", SimpleNamespace(monotonic=lambda: 60.0 * next(steps)))
+    assert list(teacher.write(replace(ORDER, seconds=300.0))) == []
+    # The first look is the beginning; of the others each is before a step.
+    assert next(steps) == 6
 
 
 def test_texts_are_whole_conversations_within_their_bounds(teacher: Teacher, tokenizer: Any) -> None:
