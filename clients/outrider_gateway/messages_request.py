@@ -7,11 +7,12 @@ from dataclasses import dataclass, field, replace
 from typing import Any
 
 from outrider.admission.prompt_limits import MOST_CONTEXT, check_bytes
+from outrider.admission.tool_limits import MAX_TOOLS
 from outrider_client.client import Client
 from outrider_client.messages import ChatOptions, ChatTurn
 from outrider_client.results import TargetInfo
 from outrider_gateway.failures import BadField
-from outrider_gateway.fields import Fields, typed
+from outrider_gateway.fields import Fields, bounded, typed
 from outrider_gateway.generation_request import CHAT_NAMES, GenerationRequest, Prompt
 from outrider_gateway.messages_input import message_turns
 from outrider_gateway.request_fields import MESSAGES_FIELDS
@@ -89,7 +90,8 @@ def _prompt(fields: Fields, max_prompt: int) -> tuple[tuple[ChatTurn, ...], Chat
     """The conversation, and how it is rendered."""
     turns = message_turns(fields.pop("messages"), fields.pop("system"))
     fitting(check_bytes, sum(len(turn.content.encode()) for turn in turns), max_prompt, "messages")
-    tools = [_tool(tool, f"tools[{i}]") for i, tool in enumerate(typed(fields.pop("tools", []), list, "tools"))]
+    given = bounded(typed(fields.pop("tools", []), list, "tools"), MAX_TOOLS, "tools")
+    tools = [_tool(tool, f"tools[{i}]") for i, tool in enumerate(given)]
     choice, single = _choice(fields)
     chat = {"tools": tools, "tool_choice": choice, "parallel_tool_calls": not single}
     chat |= {name: fields.pop(name) for name in ("chat_template_kwargs", "enable_thinking", "thinking")}

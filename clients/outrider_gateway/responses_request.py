@@ -7,6 +7,7 @@ from dataclasses import dataclass, field, replace
 from typing import Any
 
 from outrider.admission.prompt_limits import MOST_CONTEXT, check_bytes
+from outrider.admission.tool_limits import MAX_TOOLS
 from outrider.sampling import MAX_LOGPROBS
 from outrider_client.messages import ChatTurn
 from outrider_gateway.failures import BadField
@@ -102,12 +103,13 @@ def responses_request(body: Mapping[str, Any], max_choices: int, max_prompt: int
 
 def _chat_fields(fields: Fields, verbosity: Any, effort: Any) -> Fields:
     """What shapes the prompt, under the names that /v1/chat/completions has for it."""
-    tools = [_tool(tool, f"tools[{i}]") for i, tool in enumerate(typed(fields.pop("tools", []), list, "tools"))]
+    given = bounded(typed(fields.pop("tools", []), list, "tools"), MAX_TOOLS, "tools")
+    tools = [_tool(tool, f"tools[{i}]") for i, tool in enumerate(given)]
     choice = fields.pop("tool_choice")
     if isinstance(choice, dict) and choice.get("type") == "allowed_tools" and "allowed_tools" not in choice:
         allowed = {name: value for name, value in choice.items() if name != "type"}
         if isinstance(tools_of := allowed.get("tools"), list):
-            allowed["tools"] = [_named(tool) for tool in tools_of]
+            allowed["tools"] = [_named(tool) for tool in bounded(tools_of, MAX_TOOLS, "tool_choice.tools")]
         choice = {"type": "allowed_tools", "allowed_tools": allowed}
     choice = _named(choice)
     moved = ("chat_template_kwargs", "parallel_tool_calls", "enable_thinking")

@@ -16,6 +16,7 @@ from outrider_client.generation import Speculation
 from outrider_client.messages import ChatOptions, ChatTurn, ToolChoice, ToolOptions
 from outrider_gateway.failures import Refused, refusal
 from outrider_gateway.generation_request import CHAT_NAMES, GenerationRequest, Prompt
+from outrider_gateway.messages_request import messages_request
 from outrider_gateway.request_fields import CHAT_FIELDS, COMPLETION_FIELDS, Use, render
 from outrider_gateway.responses_request import responses_request
 from outrider_gateway.translation import chat_request, completion_request
@@ -515,6 +516,27 @@ def test_lengths_of_conversations_are_checked_before_elements(messages: list[Any
     with pytest.raises(Refused, match=said) as raised:
         chat_request({"model": "m", "messages": messages}, 8, 100)
     assert raised.value.status == 400 and raised.value.param is not None
+
+
+@pytest.mark.parametrize(
+    ("request_of", "body"),
+    [
+        (chat_request, {"messages": [{"role": "user", "content": "a"}]}),
+        (messages_request, {"messages": [{"role": "user", "content": "a"}], "max_tokens": 1}),
+        (responses_request, {"input": "a"}),
+    ],
+    ids=["chat", "messages", "responses"],
+)
+def test_tools_are_counted_before_they_are_looked_at(request_of: Any, body: dict[str, Any]) -> None:
+    """A million empty ones had taken a thread for 80 seconds."""
+    with pytest.raises(Refused, match="more than 128 entries"):
+        request_of({"model": "m", **body, "tools": [Untouched()] * 129}, 8, 100)
+
+
+def test_allowed_tools_are_counted_before_they_are_looked_at() -> None:
+    choice = {"type": "allowed_tools", "mode": "auto", "tools": [Untouched()] * 129}
+    with pytest.raises(Refused, match="more than 128 entries"):
+        responses_request({"model": "m", "input": "a", "tools": [], "tool_choice": choice}, 8, 100)
 
 
 @pytest.mark.parametrize("more", [{"model": "m" * 5000}, {"prompt_cache_key": "k" * 5000}])
