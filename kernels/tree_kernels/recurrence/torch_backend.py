@@ -107,9 +107,10 @@ class TorchRecurrence:
             window = states.windows[layer, span.slot]
             read = torch.cat([window, before.rows, own])
             kept = len(window) + len(before.rows)
-            # The inputs before a node's own are its ancestors', then those of committed tokens.
-            previous = torch.arange(-1, len(read) - 1, device=read.device)
+            previous = None
             if span.parents is not None:
+                # The inputs before a node's own are its ancestors', then those of committed tokens.
+                previous = torch.arange(-1, len(read) - 1, device=read.device)
                 previous[kept + 1 :] = kept + torch.tensor(span.parents[1:], device=read.device)
             made = _convolved(read, previous, len(window), convolution)
             folded.append(KnownTokens(made[: len(before.rows)], before.gates))
@@ -172,14 +173,17 @@ class TorchRecurrence:
         return KnownTokens(states.inputs[layer, span.slot, places, 0], states.gates[layer, span.slot, places, 0])
 
 
-def _convolved(read: Tensor, previous: Tensor, skipped: int, convolution: ShortConvolution) -> Tensor:
-    """Outputs [n - skipped, C] of inputs `read` [n, C], each of which follows that at `previous` [n]."""
-    weight = convolution.weight.float()
-    place = torch.arange(skipped, len(read), device=read.device)
-    made = read.new_zeros(len(place), read.shape[1], dtype=torch.float32)
-    for tap in range(weight.shape[1] - 1, -1, -1):
-        made += weight[:, tap] * read[place]
-        place = previous[place]
+def _convolved(read: Tensor, previous: Tensor | None, skipped: int, convolution: ShortConvolution) -> Tensor:
+    """Outputs [n - skipped, C] of inputs `read` [n, C], each of which follows that at `previous` [n], or the one before
+    it; `skipped` is one less than the taps."""
+    # By tap, in memory as they are multiplied.
+    weight, wide = convolution.weight.float().T.contiguous(), read.float()
+    made = weight[-1] * wide[skipped:]
+    place = None if previous is None else previous[skipped:]
+    for back in range(1, len(weight)):
+        before = wide[skipped - back : len(wide) - back] if place is None else wide[place]
+        made.addcmul_(weight[-1 - back], before)
+        place = None if previous is None or place is None else previous[place]
     if convolution.bias is not None:
         made += convolution.bias.float()
     return (functional.silu(made) if convolution.silu else made).to(read.dtype)
