@@ -51,8 +51,8 @@ class TargetConfig(ServiceSettings):
 
     draft: str = setting(
         "",
-        "draft service: HOST:PORT, unix:PATH, several with commas between them, or inprocess:DRAFTER, with the "
-        "drafter's flags behind its name; none when empty",
+        "draft service: HOST:PORT, unix:PATH, several with commas between them, file:PATH for a file with one on each "
+        "line that may change, or inprocess:DRAFTER, with the drafter's flags behind its name; none when empty",
     )
     draft_token: str = setting("", "file with the token for the draft service; none when empty")
     draft_tls_ca: str = setting("", "PEM roots for the draft service's certificate; plain text when empty")

@@ -12,6 +12,7 @@ from outrider.checkpoints.folder import Checkpoint, check_tokenizer
 from outrider.checkpoints.formats import DEQUANTISED_FORMATS
 from outrider.devices import check_device_name
 from outrider.drafting.link import INPROCESS_SCHEME, ChannelTls, Connect, LinkOptions, bearer_metadata, prepare_draft
+from outrider.drafting.listed import FILE_SCHEME
 from outrider.errors import OutriderError
 from outrider.heads import head_source
 from outrider.limits import TenantTable
@@ -129,10 +130,13 @@ def check_head(head: str, model: str) -> None:
 
 
 def _check_draft(draft: str) -> None:
-    """Raise `SettingsError` unless `draft` is a list of addresses with commas, or inprocess:DRAFTER."""
+    """Raise `SettingsError` unless `draft` is a list of addresses with commas, file:PATH, or inprocess:DRAFTER."""
     if draft.startswith(INPROCESS_SCHEME):
         if not draft.removeprefix(INPROCESS_SCHEME).strip():
             raise SettingsError(f"--draft: {draft!r} names no drafter: inprocess:DRAFTER")
+        return
+    if draft.startswith(FILE_SCHEME):
+        # `prepare_draft` reads the file.
         return
     for one in comma_words(draft):
         problem = address_problem(one)

@@ -5,16 +5,20 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
+from pathlib import Path
 from typing import Any
 
 import pytest
 from fake_draft import FAST, INFO
 from scripted_drafter import VOCABULARY, Listener, opening, step
+from waits import wait_until
 
 from outrider.drafting.events import Connected, Disconnected, DraftEvents, Grown, SequenceFailure
-from outrider.drafting.link import connect_draft
+from outrider.drafting.link import connect_draft, prepare_draft
+from outrider.drafting.listed import ListedDrafts
 from outrider.drafting.prefix_homes import PrefixHomes
 from outrider.drafting.several import SeveralDrafts
+from outrider.settings import SettingsError
 from outrider.wire.frames import DraftInfo, OpenSequence, SequenceAdvance, SequenceFeatures, SequenceGrowth, Vectors
 
 TRIE, EAGLE = replace(INFO, drafter="trie"), replace(INFO, drafter="eagle")
@@ -289,3 +293,66 @@ def test_a_list_of_addresses_is_several_drafts() -> None:
         assert isinstance(link, SeveralDrafts)
     finally:
         link.stop()
+
+
+def test_drafts_are_added_and_removed_while_sequences_run(drafts: Drafts) -> None:
+    several = drafts.several("ab")
+    for number in range(40):
+        several.open(opening(number, tenant=f"tenant {number}"))
+    left = [number for number in range(40) if drafts.home_of(number) == "a"]
+    kept = drafts.links["b"]
+    several.change_addresses(["b", "c"])
+    drafts.links["c"].events.receive(Connected(TRIE))
+    assert drafts.links["a"].stopped and drafts.links["b"] is kept and not kept.stopped
+    # The target opens these again, and only these; it still has a draft.
+    assert sorted(drafts.heard.lost) == left and not drafts.heard.losses
+    for number in range(100, 140):
+        several.open(opening(number, tenant=f"tenant {number}"))
+    assert {drafts.home_of(number) for number in range(100, 140)} == {"b", "c"}
+
+
+def test_there_is_no_draft_once_the_last_is_removed(drafts: Drafts) -> None:
+    several = drafts.several("a")
+    several.open(opening(1))
+    several.change_addresses([])
+    assert drafts.heard.losses == ["it is not listed any more"]
+    several.open(opening(2))
+    several.cut_off("nobody is there")
+    several.change_addresses(["b"])
+    drafts.links["b"].events.receive(Connected(EAGLE))
+    assert drafts.heard.infos == [TRIE, EAGLE]
+
+
+def test_a_file_of_drafts_is_read_again_when_it_is_replaced(
+    drafts: Drafts, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    listed = tmp_path / "drafts"
+
+    def write(*lines: str) -> None:
+        (tmp_path / "next").write_text("\n".join(lines))
+        (tmp_path / "next").rename(listed)
+
+    write()
+    several = ListedDrafts(listed, drafts.connect, drafts.heard)
+    try:
+        assert drafts.heard.losses == [f"{listed} lists no draft"]
+        write("one:1", "", "two:2")
+        wait_until(lambda: drafts.links.keys() == {"one:1", "two:2"})
+        write("one:1", "no address")
+        wait_until(lambda: any("stay as they are" in line for line in caplog.messages))
+        assert not any(link.stopped for link in drafts.links.values())
+        write("two:2")
+        wait_until(lambda: drafts.links["one:1"].stopped)
+    finally:
+        several.stop()
+    assert drafts.links["two:2"].stopped
+
+
+@pytest.mark.parametrize(
+    ("text", "problem"), [(None, "No such file"), ("a:1\na:1", "named twice"), ("a", "'a' is not HOST:PORT")]
+)
+def test_a_file_of_drafts_that_is_refused(tmp_path: Path, text: str | None, problem: str) -> None:
+    if text is not None:
+        (tmp_path / "drafts").write_text(text)
+    with pytest.raises(SettingsError, match=problem):
+        prepare_draft(f"file:{tmp_path / 'drafts'}")

@@ -15,6 +15,7 @@ from collections import deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
+from pathlib import Path
 from typing import Any
 
 import grpc
@@ -22,6 +23,7 @@ import grpc
 from outrider.addresses import proxy_options
 from outrider.busy_polling import BUSY_POLL_SECONDS, BusyPolling
 from outrider.drafting.events import Connected, Disconnected, DraftEvents
+from outrider.drafting.listed import FILE_SCHEME, ListedDrafts, listed_addresses
 from outrider.drafting.several import SeveralDrafts
 from outrider.drafting.stream import DraftConversation
 from outrider.errors import CreditExceeded, DraftUnavailable, InvalidField, OutriderError, WrongVocabulary
@@ -118,9 +120,9 @@ Connect = Callable[[DraftEvents, int, str], StoppableLink]
 def connect_draft(
     address: str, events: DraftEvents, vocabulary_size: int, fingerprint: str, options: LinkOptions = USUAL
 ) -> StoppableLink:
-    """The link for an address: `HOST:PORT`, `unix:PATH`, several of these with commas between them, or
-    `inprocess:DRAFTER`, with the drafter's flags behind its name. Raises `SettingsError` for a wrong address, or a
-    drafter that cannot draft for this target."""
+    """The link for an address: `HOST:PORT`, `unix:PATH`, several of these with commas between them, `file:PATH` for the
+    addresses in a file, or `inprocess:DRAFTER`, with the drafter's flags behind its name. Raises `SettingsError` for a
+    wrong address, or a drafter that cannot draft for this target."""
     return prepare_draft(address, options)(events, vocabulary_size, fingerprint)
 
 
@@ -131,6 +133,8 @@ def prepare_draft(address: str, options: LinkOptions = USUAL) -> Connect:
     the function raises it for the rest."""
     if address.startswith(INPROCESS_SCHEME):
         return _prepare_in_process(address)
+    if address.startswith(FILE_SCHEME):
+        return _prepare_listed(Path(address.removeprefix(FILE_SCHEME)), options)
     if "," not in address:
         return partial(GrpcDraftLink, address, options=options)
     addresses = comma_words(address)
@@ -140,6 +144,18 @@ def prepare_draft(address: str, options: LinkOptions = USUAL) -> Connect:
     def connect(events: DraftEvents, vocabulary_size: int, fingerprint: str) -> StoppableLink:
         return SeveralDrafts(
             addresses, lambda one, member: GrpcDraftLink(one, member, vocabulary_size, fingerprint, options), events
+        )
+
+    return connect
+
+
+def _prepare_listed(path: Path, options: LinkOptions) -> Connect:
+    # Refused now rather than behind the loading of a model.
+    listed_addresses(path)
+
+    def connect(events: DraftEvents, vocabulary_size: int, fingerprint: str) -> StoppableLink:
+        return ListedDrafts(
+            path, lambda one, member: GrpcDraftLink(one, member, vocabulary_size, fingerprint, options), events
         )
 
     return connect

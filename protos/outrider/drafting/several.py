@@ -65,17 +65,32 @@ class SeveralDrafts:
         """Start connecting to each address by `connect`. `events` receives `Connected` for the first draft that
         connects, `Disconnected` for the last that disconnects, and `Lost` for those in between."""
         self._events = events
+        self._connect = connect
         self._lock = threading.RLock()
         # The description that the receiver was given; None while no draft is connected.
         self._info: DraftInfo | None = None
-        self._members = [_Member(address, self) for address in addresses]
+        self._members: list[_Member] = []
         # Who follows each open sequence.
         self._homes: dict[int, _Member] = {}
         self._prefix_homes = PrefixHomes()
+        self.change_addresses(addresses)
+
+    def change_addresses(self, addresses: Sequence[str]) -> None:
+        """Start connecting to those that are not named yet, and leave those that are named no longer: the receiver gets
+        `Lost` for what they followed. Call it from one thread at a time."""
         # Members send events as soon as they have a link.
         with self._lock:
-            for member in self._members:
-                member.link = connect(member.address, member)
+            known = {member.address: member for member in self._members}
+            added = [_Member(address, self) for address in addresses if address not in known]
+            members = known | {member.address: member for member in added}
+            self._members = [members[address] for address in addresses]
+            for member in added:
+                member.link = self._connect(member.address, member)
+        for member in (member for address, member in known.items() if address not in addresses):
+            # Its thread may wait for the lock.
+            member.link.stop()
+            if member.offered is not None:
+                self.left(member, "it is not listed any more")
 
     def open(self, sequence: OpenSequence) -> None:
         with self._lock:
@@ -106,12 +121,13 @@ class SeveralDrafts:
         """Cut off the one that sent most. The receiver has given up all sequences, and none is opened again: late
         growth of the old draft would be taken for growth of the new one."""
         with self._lock:
-            busiest = max(self._members, key=lambda member: member.nodes)
+            busiest = max(self._members, key=lambda member: member.nodes, default=None)
             for member in self._members:
                 member.nodes = 0
             self.close(list(self._homes))
-            log.error("draft at %s is cut off", busiest.address)
-            busiest.link.cut_off(reason)
+            if busiest is not None:
+                log.error("draft at %s is cut off", busiest.address)
+                busiest.link.cut_off(reason)
 
     def stop(self) -> None:
         for member in self._members:
