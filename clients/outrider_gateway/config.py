@@ -82,7 +82,6 @@ class GatewayConfig(Settings):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        _need(bool(self.targets), "target", "names no target")
         for address in self.targets:
             problem = address_problem(address) or _name_problem(address)
             _need(problem is None, "target", problem or "")

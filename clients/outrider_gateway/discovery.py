@@ -1,4 +1,5 @@
-"""Targets behind a DNS name: the addresses that the system's resolver has for it, looked up again and again."""
+"""Where targets that come and go are found: behind a DNS name, whose addresses the system's resolver has, or wherever a
+source of the caller's own finds them. Sources are asked again and again."""
 
 from __future__ import annotations
 
@@ -7,7 +8,7 @@ import logging
 import socket
 from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Protocol
 
 from outrider.log_limit import LogLimit
 
@@ -15,6 +16,14 @@ logger = logging.getLogger(__name__)
 SCHEME = "dns:///"
 # Looks a name up: (host, port) to entries as `socket.getaddrinfo` returns them.
 LookUp = Callable[[str, int], Awaitable[Sequence[tuple[Any, ...]]]]
+
+
+class AddressSource(Protocol):
+    """Finds the addresses of targets. Its text names it to callers and in logs."""
+
+    async def addresses(self) -> list[str]:
+        """HOST:PORT or unix:PATH of every target that takes requests now; empty where none is known, also for a
+        failure, which changes nothing. Raises nothing."""
 
 
 @dataclass(frozen=True)
@@ -45,12 +54,15 @@ async def system_resolver(host: str, port: int) -> Sequence[tuple[Any, ...]]:
 
 
 class Resolver:
-    """The addresses of one name."""
+    """An `AddressSource`: the addresses of one name."""
 
     def __init__(self, name: TargetName, look_up: LookUp = system_resolver) -> None:
         self.name = name
         self._look_up = look_up
         self._failures = LogLimit()
+
+    def __str__(self) -> str:
+        return str(self.name)
 
     async def addresses(self) -> list[str]:
         """HOST:PORT of every address, sorted; empty where there is none, and where no name server answers, which

@@ -9,7 +9,7 @@ import math
 import signal
 import socket
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from functools import partial
 
 import uvicorn
@@ -25,10 +25,10 @@ from outrider_client.terminal.options import AccessOptions
 from outrider_gateway.app import Application
 from outrider_gateway.config import GatewayConfig, host_and_port
 from outrider_gateway.connections import Connections, GatewayProtocol
-from outrider_gateway.discovery import Resolver, TargetName, target_name
+from outrider_gateway.discovery import AddressSource, Resolver, TargetName, target_name
 from outrider_gateway.served_models import ServedModels
 from outrider_gateway.shared_state import SharedState, most_connections
-from outrider_gateway.targets import NamedTargets, Targets
+from outrider_gateway.targets import FoundTargets, Targets
 
 logger = logging.getLogger(__name__)
 _KEEP_ALIVE_SECONDS = 65
@@ -61,16 +61,8 @@ class GatewayServer:
                 self.address = address_of(listening[0])
             tracing = set_up_tracing(telemetry.GATEWAY_SERVICE, config.otlp_endpoint, ratio=config.trace_ratio)
             leave.callback(tracing.shutdown)
-            names = {address: target_name(address) for address in config.targets}
-            targets = Targets(
-                [_client(access.connection(address), tracing) for address, name in names.items() if name is None],
-                names=[_named_targets(name, access, tracing) for name in names.values() if name is not None],
-                health_seconds=config.health_seconds,
-                load_bound=config.load_bound,
-                start_seconds=config.target_start_seconds,
-            )
-            models = ServedModels(targets, int(time.time()))
-            self.application = Application(config, targets, models, self._state)
+            targets = targets_of(config, access, tracing)
+            self.application = application_for(config, targets, self._state)
             self._server = _Uvicorn(_uvicorn_config(config, self.application, self._state))
             # From here on it may be told to drain.
             await leave.enter_async_context(targets)
@@ -180,9 +172,34 @@ def _uvicorn_config(config: GatewayConfig, application: Application, state: Shar
     )
 
 
-def _named_targets(name: TargetName, access: AccessOptions, tracing: Tracing) -> NamedTargets:
+def targets_of(
+    config: GatewayConfig, access: AccessOptions, tracing: Tracing, sources: Sequence[AddressSource] = ()
+) -> Targets:
+    """The targets that the settings name, and those that `sources` find. Raises `SettingsError` where there is neither,
+    and for credentials that cannot be read."""
+    names = {address: target_name(address) for address in config.targets}
+    if not names and not sources:
+        raise SettingsError("--target: names no target")
+    return Targets(
+        [_client(access.connection(address), tracing) for address, name in names.items() if name is None],
+        sources=[
+            *(_targets_of_name(name, access, tracing) for name in names.values() if name is not None),
+            *(FoundTargets(source, lambda each: _client(access.connection(each), tracing)) for source in sources),
+        ],
+        health_seconds=config.health_seconds,
+        load_bound=config.load_bound,
+        start_seconds=config.target_start_seconds,
+    )
+
+
+def application_for(config: GatewayConfig, targets: Targets, state: SharedState) -> Application:
+    """The gateway's application before these targets, for a server that is here or elsewhere."""
+    return Application(config, targets, ServedModels(targets, int(time.time())), state)
+
+
+def _targets_of_name(name: TargetName, access: AccessOptions, tracing: Tracing) -> FoundTargets:
     """The targets behind a name, whose certificates are for the name."""
-    return NamedTargets(
+    return FoundTargets(
         Resolver(name), lambda address: _client(access.connection(address, server_name=name.host), tracing)
     )
 

@@ -17,7 +17,7 @@ from outrider_client.client import Client
 from outrider_client.failures import ServiceUnreachable
 from outrider_client.results import TargetInfo
 from outrider_gateway.balancing import choose, ranked
-from outrider_gateway.discovery import Resolver
+from outrider_gateway.discovery import AddressSource
 from outrider_gateway.failures import NoTarget, loading_message
 
 logger = logging.getLogger(__name__)
@@ -120,20 +120,20 @@ class Target:
 
 
 @dataclass
-class NamedTargets:
-    """The targets behind a name, by address. `connect` makes the client of one."""
+class FoundTargets:
+    """The targets that a source finds, by address. `connect` makes the client of one."""
 
-    resolver: Resolver
+    source: AddressSource
     connect: Callable[[str], Client]
-    found: dict[str, Target] = field(default_factory=dict)
+    by_address: dict[str, Target] = field(default_factory=dict)
 
 
 class Targets:
-    """All targets. Use it with `async with`: inside, the health of each is checked again and again, and names are
-    looked up as often.
+    """All targets. Use it with `async with`: inside, the health of each is checked again and again, and sources are
+    asked as often.
 
-    A target whose address leaves its name gets no further request, and its answers end undisturbed. A name without any
-    address changes nothing: a name server may be away, and health tells which targets are.
+    A target whose address leaves its source gets no further request, and its answers end undisturbed. A source without
+    any address changes nothing: a name server may be away, and health tells which targets are.
     """
 
     def __init__(
@@ -143,20 +143,20 @@ class Targets:
         health_seconds: float,
         load_bound: float,
         start_seconds: float = 0.0,
-        names: Sequence[NamedTargets] = (),
+        sources: Sequence[FoundTargets] = (),
     ) -> None:
         self.all = tuple(Target(client, start_seconds) for client in clients)
         self._health_seconds = health_seconds
         self._load_bound = load_bound
         self._start_seconds = start_seconds
-        self._names = names
+        self._sources = sources
         self._lookups: list[asyncio.Task[None]] = []
         self._watches: dict[Target, asyncio.Task[None]] = {}
         self._leaving: dict[Target, asyncio.Task[None]] = {}
 
     async def __aenter__(self) -> Targets:
-        await asyncio.gather(*map(self._join, self.all), *map(self._look_up, self._names))
-        self._lookups = [asyncio.create_task(self._follow(named)) for named in self._names]
+        await asyncio.gather(*map(self._join, self.all), *map(self._look_up, self._sources))
+        self._lookups = [asyncio.create_task(self._follow(found)) for found in self._sources]
         return self
 
     async def __aexit__(self, *_: object) -> None:
@@ -176,7 +176,7 @@ class Targets:
     def unavailable(self) -> NoTarget:
         """Why no target is healthy, as far as it is known."""
         states = [f"{target.address}: {target.state}" for target in self.all]
-        states += [f"{named.resolver.name}: no address is known" for named in self._names if not named.found]
+        states += [f"{found.source}: no address is known" for found in self._sources if not found.by_address]
         return NoTarget("; ".join(states[:_NAMED_TARGETS]) + ("; ..." if len(states) > _NAMED_TARGETS else ""))
 
     def pick(self, key: str, model: str, avoiding: Collection[Target] = ()) -> Target:
@@ -195,20 +195,20 @@ class Targets:
             yield "outrider_gateway_running", (target.address,), target.running
             yield "outrider_gateway_target_healthy", (target.address,), float(target.healthy)
 
-    async def _follow(self, named: NamedTargets) -> None:
+    async def _follow(self, found: FoundTargets) -> None:
         while True:
             await asyncio.sleep(self._health_seconds)
-            await self._look_up(named)
+            await self._look_up(found)
 
-    async def _look_up(self, named: NamedTargets) -> None:
-        addresses = await named.resolver.addresses()
+    async def _look_up(self, found: FoundTargets) -> None:
+        addresses = await found.source.addresses()
         if not addresses:
             return
-        for address in named.found.keys() - set(addresses):
-            self._retire(named.found.pop(address))
-        unknown = (address for address in addresses if address not in named.found)
-        joined = [Target(named.connect(address), self._start_seconds) for address in unknown]
-        named.found.update({target.address: target for target in joined})
+        for address in found.by_address.keys() - set(addresses):
+            self._retire(found.by_address.pop(address))
+        unknown = (address for address in addresses if address not in found.by_address)
+        joined = [Target(found.connect(address), self._start_seconds) for address in unknown]
+        found.by_address.update({target.address: target for target in joined})
         self.all += tuple(joined)
         await asyncio.gather(*map(self._join, joined))
 
@@ -217,7 +217,7 @@ class Targets:
         self._watches[target] = asyncio.create_task(self._watch(target))
 
     def _retire(self, target: Target) -> None:
-        logger.info("target %s is left out: its name has it no longer", target.address)
+        logger.info("target %s is left out: its source has it no longer", target.address)
         self.all = tuple(other for other in self.all if other is not target)
         self._watches.pop(target).cancel()
         self._leaving[target] = leaving = asyncio.create_task(target.close_when_unused())

@@ -20,7 +20,7 @@ from outrider_client.client import Client
 from outrider_gateway.config import GatewayConfig
 from outrider_gateway.discovery import Resolver, TargetName, target_name
 from outrider_gateway.failures import NoTarget
-from outrider_gateway.targets import NamedTargets, Targets
+from outrider_gateway.targets import FoundTargets, Targets
 
 NAME = TargetName("targets.test", 50051)
 
@@ -42,9 +42,9 @@ class Records:
 
 @asynccontextmanager
 async def behind(records: Records) -> AsyncIterator[Targets]:
-    named = NamedTargets(Resolver(NAME, records.look_up), Client.connect)
+    named = FoundTargets(Resolver(NAME, records.look_up), Client.connect)
     async with asyncio.timeout(HUNG_SECONDS):
-        async with Targets([], health_seconds=0.01, load_bound=1.25, names=[named]) as targets:
+        async with Targets([], health_seconds=0.01, load_bound=1.25, sources=[named]) as targets:
             yield targets
 
 
