@@ -49,12 +49,12 @@ build/.compiled: $(NUMBA_FILES) tests/compiled.py $(VENV)/.installed
 # make test          everything that a CPU can prove
 .PHONY: test
 test: install build/.compiled
-	env -u PYTHONDONTWRITEBYTECODE $(BIN)/python -m pytest -n $(WORKERS) --dist loadfile --no-loadscope-reorder --rerun-failed-alone --durations 20 -m "not full and not gpu and not compose and not sdk and not install and not chaos"
+	env -u PYTHONDONTWRITEBYTECODE $(BIN)/python -m pytest -n $(WORKERS) --dist loadfile --no-loadscope-reorder --rerun-failed-alone --durations 20 -m "not full and not gpu and not compose and not sdk and not install and not chaos and not ray"
 
 # make test-full     the same and the long matrix: 42 real prompts, every drafter
 .PHONY: test-full
 test-full: install build/.compiled
-	env -u PYTHONDONTWRITEBYTECODE $(BIN)/python -m pytest -n $(WORKERS) --dist loadfile --no-loadscope-reorder --rerun-failed-alone --hypothesis-profile others --durations 20 -m "not gpu and not compose and not sdk and not install and not chaos"
+	env -u PYTHONDONTWRITEBYTECODE $(BIN)/python -m pytest -n $(WORKERS) --dist loadfile --no-loadscope-reorder --rerun-failed-alone --hypothesis-profile others --durations 20 -m "not gpu and not compose and not sdk and not install and not chaos and not ray"
 
 # make test-chaos    a thousand fault runs, a million frames, two soaks of an hour, attacks; three hours on two cores, figures in build/chaos
 .PHONY: test-chaos
@@ -74,6 +74,13 @@ test-install: install
 test-sdk: install
 	tests/sdk/install_toolchains.sh
 	PATH=$(CURDIR)/$(BIN):$$PATH $(BIN)/python -m pytest -o cache_dir=build/.pytest-sdk --rerun-failed-alone -m sdk tests/sdk
+
+# make test-ray      clusters of Ray on this machine: kills, scaling, weights; installs outrider[ray]
+.PHONY: test-ray
+test-ray: export OMP_NUM_THREADS := 1
+test-ray: install
+	$(BIN)/pip install --disable-pip-version-check --quiet -e '.[ray]'
+	$(BIN)/python -m pytest -o cache_dir=build/.pytest-ray -m ray tests/fleet
 
 # make go-module     gives the Go client the path that it is published under: GO_MODULE=github.com/you/outrider/clients/go
 GO_MODULE ?=

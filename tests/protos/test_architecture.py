@@ -22,6 +22,7 @@ PACKAGES = {
     "draft_service": "draft_service",
     "outrider_client": "clients/outrider_client",
     "outrider_gateway": "clients/outrider_gateway",
+    "outrider_ray": "clients/outrider_ray",
     "outrider_vllm": "clients/outrider_vllm",
 }
 # Which of our packages each may import, beside itself.
@@ -33,6 +34,7 @@ ALLOWED: dict[str, set[str]] = {
     "draft_service": {"outrider", "tree_kernels", "tree_models"},
     "outrider_client": {"outrider"},
     "outrider_gateway": {"outrider", "outrider_client"},
+    "outrider_ray": {"outrider", "outrider_client", "outrider_gateway"},
     "outrider_vllm": {"outrider", "outrider_client"},
 }
 # Where gRPC may be imported: servers and interceptors, links and calls, and what translates errors and credentials.
