@@ -57,8 +57,9 @@ class Load:
         text: str = answer.json()["choices"][0]["text"]
         return text
 
-    async def _client(self, number: int) -> None:
+    async def _client(self, number: int, pause: float) -> None:
         while True:
+            await asyncio.sleep(pause)
             prompt = number % len(PROMPTS)
             try:
                 self.answers[prompt, await self.ask(prompt)] += 1
@@ -67,8 +68,9 @@ class Load:
             number += 1
 
     @contextlib.asynccontextmanager
-    async def running(self, clients: int = 4) -> AsyncIterator[None]:
-        tasks = [asyncio.create_task(self._client(number)) for number in range(clients)]
+    async def running(self, clients: int = 6, pause: float = 0.0) -> AsyncIterator[None]:
+        """Each waits for `pause` seconds between an answer and the next request."""
+        tasks = [asyncio.create_task(self._client(number, pause)) for number in range(clients)]
         try:
             yield
         finally:
@@ -134,7 +136,8 @@ def application(models: Models, targets: dict[str, Any]) -> dict[str, Any]:
         "args": {"target": target, "draft": {"drafter": "trie"}, "gateway": {"health_seconds": 0.2}},
         "autoscaling_policy": {
             "policy_function": "outrider_ray.scaling:FleetScaling",
-            "policy_kwargs": {"requests": 2},
+            # Most of a request's time is outside of a tiny model.
+            "policy_kwargs": {"requests": 0.5},
         },
         "deployments": [
             {"name": "Target", "ray_actor_options": {"num_cpus": 0.1, "resources": {"target": 1}}, **targets},
@@ -149,8 +152,8 @@ async def load(cluster: FleetCluster, models: Models) -> AsyncIterator[Load]:
     """The application with one target, and room for another."""
     cluster.add_node()
     cluster.add_node()
-    scaled = {"min_replicas": 1, "max_replicas": 2, "upscale_delay_s": 1, "downscale_delay_s": 3}
-    cluster.deploy(application(models, {"autoscaling_config": {**scaled, "look_back_period_s": 3}}))
+    scaled = {"min_replicas": 1, "max_replicas": 2, "upscale_delay_s": 1, "downscale_delay_s": 15}
+    cluster.deploy(application(models, {"autoscaling_config": {**scaled, "look_back_period_s": 5}}))
     async with httpx.AsyncClient(base_url=cluster.serve, timeout=HUNG_SECONDS) as http:
         found = Load(http, str(models.folder / "tiny"))
         await until_targets(found, 1)
@@ -166,7 +169,7 @@ async def healthy(load: Load) -> list[str]:
 async def until_targets(load: Load, count: int) -> list[str]:
     async with asyncio.timeout(2 * HUNG_SECONDS):
         while len(found := await healthy(load)) != count:
-            await asyncio.sleep(0.1)
+            await asyncio.sleep(0.5)
     return found
 
 
@@ -195,19 +198,19 @@ async def test_targets_find_a_draft_that_was_started_again(load: Load, models: M
 
 
 async def test_targets_are_added_and_removed_with_the_load(load: Load, models: Models) -> None:
-    async with load.running(clients=6):
+    async with load.running():
         await load.more()
         await until_targets(load, 2)
         await load.more()
-    async with load.running(clients=1):
-        # One client is too few for two targets. Its answers go on.
+    async with load.running(clients=1, pause=1.0):
+        # It is too little for two targets. Its answers go on.
         await until_targets(load, 1)
-        await load.more()
+        await load.more(3)
     assert not load.failures and set(load.answers) == set(enumerate(models.first))
 
 
 async def test_weights_are_rolled_out_under_load(load: Load, models: Models, cluster: FleetCluster) -> None:
-    async with load.running(clients=6):
+    async with load.running():
         await until_targets(load, 2)
         change = partial(update_weights, cluster.dashboard, running=RunningRequests.DRAIN, timeout=HUNG_SECONDS)
         with pytest.raises(RolloutFailed, match="no application 'other'"):
@@ -224,7 +227,7 @@ async def test_weights_are_rolled_out_under_load(load: Load, models: Models, clu
 
 
 async def test_a_node_is_killed_under_load(load: Load, models: Models, cluster: FleetCluster) -> None:
-    async with load.running(clients=6):
+    async with load.running():
         lost, _ = await until_targets(load, 2)
         load.answers.clear()
         nodes = {node: _listens_on(node, lost) for node in cluster.cluster.worker_nodes}
