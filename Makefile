@@ -79,7 +79,7 @@ test-sdk: install
 .PHONY: test-ray
 test-ray: export OMP_NUM_THREADS := 1
 test-ray: install
-	$(BIN)/pip install --disable-pip-version-check --quiet -e '.[ray]'
+	$(PIP_INSTALL) --editable '.[ray]'
 	$(BIN)/python -m pytest -o cache_dir=build/.pytest-ray -m ray tests/fleet
 
 # make go-module     gives the Go client the path that it is published under: GO_MODULE=github.com/you/outrider/clients/go

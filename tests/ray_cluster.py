@@ -28,6 +28,8 @@ _ENVIRONMENT = {
     "RAY_SERVE_PROXY_READY_CHECK_TIMEOUT_S": "300",
     "RAY_SERVE_PROXY_HEALTH_CHECK_TIMEOUT_S": "300",
     "RAY_SERVE_REPLICA_AUTOSCALING_METRIC_PUSH_INTERVAL_S": "0.5",
+    # Ray has its workers, and so their services, run behind everything else.
+    "RAY_worker_niceness": "0",
     "RAY_USAGE_STATS_ENABLED": "0",
     "RAY_ENABLE_UV_RUN_RUNTIME_ENV": "0",
 }

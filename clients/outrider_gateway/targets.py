@@ -204,13 +204,14 @@ class Targets:
         addresses = await found.source.addresses()
         if not addresses:
             return
-        for address in found.by_address.keys() - set(addresses):
-            self._retire(found.by_address.pop(address))
         unknown = (address for address in addresses if address not in found.by_address)
         joined = [Target(found.connect(address), self._start_seconds) for address in unknown]
         found.by_address.update({target.address: target for target in joined})
         self.all += tuple(joined)
+        # Whoever takes the place of others is ready before they go.
         await asyncio.gather(*map(self._join, joined))
+        for address in found.by_address.keys() - set(addresses):
+            self._retire(found.by_address.pop(address))
 
     async def _join(self, target: Target) -> None:
         await target.check_health()

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-import logging
 import socket
+import sys
 from collections import deque
 from collections.abc import Mapping
 
@@ -15,7 +15,6 @@ from outrider_client.local.process import Child, ServiceDied, ServiceSlow, wait_
 from outrider_client.terminal.options import AccessOptions
 from outrider_ray.config import as_environment
 
-logger = logging.getLogger(__name__)
 # A large model loads and captures its steps for minutes; nothing is lost by waiting for it longer.
 _START_SECONDS = 3600.0
 # More than the services take to drain, 30 s.
@@ -74,8 +73,9 @@ class ServiceProcess:
             await self._child.stop(STOP_SECONDS)
 
     def _log(self, line: str) -> None:
+        # Ray collects what its workers write.
+        sys.stderr.write(f"{self._name}: {line}\n")
         self._tail.append(line)
-        logger.info("%s: %s", self._name, line)
 
     def _ended(self, reason: str) -> ServiceEnded:
         return ServiceEnded("\n".join([reason, *self._tail]))

@@ -63,6 +63,16 @@ async def test_targets_come_and_go_with_their_name() -> None:
             assert {targets.pick(str(key), "").address for key in range(50)} == {two, three}
 
 
+async def test_there_is_a_target_while_one_takes_the_place_of_another() -> None:
+    async with target_over() as leaving, target_over() as joining:
+        records = Records(leaving.server.address)
+        async with behind(records) as targets:
+            records.addresses = [joining.server.address]
+            while addresses(targets) != [joining.server.address]:
+                assert targets.healthy
+                await asyncio.sleep(0)
+
+
 async def test_the_answers_of_a_target_that_left_its_name_end_undisturbed(monkeypatch: pytest.MonkeyPatch) -> None:
     closed, close = list[str](), Client.close
 
