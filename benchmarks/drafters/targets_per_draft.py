@@ -10,7 +10,8 @@ An answer is in time if it arrives within the time of a step behind its commit. 
 of the trie that takes so long for so many sequences of one call, without using a core: a head on a GPU, by measured
 times.
 
-A late answer costs the drafted tokens of one pass, so the share of late answers bounds the loss of speed from above.
+A late answer costs the drafted tokens of one pass, so the share of answers that are late beside other targets, and
+would not be for one target alone, bounds from above what sharing the draft costs.
 """
 
 from __future__ import annotations
@@ -243,17 +244,18 @@ def loads(text: str) -> dict[int, float]:
     return {int(sequences): float(number) for sequences, _, number in pairs}
 
 
-def summary(rows: Sequence[Row], most_late: float) -> list[str]:
-    """A table: the runs of each load and number of targets, and the most targets with few late answers."""
+def summary(rows: Sequence[Row], most_lost: float) -> list[str]:
+    """A table: the runs of each load and number of targets, and the most targets that lose little by sharing."""
     titles = ("sequences", "step ms", "targets", "late", "p50 ms", "p99 ms", "draft us/answer", "of a core")
     lines = ["| " + " | ".join(titles) + " |", "|" + "---|" * len(titles)]
     groups: dict[tuple[int, float, int], list[Row]] = {}
     for row in rows:
         groups.setdefault((row.sequences, row.step_ms, row.targets), []).append(row)
     best: dict[int, int] = {}
+    alone: dict[int, float] = {}
     for (sequences, step_ms, targets), runs in groups.items():
         late = median(run.late_share for run in runs)
-        if late <= most_late:
+        if late - alone.setdefault(sequences, late) <= most_lost:
             best[sequences] = max(best.get(sequences, 0), targets)
         middle = [median(getattr(run, name) for run in runs) for name in ("p50_ms", "p99_ms", "draft_cpu_us")]
         share = median(run.draft_share for run in runs)
@@ -263,7 +265,10 @@ def summary(rows: Sequence[Row], most_late: float) -> list[str]:
             + " | ".join(f"{value:.2f}" for value in middle)
             + f" | {share:.2f} |"
         )
-    return [*lines, *(f"{sequences} sequences: at most {targets} targets" for sequences, targets in best.items())]
+    return [
+        *lines,
+        *(f"{sequences} sequences: at most {targets} targets, of those tried" for sequences, targets in best.items()),
+    ]
 
 
 def main() -> None:
@@ -273,7 +278,7 @@ def main() -> None:
     parser.add_argument("--answer-ms", default="", help="SEQUENCES:MS,... of a drafter on a device; a trie when empty")
     parser.add_argument("--seconds", type=float, default=5.0)
     parser.add_argument("--repeats", type=int, default=3)
-    parser.add_argument("--most-late", type=float, default=0.05, help="share of late answers that is allowed")
+    parser.add_argument("--most-lost", type=float, default=0.05, help="share of answers that sharing may make late")
     options = parser.parse_args()
     text = corpus(200_000)
     rows: list[Row] = []
@@ -287,7 +292,7 @@ def main() -> None:
                     if row.late_share > 0.5:
                         # More are later still.
                         break
-    for line in summary(rows, options.most_late):
+    for line in summary(rows, options.most_lost):
         show(line)
     settings = {"answer_ms": options.answer_ms, "step_tokens": STEP_TOKENS, "answer_tokens": ANSWER_TOKENS}
     write_json(
