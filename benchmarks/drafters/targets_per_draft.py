@@ -26,6 +26,7 @@ from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass, field
 from statistics import median
+from typing import Any
 
 import numpy as np
 
@@ -108,7 +109,7 @@ class SimulatedTarget:
                 if step == growth.base_step:
                     self._answers.milliseconds.append((now - at) * 1e3)
 
-    async def commit(self, stub: draft_pb2_grpc.DraftServiceAsyncStub, step: float, until: float) -> None:
+    async def commit(self, stub: Any, step: float, until: float) -> None:
         """Commit every `step` seconds until `until`, on the clock of `perf_counter`."""
         call = stub.Propose()
         reading = asyncio.create_task(self._read(call))
@@ -132,11 +133,11 @@ class SimulatedTarget:
             reading.cancel()
             call.cancel()
 
-    async def _read(self, call: grpc.aio.StreamStreamCall) -> None:
+    async def _read(self, call: Any) -> None:
         while (frame := await call.read()) is not grpc.aio.EOF:
             self._conversation.receive(frame)
 
-    async def _write(self, call: grpc.aio.StreamStreamCall) -> None:
+    async def _write(self, call: Any) -> None:
         while self._conversation.outgoing:
             await call.write(self._conversation.outgoing.popleft())
 
