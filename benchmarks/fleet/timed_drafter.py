@@ -1,4 +1,4 @@
-"""A drafter that takes as long as a head on a device, and computes nothing: `benchmarks.drafters.targets_per_draft`."""
+"""A drafter that takes as long as a head on a device, and computes nothing: `benchmarks.fleet.targets_per_draft`."""
 
 from __future__ import annotations
 

@@ -1,7 +1,7 @@
 """How many targets a draft service serves: simulated targets commit real text at a model's pace, and count the answers
 that come too late for their next pass.
 
-    python -m benchmarks.drafters.targets_per_draft [--targets 1,2,4,8] [--loads 1:4.52,8:5.2,32:6.7] [--json FILE]
+    python -m benchmarks.fleet.targets_per_draft [--targets 1,2,4,8] [--loads 1:4.52,8:5.2,32:6.7] [--json FILE]
 
 The draft service is real and runs in its own process, on one core; the targets share this process, on another core. A
 target has one stream and some sequences, commits at every step of the given length whether or not the draft keeps up,
@@ -298,7 +298,7 @@ def main() -> None:
     settings = {"answer_ms": options.answer_ms, "step_tokens": STEP_TOKENS, "answer_tokens": ANSWER_TOKENS}
     write_json(
         options.json,
-        {**provenance("drafters.targets_per_draft", ["grpcio", "numba"]), **settings, "rows": list(map(asdict, rows))},
+        {**provenance("fleet.targets_per_draft", ["grpcio", "numba"]), **settings, "rows": list(map(asdict, rows))},
     )
 
 
@@ -308,7 +308,7 @@ def _one(
     """A run with a draft service of its own: a trie that has read nothing."""
     address = f"unix:{folder}/draft.sock"
     first, last = min(os.sched_getaffinity(0)), max(os.sched_getaffinity(0))
-    drafter = "benchmarks.drafters.timed_drafter:TimedDrafter" if options.answer_ms else "trie"
+    drafter = "benchmarks.fleet.timed_drafter:TimedDrafter" if options.answer_ms else "trie"
     flags = ["--listen", address, "--drafter", drafter, "--log-level", "warning", "--max-sequences", "16384"]
     environment = {"OUTRIDER_TIMED_ANSWER_MS": options.answer_ms}
     with on_core(last), process("-m", "draft_service", *flags, environment=environment) as draft:

@@ -1,7 +1,7 @@
 """What parts of a fleet cost each other while no request runs: a gateway that looks at a target's health, and the links
 between targets and drafts.
 
-    python -m benchmarks.serving.fleet_upkeep [--targets 16] [--links 64] [--json FILE]
+    python -m benchmarks.fleet.upkeep [--targets 16] [--links 64] [--json FILE]
 
 Processor time is that of all threads of a process. Target and draft are real services in processes of their own.
 """
@@ -121,7 +121,7 @@ def main() -> None:
     middle = Checks(*(median(getattr(each, name) for each in looked) for name in ("gateway_us", "target_us")))
     figures = {"checks": list(map(asdict, looked)), "median": asdict(middle), "links": list(map(asdict, linked))}
     settings = {name: value for name, value in vars(options).items() if name != "json"}
-    write_json(options.json, {**provenance("serving.fleet_upkeep", ["grpcio"]), "settings": settings, **figures})
+    write_json(options.json, {**provenance("fleet.upkeep", ["grpcio"]), "settings": settings, **figures})
 
 
 if __name__ == "__main__":
