@@ -33,6 +33,8 @@ def main(argv: Sequence[str] | None = None) -> int:
         access = load(AccessOptions, "client", None, variables, path)
         if missing := missing_for("gateway"):
             raise SettingsError(missing)
+        if not config.targets:
+            raise SettingsError("--target: names no target")
         configure_logging(config.log_level)
         if config.processes > 1:
             from outrider_gateway.workers.parent import serve_by_workers

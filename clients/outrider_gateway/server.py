@@ -175,11 +175,9 @@ def _uvicorn_config(config: GatewayConfig, application: Application, state: Shar
 def targets_of(
     config: GatewayConfig, access: AccessOptions, tracing: Tracing, sources: Sequence[AddressSource] = ()
 ) -> Targets:
-    """The targets that the settings name, and those that `sources` find. Raises `SettingsError` where there is neither,
-    and for credentials that cannot be read."""
+    """The targets that the settings name, and those that `sources` find. Raises `SettingsError` for credentials that
+    cannot be read."""
     names = {address: target_name(address) for address in config.targets}
-    if not names and not sources:
-        raise SettingsError("--target: names no target")
     return Targets(
         [_client(access.connection(address), tracing) for address, name in names.items() if name is None],
         sources=[

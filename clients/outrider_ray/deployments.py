@@ -16,6 +16,7 @@ from outrider.runtime import end_tasks
 from outrider.telemetry import names as telemetry
 from outrider.telemetry.tracing import set_up_tracing
 from outrider_gateway.server import application_for, targets_of
+from outrider_gateway.shared_state import SharedState
 from outrider_ray.config import FleetConfig, ServedWeights, as_environment
 from outrider_ray.figures import Figures, draft_figures, target_figures
 from outrider_ray.replicas import RunningReplicas
@@ -111,7 +112,7 @@ class GatewayReplica:
         tracing = set_up_tracing(telemetry.GATEWAY_SERVICE, gateway.otlp_endpoint, ratio=gateway.trace_ratio)
         source = RunningReplicas("Target", self._targets)
         targets = targets_of(gateway, self._config.access(), tracing, [source])
-        application = application_for(gateway, targets)
+        application = application_for(gateway, targets, SharedState.of_one_process(gateway))
 
         @contextlib.asynccontextmanager
         async def lifespan() -> AsyncIterator[None]:
