@@ -53,7 +53,7 @@ _WARM_SECONDS = 2.0
 
 
 @dataclass
-class Answers:
+class CommitOutcomes:
     """What became of the commits of one run."""
 
     expected: int = 0
@@ -85,7 +85,7 @@ class Row:
 class SimulatedTarget:
     """A target without a model."""
 
-    def __init__(self, number: int, sequences: int, text: np.ndarray, answers: Answers) -> None:
+    def __init__(self, number: int, sequences: int, text: np.ndarray, answers: CommitOutcomes) -> None:
         self._number, self._text, self._answers = number, text, answers
         self._coins = random.Random(number)
         self._conversation = DraftConversation(self, VOCABULARY_SIZE)
@@ -118,7 +118,7 @@ class SimulatedTarget:
         try:
             for each in self._ids:
                 self._open(each)
-                # Answers end at different times.
+                # CommitOutcomes end at different times.
                 self._written[each] = self._coins.randrange(ANSWER_TOKENS)
             await self._write(call)
             while due < until:
@@ -189,7 +189,7 @@ async def simulate(
     address: str, draft: int, targets: int, sequences: int, step_ms: float, seconds: float, text: np.ndarray
 ) -> Row:
     """One run against the draft service of process `draft`."""
-    answers, step = Answers(), step_ms / 1e3
+    answers, step = CommitOutcomes(), step_ms / 1e3
     simulated = [SimulatedTarget(number, sequences, text, answers) for number in range(targets)]
     until = time.perf_counter() + _WARM_SECONDS + seconds
     channels = [grpc.aio.insecure_channel(address, options=[("grpc.use_local_subchannel_pool", 1)]) for _ in simulated]
