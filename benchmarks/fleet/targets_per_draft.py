@@ -63,7 +63,7 @@ class CommitOutcomes:
 
 
 @dataclass(frozen=True)
-class Row:
+class SharedDraftRun:
     """One run. Latencies are from a commit to its answer; `draft_cpu_us` is the draft's processor time for each answer,
     and `draft_share` of one core; `simulator_share` is this process's."""
 
@@ -187,7 +187,7 @@ class SimulatedTarget:
 
 async def simulate(
     address: str, draft: int, targets: int, sequences: int, step_ms: float, seconds: float, text: np.ndarray
-) -> Row:
+) -> SharedDraftRun:
     """One run against the draft service of process `draft`."""
     answers, step = CommitOutcomes(), step_ms / 1e3
     simulated = [SimulatedTarget(number, sequences, text, answers) for number in range(targets)]
@@ -211,7 +211,7 @@ async def simulate(
     if not count:
         raise SystemExit("the draft answered nothing")
     in_time = sum(each <= step_ms for each in answers.milliseconds)
-    return Row(
+    return SharedDraftRun(
         targets=targets,
         sequences=sequences,
         step_ms=step_ms,
@@ -245,11 +245,11 @@ def loads(text: str) -> dict[int, float]:
     return {int(sequences): float(number) for sequences, _, number in pairs}
 
 
-def summary(rows: Sequence[Row], most_lost: float) -> list[str]:
+def summary(rows: Sequence[SharedDraftRun], most_lost: float) -> list[str]:
     """A table: the runs of each load and number of targets, and the most targets that lose little by sharing."""
     titles = ("sequences", "step ms", "targets", "late", "p50 ms", "p99 ms", "draft us/answer", "of a core")
     lines = ["| " + " | ".join(titles) + " |", "|" + "---|" * len(titles)]
-    groups: dict[tuple[int, float, int], list[Row]] = {}
+    groups: dict[tuple[int, float, int], list[SharedDraftRun]] = {}
     for row in rows:
         groups.setdefault((row.sequences, row.step_ms, row.targets), []).append(row)
     best: dict[int, int] = {}
@@ -282,7 +282,7 @@ def main() -> None:
     parser.add_argument("--most-lost", type=float, default=0.05, help="share of answers that sharing may make late")
     options = parser.parse_args()
     text = corpus(200_000)
-    rows: list[Row] = []
+    rows: list[SharedDraftRun] = []
     with tempfile.TemporaryDirectory() as folder:
         for _ in range(options.repeats):
             for sequences, step_ms in options.loads.items():
@@ -304,7 +304,7 @@ def main() -> None:
 
 def _one(
     folder: str, targets: int, sequences: int, step_ms: float, text: np.ndarray, options: argparse.Namespace
-) -> Row:
+) -> SharedDraftRun:
     """A run with a draft service of its own: a trie that has read nothing."""
     address = f"unix:{folder}/draft.sock"
     first, last = min(os.sched_getaffinity(0)), max(os.sched_getaffinity(0))

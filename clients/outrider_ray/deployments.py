@@ -18,7 +18,7 @@ from outrider.telemetry.tracing import set_up_tracing
 from outrider_gateway.server import application_for, targets_of
 from outrider_gateway.shared_state import SharedState
 from outrider_ray.config import FleetConfig, ServedWeights, as_environment
-from outrider_ray.figures import Figures, draft_figures, target_figures
+from outrider_ray.figures import ServiceFigures, draft_figures, target_figures
 from outrider_ray.replicas import RunningReplicas
 from outrider_ray.service_process import ServiceProcess
 
@@ -35,7 +35,7 @@ class DraftReplica:
         self._service = await ServiceProcess.start(
             "draft", "draft_service", config.draft_environment(), config.access()
         )
-        self._figures = Figures(self._service.metrics)
+        self._figures = ServiceFigures(self._service.metrics)
 
     async def address(self) -> str:
         return self._service.address
@@ -71,7 +71,7 @@ class TargetReplica:
             self._leave.push_async_callback(end_tasks, following)
         self._service = await ServiceProcess.start("target", "target_service", environment, config.access())
         self._leave.push_async_callback(self._service.stop)
-        self._figures = Figures(self._service.metrics)
+        self._figures = ServiceFigures(self._service.metrics)
 
     async def address(self) -> str:
         return self._service.address

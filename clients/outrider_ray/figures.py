@@ -14,7 +14,7 @@ _SCRAPE_SECONDS = 5.0
 Samples = Mapping[str, float]
 
 
-class Figures:
+class ServiceFigures:
     """Readings of a service's metrics page, each compared with the one before."""
 
     def __init__(self, address: str, clock: Callable[[], float] = time.monotonic) -> None:

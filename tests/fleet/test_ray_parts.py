@@ -14,7 +14,7 @@ import pytest
 from outrider.settings import SettingsError
 from outrider.weight_updates import RunningRequests
 from outrider_ray.config import FleetConfig, ServedWeights
-from outrider_ray.figures import Figures, draft_figures, target_figures
+from outrider_ray.figures import ServiceFigures, draft_figures, target_figures
 from outrider_ray.replicas import RunningReplicas
 from outrider_ray.scaling import FleetScaling
 from outrider_ray.weights import RolloutFailed, update_weights
@@ -111,7 +111,7 @@ async def test_figures_of_a_target_are_rates_of_its_metrics(served: Served) -> N
         page(requests_running=4, requests_waiting=0, generation_tokens_total=500) + passes.format(40, 20),
     ]
     times = iter((10.0, 12.0))
-    figures = Figures(served.address, lambda: next(times))
+    figures = ServiceFigures(served.address, lambda: next(times))
     first = target_figures(*await figures.read())
     assert first == {"requests": 5.0, "tokens_per_second": 0.0, "late_share": 0.0}
     assert target_figures(*await figures.read()) == {"requests": 4.0, "tokens_per_second": 200.0, "late_share": 0.25}
@@ -121,7 +121,7 @@ async def test_figures_where_the_host_waits_for_drafts_and_of_a_draft(served: Se
     names = ("fallback_steps_total", "spec_decode_num_drafts_total", "draft_propose_seconds_sum")
     served.pages = [page(**dict.fromkeys(names, 0)), page(**dict(zip(names, (1, 9, 0.5), strict=True)))]
     times = iter((0.0, 2.0))
-    figures = Figures(served.address, lambda: next(times))
+    figures = ServiceFigures(served.address, lambda: next(times))
     await figures.read()
     read = await figures.read()
     assert target_figures(*read)["late_share"] == 0.1 and draft_figures(*read) == {"busy_share": 0.25}
