@@ -88,15 +88,8 @@ async def samples(client: httpx.AsyncClient) -> dict[str, float]:
 
 async def held_streams(address: str, count: int) -> list[tuple[asyncio.StreamReader, asyncio.StreamWriter]]:
     """Streams on connections of their own, whose heads have come."""
-    content = json.dumps(HELD).encode()
-    head = b"POST /v1/completions HTTP/1.1\r\nhost: localhost\r\ncontent-type: application/json\r\n"
-    streams = []
-    for _ in range(count):
-        reader, writer = await asyncio.open_connection(*address.removeprefix("http://").split(":"))
-        writer.write(head + b"content-length: %d\r\n\r\n%s" % (len(content), content))
-        streams.append((reader, writer))
-    for reader, _ in streams:
-        assert b" 200 " in await asyncio.wait_for(reader.readline(), HUNG_SECONDS)
+    streams = [await asyncio.open_connection(*address.removeprefix("http://").split(":")) for _ in range(count)]
+    await asyncio.gather(*(_begin_held(*stream) for stream in streams))
     return streams
 
 
@@ -210,6 +203,47 @@ async def test_a_worker_that_dies_takes_its_own_streams_only(gateways: Any) -> N
         left = workers.children
         workers.process.kill()
         await until(lambda: not any(one.is_running() and one.status() != psutil.STATUS_ZOMBIE for one in left))
+
+
+async def test_an_idle_connection_makes_way_whichever_worker_has_it(gateways: Any) -> None:
+    """A peer that has as many as it may gets a further one in place of its longest idle one."""
+    engine = ScriptedEngine(max_sequences=64, tick=SLOW)
+    async with (
+        gateways(engine) as alone,
+        workers_before(alone.targets[0].server.address, "--max-connections", "8") as workers,
+    ):
+        address = workers.url.removeprefix("http://").split(":")
+        opened = [await asyncio.open_connection(*address) for _ in range(7)]
+        await until(lambda: sum(len(workers.connections_of(one)) for one in workers.children) == 7)
+        busy, idle = sorted(workers.children, key=lambda one: len(workers.connections_of(one)))
+        # One worker has four that are idle, the other three of which two become busy and one ends, so that it has the
+        # fewest, and no idle one.
+        mine = {writer.get_extra_info("sockname")[1]: (reader, writer) for reader, writer in opened}
+        *streaming, ended = (mine[own] for own in workers.connections_of(busy))
+        ended[1].close()
+        for stream in streaming:
+            await _begin_held(*stream)
+        await until(lambda: len(workers.connections_of(busy)) == 2)
+        opened.append(await asyncio.open_connection(*address))
+        await _begin_held(*opened[-1])
+        assert (len(workers.connections_of(busy)), len(workers.connections_of(idle))) == (3, 4)
+        # The seventh of eight is the last that a lone peer gets.
+        for _ in range(2):
+            reader, writer = await asyncio.open_connection(*address)
+            writer.write(b"GET /v1/models HTTP/1.1\r\nhost: localhost\r\n\r\n")
+            assert b" 200 " in await asyncio.wait_for(reader.readline(), HUNG_SECONDS)
+            opened.append((reader, writer))
+        assert (len(workers.connections_of(busy)), len(workers.connections_of(idle))) == (3, 4)
+        for _, writer in opened:
+            writer.close()
+
+
+async def _begin_held(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+    """Ask for an answer that is under way for long, and wait for its head."""
+    content = json.dumps(HELD).encode()
+    head = b"POST /v1/completions HTTP/1.1\r\nhost: localhost\r\ncontent-type: application/json\r\n"
+    writer.write(head + b"content-length: %d\r\n\r\n%s" % (len(content), content))
+    assert b" 200 " in await asyncio.wait_for(reader.readline(), HUNG_SECONDS)
 
 
 async def _read_to_the_end(reader: asyncio.StreamReader) -> bytes:
