@@ -97,7 +97,7 @@ def load_random(config: TargetConfig, link: RankGroupLink | None) -> ModelRunner
         from tree_models.fused.preparing import LayerOptions
 
         runner = CapturedRunner(runner, CaptureOptions(64, SEQUENCES, LayerOptions(compiled=False)))
-    runner.link = link
+    runner.attach(link)
     return runner
 
 

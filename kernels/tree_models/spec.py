@@ -127,6 +127,7 @@ class GatedConvolutionSpec:
 
     taps: int
     bias: bool = False  # of the products and of the convolution
+    width: int | None = None  # of what is convolved; None for that of hidden rows
 
     @property
     def rotary(self) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Protocol
 
 import msgspec
@@ -26,6 +27,7 @@ class RunPass(_PassMessage, frozen=True):
     pages: list[list[int]]
     page_size: int
     parents: tuple[tuple[int, ...] | None, ...]
+    state_slots: tuple[int, ...]
     logit_rows: tuple[int, ...] | None
 
     @classmethod
@@ -40,6 +42,7 @@ class RunPass(_PassMessage, frozen=True):
             [list(held) for held in attention.pages],
             attention.page_size,
             attention.parents,
+            batch.state_slots,
             None if all_rows else batch.logit_rows,
         )
 
@@ -48,13 +51,28 @@ class RunPass(_PassMessage, frozen=True):
         """The pass, with tokens of zero."""
         pages = tuple(tuple(held) for held in self.pages)
         attention = AttentionBatch(self.query_starts, self.prefix_lengths, pages, self.page_size, self.parents)
-        tokens = (0,) * len(self.positions)
-        return ForwardInput(tokens, self.positions, self.slots, attention, self.logit_rows or ())
+        rows, states = ((0,) * len(self.positions), self.positions, self.slots), self.state_slots
+        return ForwardInput(*rows, attention, self.logit_rows or (), state_slots=states)
 
 
 class MoveRows(_PassMessage, frozen=True):
     """Move keys and values between slots, as `ModelRunner.move_rows` does."""
 
+    sources: list[int]
+    targets: list[int]
+
+
+class CopyState(_PassMessage, frozen=True):
+    """Copy a slot of recurrent states, as `RecurrentStates.copy_slot` does."""
+
+    source: int
+    target: int
+
+
+class MoveNodes(_PassMessage, frozen=True):
+    """Move inputs of nodes, as `RecurrentStates.move_nodes` does."""
+
+    slot: int
     sources: list[int]
     targets: list[int]
 
@@ -111,6 +129,8 @@ class DropWeights(_PassMessage, frozen=True):
 PassMessage = (
     RunPass
     | MoveRows
+    | CopyState
+    | MoveNodes
     | MoveAccepted
     | CapturePass
     | ReplayPass
@@ -145,3 +165,18 @@ class RankLink(Protocol):
     def read_weights(self, folder: str) -> None:
         """Have every other rank read its part of a folder's weights, and wait until all have, while passes run. Raises
         `NotSupported` where one cannot."""
+
+
+class LinkedStates:
+    """The recurrent states of the other ranks. A `StatesMirror`."""
+
+    def __init__(self, link: RankLink) -> None:
+        self._link = link
+
+    def copy_slot(self, source: int, target: int) -> None:
+        """See `StatesMirror.copy_slot`."""
+        self._link.send(CopyState(source, target))
+
+    def move_nodes(self, slot: int, source_keys: Sequence[int], target_keys: Sequence[int]) -> None:
+        """See `StatesMirror.move_nodes`."""
+        self._link.send(MoveNodes(slot, list(source_keys), list(target_keys)))

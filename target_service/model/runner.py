@@ -21,7 +21,7 @@ from target_service.model.forward import Attention, ForwardInput, ForwardPass, W
 from target_service.model.head_projection import DraftHead
 from target_service.model.hidden_state_hooks import LayerHooks
 from target_service.model.network import TargetNetwork
-from target_service.model.rank_link import MoveAccepted, MoveRows, RankLink, RunPass
+from target_service.model.rank_link import LinkedStates, MoveAccepted, MoveRows, RankLink, RunPass
 from target_service.model.support import description_of
 from target_service.model.transformers_network import TransformersNetwork, pack_linears
 from target_service.text.tokenizer import ModelTokenizer
@@ -108,6 +108,12 @@ class ModelRunner:
         del sequences
         return ()
 
+    def attach(self, link: RankLink | None) -> None:
+        """Run passes on all ranks of a link from now on."""
+        self.link = link
+        if link is not None and self.cache.recurrent is not None:
+            self.cache.recurrent.mirror = LinkedStates(link)
+
     def hook(self, layers: tuple[int, ...]) -> None:
         """Keep the outputs of these decoder layers only, from the next pass on; see `LayerHooks`. Raises `NotSupported`
         where the model has no such layers, or others were chosen before steps were captured."""
@@ -149,7 +155,7 @@ class ModelRunner:
         """Logits [len(logit_rows), vocabulary], in the model's dtype. Writes the rows' keys and values."""
         rows = torch.tensor(batch.logit_rows, dtype=torch.int64, device=self.device)
         token_ids = torch.tensor(batch.token_ids, device=self.device)
-        return self.compute_logits(batch, token_ids, rows, self._recurrent_pass(batch))
+        return self.compute_logits(batch, token_ids, rows, self.recurrent_pass(batch))
 
     @torch.inference_mode()
     def run_pass(self, batch: ForwardInput, parameters: NDArray[numpy.int32]) -> ForwardPass:
@@ -160,7 +166,7 @@ class ModelRunner:
         slots = self._to_device(batch.slots)
         token_ids = fill_pending(self._to_device(batch.token_ids), self.pending, slots, self.cache.tokens)
         parents = self._to_device(_parents_of(batch.attention))
-        recurrent = self._recurrent_pass(batch)
+        recurrent = self.recurrent_pass(batch)
         logits = self.compute_logits(batch, token_ids.long(), 0, recurrent)
         on_device = torch.from_numpy(parameters).to(self.device)
         nodes = None if recurrent is None else recurrent.plan.node_slots
@@ -255,7 +261,7 @@ class ModelRunner:
     def _to_device(self, integers: Sequence[int]) -> Tensor:
         return torch.tensor(integers, dtype=torch.int32).to(self.device)
 
-    def _recurrent_pass(self, batch: ForwardInput) -> RecurrentPass | None:
+    def recurrent_pass(self, batch: ForwardInput) -> RecurrentPass | None:
         """The plan of layers with states, if there are some."""
         states = self.cache.recurrent
         if self._recurrence is None or states is None:

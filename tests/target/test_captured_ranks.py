@@ -176,7 +176,7 @@ def captured_rank(model: PreTrainedModel, link: ThreadLink) -> RerunRunner:
     options = CaptureOptions(ROWS, SEQUENCES, LayerOptions(compiled=False))
     captured = RerunRunner(runner, options)
     assert all(captured.network.forms), "every layer has its fused form, for ranks too"
-    captured.link = link
+    captured.attach(link)
     return captured
 
 

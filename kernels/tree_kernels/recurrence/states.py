@@ -9,12 +9,23 @@ neither the host nor a pass that is launched ahead has to know what was accepted
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
+from typing import Protocol
 
 import torch
 
 from tree_kernels.lazy_memory import lazy_zeros
 from tree_kernels.pages import OutOfPages
 from tree_kernels.recurrence.types import StateShape
+
+
+class StatesMirror(Protocol):
+    """States of the same slots elsewhere, which are changed as these are."""
+
+    def copy_slot(self, source: int, target: int) -> None:
+        """See `RecurrentStates.copy_slot`."""
+
+    def move_nodes(self, slot: int, source_keys: Sequence[int], target_keys: Sequence[int]) -> None:
+        """See `RecurrentStates.move_nodes`."""
 
 
 class RecurrentStates:
@@ -52,6 +63,8 @@ class RecurrentStates:
         # The lowest last, which is taken first.
         self._free = list(range(sequences, 0, -1))
         self._sequences = sequences
+        # Of the other ranks of a model.
+        self.mirror: StatesMirror | None = None
 
     @staticmethod
     def layer_bytes(shape: StateShape, window: int, dtype: torch.dtype) -> int:
@@ -90,6 +103,8 @@ class RecurrentStates:
     @torch.inference_mode()
     def copy_slot(self, source: int, target: int) -> None:
         """Copy all that one slot holds to another, behind the passes that were launched before."""
+        if self.mirror is not None:
+            self.mirror.copy_slot(source, target)
         for pool in (self.states, self.windows, self.inputs, self.gates):
             pool[:, target].copy_(pool[:, source])
         self.lengths[target : target + 1].copy_(self.lengths[source : source + 1])
@@ -97,6 +112,8 @@ class RecurrentStates:
     def move_nodes(self, slot: int, source_keys: Sequence[int], target_keys: Sequence[int]) -> None:
         """Copy the inputs of nodes at these keys of a sequence to others, of all layers. All sources are read before
         any target is written."""
+        if self.mirror is not None:
+            self.mirror.move_nodes(slot, source_keys, target_keys)
         source, target = (
             torch.tensor([key % self.window for key in keys], device=self.inputs.device)
             for keys in (source_keys, target_keys)

@@ -36,10 +36,11 @@ class GatedConvolution(nn.Module):
         """`state_layer` counts layers with states."""
         super().__init__()
         self.spec, self.layer, self.state_layer = spec, layer, state_layer
-        self.products = Linear(hidden_size, [3 * hidden_size], place, bias=spec.bias)
-        self.weight = place.empty(hidden_size, spec.taps)
-        self.bias = place.empty(hidden_size) if spec.bias else None
-        self.out = Linear(hidden_size, [hidden_size], place, bias=spec.bias)
+        width = spec.width or hidden_size
+        self.products = Linear(hidden_size, [3 * width], place, bias=spec.bias)
+        self.weight = place.empty(width, spec.taps)
+        self.bias = place.empty(width) if spec.bias else None
+        self.out = Linear(width, [hidden_size], place, bias=spec.bias)
 
     def forward(self, rows: Tensor, angles: Angles | None, step: PagedPass) -> Tensor:
         """[R, H] -> [R, H]."""
@@ -181,7 +182,7 @@ class StateSpace(nn.Module):
 def state_shape(spec: RecurrentSpec, hidden_size: int) -> StateShape:
     """What a layer keeps of a sequence."""
     if isinstance(spec, GatedConvolutionSpec):
-        return StateShape(hidden_size, spec.taps)
+        return StateShape(spec.width or hidden_size, spec.taps)
     values = spec.heads * spec.value_width
     if isinstance(spec, StateSpaceSpec):
         channels = values + 2 * spec.groups * spec.state_width

@@ -14,12 +14,15 @@ from tree_models.ranks.share import kv_heads_of
 from tree_models.spec import (
     AttentionSpec,
     DecoderSpec,
+    DeltaNetSpec,
     DenseAndExpertsSpec,
     ExpertsSpec,
+    GatedConvolutionSpec,
     LatentSpec,
     LayerSpec,
     MLPSpec,
     RecurrentSpec,
+    StateSpaceSpec,
 )
 from tree_models.weights.checkpoint import Stored, TensorSource
 
@@ -89,7 +92,7 @@ class RankTensors:
 
 def cuts_of(spec: DecoderSpec, names: WeightNames, rank: int, ranks: int) -> dict[str, Cut]:
     """The cuts of a rank by whole names, of tensors that a checkpoint may have."""
-    cutter = _Cutter(rank, ranks)
+    cutter = _Cutter(rank, ranks, spec.hidden_size)
     rows = -(-spec.vocabulary_size // ranks)
     own = range(min(spec.vocabulary_size, rank * rows), min(spec.vocabulary_size, (rank + 1) * rows))
     tokens = Spans(0, (own,), rows - len(own))
@@ -114,10 +117,14 @@ class _Cutter:
 
     rank: int
     ranks: int
+    hidden_size: int
 
     def attention(self, layer: LayerSpec, names: WeightNames) -> Iterator[tuple[str, Cut]]:
         spec = layer.attention
-        assert not isinstance(spec, RecurrentSpec), "`rank_share` refuses layers with states"
+        assert not isinstance(spec, StateSpaceSpec), "`rank_share` refuses it"
+        if isinstance(spec, RecurrentSpec):
+            yield from self._recurrent(spec, names)
+            return
         heads = self._block(spec.heads)
         if isinstance(spec, LatentSpec):
             for name in (names.query, names.query_expanding):
@@ -138,9 +145,35 @@ class _Cutter:
 
     def _projections(self, spec: AttentionSpec, heads: range, keys: range) -> list[tuple[int, range]]:
         """Rows of queries, keys and values, and which of them are the rank's."""
-        width = spec.head_width
+        # Each head's query and gate are neighbours.
+        width, queries = spec.head_width, spec.head_width * (2 if spec.gated else 1)
         own_keys, own_values = ((spec.kv_heads * one, _scaled(keys, one)) for one in (width, spec.width_of_values))
-        return [(spec.heads * width, _scaled(heads, width)), own_keys, own_values]
+        return [(spec.heads * queries, _scaled(heads, queries)), own_keys, own_values]
+
+    def _recurrent(self, spec: GatedConvolutionSpec | DeltaNetSpec, names: WeightNames) -> Iterator[tuple[str, Cut]]:
+        if isinstance(spec, GatedConvolutionSpec):
+            own = self._block(self.hidden_size)
+            yield from _with_bias(_above_another(names.mixer_in, [(self.hidden_size, own)] * 3))
+            yield from _with_bias([(names.convolution, Spans(0, (own,)))])
+            yield from self._last(names.mixer_out, own)
+            return
+        key_heads, heads, group = self._block(spec.key_heads), self._block(spec.heads), spec.heads // spec.key_heads
+        keys = spec.key_heads * spec.key_width, _scaled(key_heads, spec.key_width)
+        values = spec.heads * spec.value_width, _scaled(heads, spec.value_width)
+        channels = [keys, keys, values]
+        if len(names.mixer_in) > 1:
+            of_channels, of_gate = names.mixer_in
+            yield from _with_bias([*_above_another([of_channels], channels), *_above_another([of_gate], [values])])
+        else:
+            # Each key head's rows of all parts are neighbours.
+            each = 2 * (spec.key_width + group * spec.value_width)
+            yield f"{names.mixer_in[0]}.weight", Spans(0, (_scaled(key_heads, each),))
+        beside = len(names.mixer_gates) == 1
+        for name in names.mixer_gates:
+            yield f"{name}.weight", Spans(0, (_scaled(key_heads, 2 * group) if beside else heads,))
+        yield from _with_bias(_above_another([names.convolution], channels))
+        yield from ((name, Spans(0, (heads,))) for name in (names.decay, names.decay_bias))
+        yield from self._last(names.mixer_out, values[1])
 
     def mlp(self, spec: MLPSpec | ExpertsSpec | DenseAndExpertsSpec, names: WeightNames) -> Iterator[tuple[str, Cut]]:
         assert not isinstance(spec, DenseAndExpertsSpec), "`rank_share` refuses them"

@@ -14,16 +14,18 @@ from tree_models.spec import (
     DenseAndExpertsSpec,
     ExpertsSpec,
     FamilyRefused,
+    GatedConvolutionSpec,
     LatentSpec,
     LayerSpec,
     MLPSpec,
     RecurrentSpec,
+    StateSpaceSpec,
 )
 
 
 def rank_share(spec: DecoderSpec, ranks: int) -> DecoderSpec:
     """What each of so many ranks computes. Raises `FamilyRefused` where the decoder cannot be divided so."""
-    layers = {layer: _layer(layer, ranks) for layer in dict.fromkeys(spec.layers)}
+    layers = {layer: _layer(layer, spec.hidden_size, ranks) for layer in dict.fromkeys(spec.layers)}
     return replace(
         spec,
         # The last rank's rows are filled up with zeros.
@@ -40,15 +42,23 @@ def kv_heads_of(heads: int, rank: int, ranks: int) -> range:
     return range(rank * heads // ranks, rank * heads // ranks + 1)
 
 
-def _layer(layer: LayerSpec, ranks: int) -> LayerSpec:
-    return replace(layer, attention=_attention(layer.attention, ranks), mlp=_mlp(layer.mlp, ranks))
+def _layer(layer: LayerSpec, hidden_size: int, ranks: int) -> LayerSpec:
+    kind = layer.attention
+    mixing = _recurrent(kind, hidden_size, ranks) if isinstance(kind, RecurrentSpec) else _attention(kind, ranks)
+    return replace(layer, attention=mixing, mlp=_mlp(layer.mlp, ranks))
 
 
-def _attention(spec: AttentionSpec | LatentSpec | RecurrentSpec, ranks: int) -> AttentionSpec | LatentSpec:
-    if isinstance(spec, RecurrentSpec):
-        raise FamilyRefused(f"{ranks} ranks: layers with states are not divided")
-    if isinstance(spec, AttentionSpec) and spec.gated:
-        raise FamilyRefused(f"{ranks} ranks: gated attention is not divided")
+def _recurrent(spec: RecurrentSpec, hidden_size: int, ranks: int) -> RecurrentSpec:
+    if isinstance(spec, StateSpaceSpec):
+        raise FamilyRefused(f"{ranks} ranks: outputs of Mamba2 are normed over all heads together")
+    if isinstance(spec, GatedConvolutionSpec):
+        return replace(spec, width=_divided(hidden_size, ranks, "numbers of a convolution"))
+    # Heads of values stay with their head of keys.
+    keys = _divided(spec.key_heads, ranks, "key heads of a delta net")
+    return replace(spec, key_heads=keys, heads=spec.heads // ranks)
+
+
+def _attention(spec: AttentionSpec | LatentSpec, ranks: int) -> AttentionSpec | LatentSpec:
     heads = _divided(spec.heads, ranks, "attention heads")
     if isinstance(spec, LatentSpec):
         return replace(spec, heads=heads)

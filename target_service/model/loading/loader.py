@@ -143,7 +143,7 @@ def _load(config: TargetConfig, link: RankGroupLink | None, ahead: AheadCompiler
     check_runner(runner, own)
     if config.captures:
         return _captured(runner, config, link, own)
-    runner.link = link
+    runner.attach(link)
     log.info("KV cache of %s", runner.cache)
     return runner
 
@@ -264,7 +264,7 @@ def _captured(runner: ModelRunner, config: TargetConfig, link: RankLink | None, 
     layers = LayerOptions(invariant=config.batch_invariant)
     hooked = runner.draft_head.layers if runner.draft_head else ()
     captured = CapturedRunner(runner, CaptureOptions(config.step_rows, config.max_running, layers, hooked))
-    captured.link = link
+    captured.attach(link)
     if leads:
         share = 0.0 if config.kv_tokens else config.memory_share
         capture_steps(captured, seconds=config.capture_seconds, memory_share=share)

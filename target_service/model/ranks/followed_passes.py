@@ -16,10 +16,12 @@ from target_service.model.cuda_graphs.sizes import Bucket
 from target_service.model.forward import WrittenRows
 from target_service.model.rank_link import (
     CapturePass,
+    CopyState,
     CountFreeMemory,
     DropCaptures,
     DropWeights,
     MoveAccepted,
+    MoveNodes,
     MoveRows,
     PassMessage,
     ReplayPass,
@@ -30,6 +32,7 @@ from target_service.model.rank_link import (
 from target_service.model.ranks.messages import WEIGHTS_READ, WEIGHTS_REFUSED
 from target_service.model.runner import ModelRunner
 from target_service.model.weights.update import WaitingWeights
+from tree_kernels.recurrence import RecurrentStates
 from tree_kernels.verification import Verdicts
 
 if TYPE_CHECKING:
@@ -45,8 +48,8 @@ class FollowedPasses:
         self._runner, self._graphs = runner, PassGraphs(runner.device)
         # By (sequences, size).
         self._verdicts: dict[tuple[int, int], Verdicts] = {}
-        # [rows] int32 of the last eager pass.
-        self._slots: Tensor | None = None
+        # Of the last eager pass, its parameters still to come.
+        self._written: WrittenRows | None = None
         self._waiting: WaitingWeights | None = None
         self._reading: threading.Thread | None = None
 
@@ -62,6 +65,10 @@ class FollowedPasses:
                 self._run(message)
             case MoveRows(sources, targets):
                 runner.move_rows(sources, targets)
+            case CopyState(source, target):
+                self._states.copy_slot(source, target)
+            case MoveNodes(slot, sources, targets):
+                self._states.move_nodes(slot, sources, targets)
             case CapturePass(rows, sequences):
                 self._captured.capture([Bucket(rows, sequences)])
             case DropCaptures():
@@ -105,13 +112,22 @@ class FollowedPasses:
         """The runner, whose passes the leading rank captures."""
         return cast("CapturedRunner", self._runner)
 
+    @property
+    def _states(self) -> RecurrentStates:
+        states = self._runner.cache.recurrent
+        assert states is not None, "the leading rank has some too"
+        return states
+
     def _run(self, message: RunPass) -> None:
         runner, batch, chosen = self._runner, message.batch, message.logit_rows
         # Of a chunk within a prompt there are none.
         rows = 0 if chosen is None else torch.tensor(chosen, dtype=torch.int64, device=runner.device)
         token_ids = torch.zeros(len(batch.token_ids), dtype=torch.int64, device=runner.device)
-        runner.compute_logits(batch, token_ids, rows, None)
-        self._slots = torch.tensor(batch.slots, dtype=torch.int32, device=runner.device)
+        recurrent = runner.recurrent_pass(batch)
+        runner.compute_logits(batch, token_ids, rows, recurrent)
+        slots = torch.tensor(batch.slots, dtype=torch.int32, device=runner.device)
+        nodes = None if recurrent is None else recurrent.plan.node_slots
+        self._written = WrittenRows(slots, self._integers(0), nodes)
 
     def _move(self, message: MoveAccepted) -> None:
         runner, size = self._runner, (message.max_sequences, message.verdicts)
@@ -124,10 +140,10 @@ class FollowedPasses:
                 done.graph_buffers, size, lambda: runner.move_accepted(done.written, verdicts)
             )
             return
-        assert self._slots is not None and runner.link is not None, "rows are moved that a pass wrote"
+        assert self._written is not None and runner.link is not None, "rows are moved that a pass wrote"
         parameters = self._integers(message.parameters)
         runner.link.share(parameters)
-        runner.move_accepted(WrittenRows(self._slots, parameters), verdicts)
+        runner.move_accepted(self._written._replace(parameters=parameters), verdicts)
 
     def _integers(self, count: int) -> Tensor:
         return torch.zeros(count, dtype=torch.int32, device=self._runner.device)
