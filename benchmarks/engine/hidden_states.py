@@ -132,7 +132,7 @@ class EngineWithoutModel:
         request = SequenceRequest(prompt, SamplingParams(), VerificationMode.GREEDY, 0, 10**6)
         sequence = Sequence(self._last_id, request, list(prompt), SequenceTotals())
         self._drafting.add(sequence)
-        self._drafting.open_newcomers()
+        self._drafting.open_added()
         return sequence
 
     def remove(self, sequence: Sequence) -> None:

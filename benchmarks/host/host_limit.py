@@ -4,7 +4,7 @@
         [--accepted 0,0,1,1,2,3] [--tenants] [--before 1,8,32] [--seconds 6] [--json FILE]
 
 Loop, scheduler, policies, packing and commits are the engine's own; passes are not run, but end as late as their rows
-take (see `benchmarks.host.host_time`). Answers of 128 tokens end at different times, and a newcomer with a prompt of
+take (see `benchmarks.host.host_time`). Answers of 128 tokens end at different times, and an arrival with a prompt of
 60 to 300 tokens takes the place of each. With `--tenants` every lap of twice as many requests is another tenant's, so
 that two of them run at once as a rule. `--before` are smaller loads of one tenant that the engine has run by then.
 `--accepted` are the drafted tokens that passes accept, each as often. What drafts bring is measured from `--settle`

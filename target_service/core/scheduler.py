@@ -385,22 +385,22 @@ class Scheduler:
         return [sequence for sequence in admitted if sequence.state is SequenceState.PREFILL]
 
     def _pages_wanted(self, sequence: Sequence) -> int:
-        """Pages for the known tokens and one more, so that a newcomer does not preempt others at once."""
+        """Pages for the known tokens and one more, so that an arrival does not preempt others at once."""
         return min(self._cache.pages_for(len(sequence.token_ids)) + 1, self._cache.num_pages)
 
     def _yielding(
-        self, newcomer: Sequence, order: Callable[[], list[tuple[Sequence, float]]], reserved: int = 0
+        self, arrival: Sequence, order: Callable[[], list[tuple[Sequence, float]]], reserved: int = 0
     ) -> list[Sequence] | None:
-        """Running sequences to preempt for a waiting one to join, beside `reserved` pages of other newcomers: idle
-        ones, then those of a tenant that would still hold as much for its weight. None where the newcomer has to wait.
+        """Running sequences to preempt for a waiting one to join, beside `reserved` pages of other arrivals: idle
+        ones, then those of a tenant that would still hold as much for its weight. None where the arrival has to wait.
 
         `order` is from `_once_ordered`: the order takes long enough that many waiting tenants have to share it.
         """
-        wanted, tenant, limits = self._pages_wanted(newcomer), newcomer.request.tenant, newcomer.request.limits
+        wanted, tenant, limits = self._pages_wanted(arrival), arrival.request.tenant, arrival.request.limits
         pages, frames = self.pages.lacking(wanted, reserved, self._prefill_chunk)
         fits = pages <= 0 and frames <= 0
         held = self._held(tenant) if limits.kv_tokens or not fits else 0
-        if self._exceeds_share(newcomer, held):
+        if self._exceeds_share(arrival, held):
             return None
         if fits:
             return []
@@ -415,18 +415,18 @@ class Scheduler:
                 return victims
         return None
 
-    def _exceeds_share(self, newcomer: Sequence, held: int) -> bool:
-        """Whether its tenant, which holds `held` pages, may not hold the newcomer's too."""
-        most = newcomer.request.limits.kv_tokens
-        return bool(most and held and held + self._pages_wanted(newcomer) > most // self._cache.page_size)
+    def _exceeds_share(self, arrival: Sequence, held: int) -> bool:
+        """Whether its tenant, which holds `held` pages, may not hold the arrival's too."""
+        most = arrival.request.limits.kv_tokens
+        return bool(most and held and held + self._pages_wanted(arrival) > most // self._cache.page_size)
 
-    def _note_kept_out(self, newcomer: Sequence | None) -> None:
-        """Let drafted rows give way to the first newcomer that has to wait for pages, if they hold what it lacks."""
-        self.pages.forget_newcomer()
-        if newcomer is None or self._busy() >= self._max_running:
+    def _note_kept_out(self, arrival: Sequence | None) -> None:
+        """Let drafted rows give way to the first arrival that has to wait for pages, if they hold what it lacks."""
+        self.pages.forget_arrival()
+        if arrival is None or self._busy() >= self._max_running:
             return
-        if not self._exceeds_share(newcomer, self._held(newcomer.request.tenant)):
-            self.pages.note_newcomer(self._pages_wanted(newcomer), self.running)
+        if not self._exceeds_share(arrival, self._held(arrival.request.tenant)):
+            self.pages.note_arrival(self._pages_wanted(arrival), self.running)
 
     def _once_ordered(self) -> Callable[[], list[tuple[Sequence, float]]]:
         """`order_of_preemption`, worked out when it is first asked for: as long as nothing is preempted."""

@@ -47,7 +47,7 @@ class SequencePages:
     begins behind a prefix only where its last window is in frames, where pages stay until others need these.
 
     Known tokens come before drafted rows: pages that running sequences need to read what is known are kept free for
-    them, and so are those of a newcomer that drafted rows alone keep out.
+    them, and so are those of an arrival that drafted rows alone keep out.
     """
 
     def __init__(
@@ -68,7 +68,7 @@ class SequencePages:
 
     @property
     def scarce(self) -> bool:
-        """Whether pages that drafted rows did not need are worth giving back: a newcomer waits for them, or fewer are
+        """Whether pages that drafted rows did not need are worth giving back: an arrival waits for them, or fewer are
         free than are in use. Else the next pass is spared taking them again."""
         frames = self._cache.frames
         few_frames = frames is not None and frames.free_frames < frames.used_frames
@@ -102,7 +102,7 @@ class SequencePages:
             sequence.state_slot = recurrent.allocate_slot()
 
     def lacking(self, wanted: int, reserved: int, rows: int) -> tuple[int, int]:
-        """Pages, and frames of layers with a window, that are missing for a newcomer of `wanted` pages beside
+        """Pages, and frames of layers with a window, that are missing for an arrival of `wanted` pages beside
         `reserved` ones, which reads up to `rows` at a time."""
         frames = self._cache.frames
         pages = wanted + reserved - self._cache.free_pages
@@ -113,7 +113,7 @@ class SequencePages:
 
     def reserve_for_drafts(self, tokens: Iterable[tuple[Sequence, int]], running: Iterable[Sequence]) -> bool:
         """Reserve pages for drafted rows: for so many tokens of each of these sequences. False, and nothing is changed,
-        where known tokens of `running` or a newcomer need them."""
+        where known tokens of `running` or an arrival need them."""
         wanted = [(sequence, count) for sequence, count in tokens if not self.held(sequence, count)]
         if not wanted:
             return not self.kept_out
@@ -143,13 +143,13 @@ class SequencePages:
                 return False
         return True
 
-    def note_newcomer(self, wanted: int, running: Iterable[Sequence]) -> None:
+    def note_arrival(self, wanted: int, running: Iterable[Sequence]) -> None:
         """Note that the next in line has to wait for `wanted` pages. If they would be free without drafted rows, none
-        are reserved for those, until `forget_newcomer`."""
+        are reserved for those, until `forget_arrival`."""
         for_drafts = sum(max(0, len(one.pages) - self._cache.pages_for(one.length)) for one in running)
         self.kept_out = wanted if wanted <= self._cache.free_pages + for_drafts else 0
 
-    def forget_newcomer(self) -> None:
+    def forget_arrival(self) -> None:
         """Let drafted rows have pages again, whoever waits."""
         self.kept_out = 0
 

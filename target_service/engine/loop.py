@@ -196,7 +196,7 @@ class EngineLoop:
             self._steps.use_pause()
             return self._take_failed() or None
         self._ahead = None if self.settling else self._launch_after(step)
-        self.drafting.open_newcomers()
+        self.drafting.open_added()
         step.clock.waits_since = time.monotonic_ns()
         self._feed(step)
         step.launched.wait()
@@ -445,7 +445,7 @@ class EngineLoop:
             self._observer.on_speculation(self.drafting.active)
         if not self._steps.in_background:
             # Otherwise this happens while a step runs, so that a draft in this process does not delay the device.
-            self.drafting.open_newcomers()
+            self.drafting.open_added()
 
     def _counted(self, step: Step) -> tuple[list[Verified | None], list[LiveSequence]]:
         """The outcomes of a step, None for those that do not count, and the sequences whose form begins behind them.

@@ -91,7 +91,7 @@ class DraftTrees(DraftInbox):
         return sequence.sequence_id in self._eligible
 
     def add(self, sequence: Sequence) -> None:
-        """Register a new sequence; the draft gets it with `open_newcomers`, once the load includes it."""
+        """Register a new sequence; the draft gets it with `open_added`, once the load includes it."""
         if self._enabled and sequence.request.speculate and not sequence.request.external:
             self._eligible[sequence.sequence_id] = sequence
             self._unopened.append(sequence)
@@ -141,7 +141,7 @@ class DraftTrees(DraftInbox):
         self._features.forget_all()
         self._unopened = list(self._eligible.values())
 
-    def open_newcomers(self) -> None:
+    def open_added(self) -> None:
         """Open the sequences at the draft that are not open there yet. A draft in this process reads them here."""
         for sequence in self._unopened:
             if self.is_eligible(sequence) and sequence.sequence_id not in self._trees:

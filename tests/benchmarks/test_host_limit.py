@@ -1,4 +1,4 @@
-"""An engine whose host is the limit, without a device: passes are launched several at once, newcomers come,
+"""An engine whose host is the limit, without a device: passes are launched several at once, arrivals come,
 and tenants are held to what whole steps take."""
 
 from __future__ import annotations

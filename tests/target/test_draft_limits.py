@@ -39,7 +39,7 @@ def limits_asked(mode: VerificationMode, tables: NodeTables | None) -> TreeLimit
     sampling = SamplingParams(temperature=0.0 if mode is VerificationMode.GREEDY else 1.0)
     wanted = request([1, 2, 3], max_draft_nodes=5, mode=mode, sampling=sampling)
     drafting.add(Sequence(1, wanted, [1, 2, 3], SequenceTotals()))
-    drafting.open_newcomers()
+    drafting.open_added()
     return link.opened[0].limits
 
 

@@ -132,7 +132,7 @@ def test_what_can_never_fit_is_refused(start: Started) -> None:
         engine.submit(request([5] * 500, 100))
 
 
-def test_draining_refuses_newcomers_and_lets_the_others_end(start: Started) -> None:
+def test_draining_refuses_arrivals_and_lets_the_others_end(start: Started) -> None:
     engine, events = start()
     sequence_id = engine.submit(request([5, 6], 40))
     engine.drain()

@@ -63,7 +63,7 @@ def test_who_waits_for_nothing_saves_nothing_up() -> None:
     assert total["steady"] >= 19
 
 
-def test_a_newcomer_begins_level() -> None:
+def test_an_arrival_begins_level() -> None:
     fair = FairShare()
     for _ in range(100):
         served(fair, {"old": [1] * 8, "other": [1] * 8}, {}, 4)

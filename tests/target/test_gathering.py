@@ -259,7 +259,7 @@ def test_growth_of_an_earlier_opening_may_cross_a_new_one(tiny_model: PreTrained
     loop.step()
     drafting.update_load(9)
     drafting.update_load(1)
-    drafting.open_newcomers()
+    drafting.open_added()
     for sent in (growth(8, 11), growth(9, 12), growth(1, 13), growth(2, 14)):
         drafting._handle(sent)
     assert drafting.is_open(live.sequence) and not live.sequence.totals.draft_refused
@@ -363,6 +363,6 @@ def test_only_sequences_that_get_a_place_count_as_beginning(
     monkeypatch.setattr(type(loop.scheduler), "load", property(lambda _: 1))
     for number in range(4):
         loop.add(loop.make(number, request([5, 7, 9], 4)))
-    assert not loop.gathering._pays_for_newcomers(switch)
+    assert not loop.gathering._pays_for_beginning(switch)
     monkeypatch.setattr(loop.gathering.budget, "expected_tokens", lambda _: 1.3)
-    assert loop.gathering._pays_for_newcomers(switch)
+    assert loop.gathering._pays_for_beginning(switch)

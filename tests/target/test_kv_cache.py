@@ -55,7 +55,7 @@ def test_fresh_pages_are_consecutive_so_that_attention_reads_a_view() -> None:
     assert cache.allocate(4) == [3, 4, 5, 6]
 
 
-def test_a_newcomer_leaves_room_for_itself_and_its_neighbour() -> None:
+def test_an_arrival_leaves_room_for_itself_and_its_neighbour() -> None:
     cache = cache_of(num_pages=20)
     first, second = cache.allocate(2), cache.allocate(2)
     assert (first, second) == ([0, 1], [10, 11])

@@ -124,7 +124,7 @@ def test_no_more_run_than_may() -> None:
     assert scheduled.waiting == 2
 
 
-def test_a_newcomer_waits_for_pages() -> None:
+def test_an_arrival_waits_for_pages() -> None:
     scheduled = scheduler(cache(pages=4))
     scheduled.add(sequence(1, prompt=40))
     play(scheduled.schedule(), scheduled)
@@ -358,7 +358,7 @@ class TestIdle:
             play(scheduled.schedule(), scheduled)
         return idle
 
-    def test_idle_ones_that_hold_every_page_give_way_to_a_newcomer(self) -> None:
+    def test_idle_ones_that_hold_every_page_give_way_to_an_arrival(self) -> None:
         pages = cache(pages=9, page_size=16)
         scheduled = scheduler(pages)
         idle = self.fill(scheduled, 4)

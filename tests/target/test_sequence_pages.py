@@ -1,4 +1,4 @@
-"""Pages that drafted rows may take: none that known tokens or a newcomer need."""
+"""Pages that drafted rows may take: none that known tokens or an arrival need."""
 
 from __future__ import annotations
 
@@ -69,19 +69,19 @@ def test_pages_that_are_needed_to_read_a_prompt_are_not_for_drafts() -> None:
     assert drafts(scheduled, one, 2 * PAGE) and len(one.pages) == 4
 
 
-def test_drafts_give_way_to_a_newcomer_that_they_keep_out() -> None:
+def test_drafts_give_way_to_an_arrival_that_they_keep_out() -> None:
     scheduled = scheduler(pages=8)
-    one, newcomer = sequence(1, prompt=PAGE), sequence(2, prompt=4 * PAGE)
+    one, arrival = sequence(1, prompt=PAGE), sequence(2, prompt=4 * PAGE)
     scheduled.add(one)
     read(scheduled)
     assert drafts(scheduled, one, 4 * PAGE - 1)
-    scheduled.add(newcomer)
+    scheduled.add(arrival)
     scheduled.schedule()
     assert scheduled.running == [one]
     assert not drafts(scheduled, one, 1), "although its pages would do"
     scheduled.pages.trim(one)
     scheduled.schedule()
-    assert scheduled.running == [one, newcomer]
+    assert scheduled.running == [one, arrival]
     assert drafts(scheduled, one, 1)
 
 
@@ -99,7 +99,7 @@ def test_drafts_do_not_give_way_to_who_has_to_wait_anyway() -> None:
         assert drafts(scheduled, one, 1)
 
 
-def test_a_newcomer_begins_about_as_soon_as_without_drafted_rows(tiny_model: PreTrainedModel) -> None:
+def test_an_arrival_begins_about_as_soon_as_without_drafted_rows(tiny_model: PreTrainedModel) -> None:
     """With room for the known tokens of all, where the rows that the device drafts for others could fill the cache."""
 
     def steps_until_its_first_token(*, drafted: bool) -> int:
@@ -113,10 +113,10 @@ def test_a_newcomer_begins_about_as_soon_as_without_drafted_rows(tiny_model: Pre
             loop.add(loop.make(number, request([5 + number] * 12, 100, sampling=greedy)))
         for _ in range(10):
             loop.step()
-        newcomer = loop.make(9, request([7] * 200, 4, sampling=greedy))
-        loop.add(newcomer)
+        arrival = loop.make(9, request([7] * 200, 4, sampling=greedy))
+        loop.add(arrival)
         count = 0
-        while not newcomer.sequence.totals.first_token_ns:
+        while not arrival.sequence.totals.first_token_ns:
             loop.step()
             count += 1
         assert not any(live.sequence.totals.preemptions for live in loop.live.values())

@@ -112,7 +112,7 @@ class Gathering:
             return SpeculationLevel.DRAFT
         return SpeculationLevel.LOOKUP_ONLY if self.looks_up else SpeculationLevel.NONE
 
-    def _pays_for_newcomers(self, switch: DraftSwitch) -> bool:
+    def _pays_for_beginning(self, switch: DraftSwitch) -> bool:
         """Whether a head's drafts are expected to pay now that sequences begin. They have to be open there from their
         prompts on: once their first step has shown it, it is too late."""
         load = self.scheduler.load
@@ -140,7 +140,7 @@ class Gathering:
         """Read what has arrived from the draft, and start or stop drafting by load. Returns whether that changed."""
         was = self.drafting.active
         self.drafting.listen()
-        if self.switch is not None and not (was or self.policy.on) and self._pays_for_newcomers(self.switch):
+        if self.switch is not None and not (was or self.policy.on) and self._pays_for_beginning(self.switch):
             self.switch.resume()
         self.drafting.update_load(self.scheduler.load, self.drafts_useful)
         return self.drafting.active != was

@@ -73,7 +73,7 @@ class _LoadTrial:
 
 def _size(load: int) -> int:
     """Loads in powers of two, up to and with each: as many sequences as there is room for, and one less, which a
-    newcomer replaces, are one load."""
+    arrival replaces, are one load."""
     return (load - 1).bit_length()
 
 
