@@ -14,12 +14,12 @@ from collections.abc import Sequence as SequenceOf
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
-import numba
 import numpy as np
 import numpy.typing as npt
 
 from outrider.errors import InvalidField
 from outrider.wire.frames import ROOT_ID, SequenceGrowth
+from target_service.compiling import compiled
 from tree_kernels.node_table import Mailboxes
 from tree_kernels.node_table.layout import COST_OF_HALVING, MOST_COST, NODES, TABLE
 
@@ -304,7 +304,7 @@ def with_expected(tree: _Tree, expected: ExpectedTree, trust: float) -> _Tree:
     return merged
 
 
-@numba.njit(nogil=True)  # type: ignore[untyped-decorator]
+@compiled
 def find_node(nodes: Ints, tokens: Ints) -> int:
     """The place of the node to which tokens lead from the root; -1 where none does, and for no tokens. `nodes` as in
     `ExpectedTree`."""
@@ -321,7 +321,7 @@ def find_node(nodes: Ints, tokens: Ints) -> int:
     return place
 
 
-@numba.njit(nogil=True)  # type: ignore[untyped-decorator]
+@compiled
 def heights_of(nodes: Ints) -> Ints:
     """[n] int32: see `ExpectedTree`."""
     heights = np.zeros(nodes.shape[1], np.int32)
@@ -332,7 +332,7 @@ def heights_of(nodes: Ints) -> Ints:
     return heights
 
 
-@numba.njit(nogil=True)  # type: ignore[untyped-decorator]
+@compiled
 def child_of(nodes: Ints, place: int, token: int) -> int:
     """The place of a node's child with this token; 0 where there is none. `nodes` as in `_Tree`."""
     child = nodes[_CHILD, place]
@@ -341,7 +341,7 @@ def child_of(nodes: Ints, place: int, token: int) -> int:
     return int(child)
 
 
-@numba.njit(nogil=True)  # type: ignore[untyped-decorator]
+@compiled
 def find_parents(ids: Ids, first: int, root: int, above: Ids) -> int:
     """Find the parents of a growth's nodes, as `insert` takes them. Returns how many are nodes of earlier growths, or
     -1 where one is not an earlier node.
@@ -364,7 +364,7 @@ def find_parents(ids: Ids, first: int, root: int, above: Ids) -> int:
     return others
 
 
-@numba.njit(nogil=True)  # type: ignore[untyped-decorator]
+@compiled
 def insert(nodes: Ints, scores: Reals, count: int, new_tokens: Ints, new_scores: Reals, places: Ids) -> int:
     """Add nodes to a tree of `count` nodes, place 0 its root; returns the new number. A child that exists takes the
     newer score.
@@ -394,7 +394,7 @@ def insert(nodes: Ints, scores: Reals, count: int, new_tokens: Ints, new_scores:
     return count
 
 
-@numba.njit(nogil=True)  # type: ignore[untyped-decorator]
+@compiled
 def build_table(nodes: Ints, scores: Reals, count: int, trust: float, base: int, table: Ints) -> None:
     """Write a tree as the device reads it: depth first, with depths and the costs of paths.
 

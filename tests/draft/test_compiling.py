@@ -23,8 +23,8 @@ drafter.stop()
 
 
 def test_the_cache_is_named_after_the_sources() -> None:
-    folder = compiling.cache_folder()
-    assert folder == compiling.cache_folder()
+    folder = compiling.LOOPS.folder
+    assert folder == compiling.LOOPS.folder
     assert len(folder.name) == 16
 
 

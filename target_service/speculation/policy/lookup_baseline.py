@@ -9,10 +9,10 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-import numba
 import numpy as np
 import numpy.typing as npt
 
+from target_service.compiling import compiled
 from target_service.core.sequence import Sequence
 from tree_kernels.node_table.layout import LONGEST, WINDOW
 
@@ -66,7 +66,7 @@ class LookupBaseline:
         return was.load, was.made, min(behind, 1 + predicted_tokens(text, known)), was.with_draft
 
 
-@numba.njit(nogil=True)  # type: ignore[untyped-decorator]
+@compiled
 def predicted_tokens(text: Ints, known: int) -> int:
     """How many tokens of `text` [n] after its first `known` (at least 1) prompt lookup predicts, by the rule of
     `tree_kernels.node_table.longest_run`."""

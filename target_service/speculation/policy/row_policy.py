@@ -12,10 +12,10 @@ import bisect
 from collections.abc import Mapping
 from collections.abc import Sequence as SequenceOf
 
-import numba
 import numpy as np
 import numpy.typing as npt
 
+from target_service.compiling import compiled
 from target_service.core.running_means import RunningMean
 from target_service.core.schedule import Schedule
 from target_service.core.sequence import DevicePass
@@ -286,7 +286,7 @@ def pooled(prospects: SequenceOf[SequenceOf[float]]) -> list[float]:
     return found
 
 
-@numba.njit(nogil=True)  # type: ignore[untyped-decorator]
+@compiled
 def _pooled(prospects: Reals, counts: Reals, wanted: Reals) -> Reals:
     """See `pooled`: of the sequences' next ranges of rows, that with the most tokens a row is taken, again and again.
     `prospects` is [B, N], `counts` [N] and `wanted` rise. Compiled: numpy's calls take longer than a few hundred
