@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from collections import OrderedDict
 from collections.abc import Sequence as SequenceOf
 
@@ -18,6 +19,9 @@ from target_service.sampling.distribution import LogitShaper
 from target_service.sampling.verifier import SequenceVerifier
 from tree_kernels.logit_shaping import DeviceShaper
 
+# Of all masks of a step, after which the slow ones among their grammars are looked for. Chosen: as long as a pass.
+_LONG_SECONDS = 8e-3
+
 
 class ShapedLogits:
     """Writes to the table of a `DeviceShaper`, as steps are launched.
@@ -28,6 +32,7 @@ class ShapedLogits:
 
     def __init__(self, shaper: DeviceShaper) -> None:
         self._shaper = shaper
+        self._timed = False
         self._free = list(range(len(shaper.table)))
         # By sequence id, the one used last at the end.
         self._places: OrderedDict[int, int] = OrderedDict()
@@ -75,7 +80,11 @@ class ShapedLogits:
                 first_row, tree = chosen.of(place)
             trees.append(verifier.grammar.follow(tree, item.sequence.output))
             places.append((place, first_row, tree.parents))
-        for (place, first_row, parents), masks in zip(places, masks_of(trees), strict=True):
+        begin = time.perf_counter()
+        computed = list(masks_of(trees, timed=self._timed))
+        # What took long is timed the next time.
+        self._timed = time.perf_counter() - begin > _LONG_SECONDS and not self._timed
+        for (place, first_row, parents), masks in zip(places, computed, strict=True):
             if masks.error is not None:
                 errors[place] = masks.error
             generated = len(batch.items[place].sequence.output)

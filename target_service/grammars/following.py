@@ -27,6 +27,8 @@ _WORD = 32
 _MOST_CHILDREN, _LEAST_CHANCE = 16, 1 / 64
 # Of a token with which another one that may come begins, beside 1 for others. Chosen.
 _CHANCE_OF_PREFIX = 0.1
+# Of a processor, for the masks of one tree. Chosen: ten times what 20 rows of usual forms take, and what a pass takes.
+_SLOW_SECONDS = 4e-3
 # The probability of a row that somebody else drafted, as long as nothing is known of it. Chosen.
 _OTHERS_CHANCE = 0.5
 
@@ -79,6 +81,8 @@ class FollowedGrammar:
         bits[list(end_token_ids)] = True
         # The tree that `constrained` made last, and its masks.
         self._kept: tuple[TokenTree, TreeMasks] | None = None
+        # Whether the masks of one tree took so long that it had better have no drafted rows, for which others wait.
+        self.slow = False
         # The rows that were followed last, as far as the grammar allows them.
         self._rows: list[_FollowedRow] = []
         # By the tokens that may come, see `_children`.
@@ -125,6 +129,7 @@ class FollowedGrammar:
     def _masked(self, masked: MaskedRows, words: NDArray[np.int32]) -> TreeMasks:
         """The masks of a tree's rows, given those that were computed; keeps the rows that the grammar allows."""
         tree = masked.tree
+        self.slow |= masked.seconds > _SLOW_SECONDS
         some = list(map(bool, np.count_nonzero(words, axis=1)))
         places, rows = dict[int, int](), list[_FollowedRow]()
         for row, (token, parent) in enumerate(zip(tree.token_ids, tree.parents, strict=True)):
@@ -311,10 +316,11 @@ class FollowedTree:
     kept: TreeMasks | None = None  # where they are known
 
 
-def masks_of(trees: Sequence[FollowedTree]) -> Iterator[TreeMasks]:
-    """The masks of each tree, of outputs of one model; of each output the last tree that was followed."""
+def masks_of(trees: Sequence[FollowedTree], *, timed: bool = False) -> Iterator[TreeMasks]:
+    """The masks of each tree, of outputs of one model; of each output the last tree that was followed. `timed` finds
+    the grammars that are `slow`, also of so many rows that threads would compute them at once."""
     rows = [tree.rows for tree in trees if tree.rows is not None]
-    computed = compute_masks(rows, trees[0].grammar.words) if trees else iter(())
+    computed = compute_masks(rows, trees[0].grammar.words, timed=timed) if trees else iter(())
     for tree in trees:
         if tree.rows is None:
             assert tree.kept is not None, "they are known"

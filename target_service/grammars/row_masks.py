@@ -4,6 +4,7 @@ than a pass takes the device."""
 from __future__ import annotations
 
 import os
+import time
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from functools import cache
@@ -17,8 +18,8 @@ if TYPE_CHECKING:
 
 # Threads that compute masks. Chosen: a mask takes some 10 us, and a step some hundred of them.
 _MOST_THREADS = 8
-# Masks from which on waking threads pays. Chosen.
-_WORTH_THREADS = 16
+# Masks from which on waking threads pays: on busy processors that takes longer than some masks. Chosen.
+_WORTH_THREADS = 64
 
 
 class TreeRows(NamedTuple):
@@ -36,17 +37,19 @@ class RowChain(NamedTuple):
     token_ids: list[int]  # of the rows behind the first
 
 
-@dataclass(frozen=True, slots=True, eq=False)
+@dataclass(slots=True, eq=False)
 class MaskedRows:
     """The rows of a tree whose masks are to be computed, by a `matcher` that has read the tokens up to its root.
 
     Attributes:
         tree: the rows.
         chains: all of them but those behind text that the grammar forbids, as far as that was seen.
+        seconds: of a processor that its masks took; 0 where several threads computed them.
     """
 
     tree: TreeRows
     chains: list[RowChain]
+    seconds: float = 0.0
 
     @classmethod
     def of(cls, matcher: LLMatcher, tree: TreeRows) -> MaskedRows:
@@ -71,13 +74,18 @@ class MaskedRows:
         return cls(tree, chains)
 
 
-def compute_masks(trees: Sequence[MaskedRows], words: int) -> Iterator[NDArray[np.int32]]:
+def compute_masks(trees: Sequence[MaskedRows], words: int, *, timed: bool) -> Iterator[NDArray[np.int32]]:
     """The masks [rows, words] int32 of each tree; zeros where a grammar forbids the row. A matcher that has met a
-    limit is in error."""
+    limit is in error. `timed`: each tree by itself, however many they are."""
     count = sum([len(chain.rows) for tree in trees for chain in tree.chains])
-    found = np.zeros((count, words), np.int32)
-    chains = [chain for tree in trees for chain in tree.chains]
-    (_compute_at_once if count >= _WORTH_THREADS else _compute_in_turn)(chains, found)
+    found, first = np.zeros((count, words), np.int32), 0
+    if count >= _WORTH_THREADS and not timed:
+        _compute_at_once([chain for tree in trees for chain in tree.chains], found)
+    else:
+        for tree in trees:
+            begin = time.thread_time()
+            first += _compute_in_turn(tree.chains, found[first:])
+            tree.seconds = time.thread_time() - begin
     first = 0
     for tree in trees:
         rows = [row for chain in tree.chains for row in chain.rows]
@@ -87,8 +95,8 @@ def compute_masks(trees: Sequence[MaskedRows], words: int) -> Iterator[NDArray[n
         yield masks
 
 
-def _compute_in_turn(chains: Sequence[RowChain], found: NDArray[np.int32]) -> None:
-    """Write the masks of chains, one behind the other."""
+def _compute_in_turn(chains: Sequence[RowChain], found: NDArray[np.int32]) -> int:
+    """Write the masks of chains, one behind the other. Returns how many rows those are."""
     place = 0
     for chain in chains:
         first = place
@@ -97,6 +105,7 @@ def _compute_in_turn(chains: Sequence[RowChain], found: NDArray[np.int32]) -> No
             if row > first and not chain.matcher.try_consume_tokens([chain.token_ids[row - first - 1]]):
                 break
             chain.matcher.unsafe_compute_mask_ptr(found[row].ctypes.data, found[row].nbytes)
+    return place
 
 
 def _compute_at_once(chains: Sequence[RowChain], found: NDArray[np.int32]) -> None:

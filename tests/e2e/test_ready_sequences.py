@@ -19,6 +19,7 @@ from target_service.core.sequence import SequenceRequest
 from target_service.engine.loop import EngineLoop
 from target_service.engine.step import Step
 from target_service.execution.device_executor import DeviceSteps
+from target_service.grammars import following
 from target_service.model.runner import ModelRunner, runner_for
 
 pytestmark = pytest.mark.values
@@ -108,6 +109,38 @@ def test_rejection_beside_rows_that_the_device_chooses(tiny_model: PreTrainedMod
     assert [one.token_ids for one in outcomes] == said
     if drafted:
         assert all(one.finished.totals.accepted_tokens > 5 for one in outcomes)
+
+
+def test_forms_run_ahead(ended_model: PreTrainedModel, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Alone on a device, every pass but the first is launched before the results of the one before, and masked behind
+    them; what the form forces is drafted all the same."""
+    launched: list[Step] = []
+    begin = EngineLoop._begin
+
+    def noted(loop: EngineLoop, *arguments: Any, **options: Any) -> Step:
+        launched.append(begin(loop, *arguments, **options))
+        # Nothing of the passes under way is known to the host.
+        assert launched[-1].launched.awaits_masks == launched[-1].ahead
+        return launched[-1]
+
+    monkeypatch.setattr(EngineLoop, "_begin", noted)
+    (outcome,) = run(runner_of(ended_model, device_chooses=True), [formed("uuid")], on_device=True)
+    assert [step.ahead for step in launched] == [False] + [True] * (len(launched) - 1)
+    totals = outcome.finished.totals
+    # The last was launched in vain.
+    assert len(launched) == totals.steps + 1
+    assert totals.accepted_tokens > 1
+
+
+def test_a_form_whose_masks_take_long_has_no_drafted_rows(
+    ended_model: PreTrainedModel, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    said = [run(runner_of(ended_model, device_chooses=True), [formed("uuid")], on_device=True)[0] for _ in range(2)]
+    monkeypatch.setattr(following, "_SLOW_SECONDS", -1.0)
+    (slow,) = run(runner_of(ended_model, device_chooses=True), [formed("uuid")], on_device=True)
+    assert slow.token_ids == said[0].token_ids == said[1].token_ids
+    # The first pass finds it out.
+    assert slow.finished.totals.drafted_tokens == 0 < said[0].finished.totals.drafted_tokens
 
 
 ODD: dict[str, SequenceRequest] = {

@@ -206,8 +206,8 @@ class RowPolicy:
 
     def _max_rows(self, live: LiveSequence) -> int:
         """Drafted rows that the sequence may have."""
-        request = live.sequence.request
-        if not request.speculate:
+        request, grammar = live.sequence.request, live.verifier.grammar
+        if not request.speculate or (grammar is not None and grammar.slow):
             return 0
         # The target samples the last token itself.
         return max(0, min(self._limit, request.max_draft_nodes, _GUESSES * (live.sequence.remaining - 1)))
