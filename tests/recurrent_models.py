@@ -24,6 +24,12 @@ HYBRID = MAMBA | {
     "residual_multiplier": 0.5,
 }  # fmt: skip
 
+NEMOTRON: dict[str, Any] = {
+    "layers_block_type": ["linear_attention", "moe", "full_attention", "mlp", "linear_attention"], "head_dim": 16,
+    "mamba_num_heads": 6, "mamba_head_dim": 8, "ssm_state_size": 8, "n_groups": 2, "n_routed_experts": 4,
+    "moe_intermediate_size": 24, "moe_shared_expert_intermediate_size": 24, "routed_scaling_factor": 2.5,
+}  # fmt: skip
+
 # By a name for the test: `model_type`, and settings beside the usual ones of `conftest.TINY`.
 RECURRENT: dict[str, tuple[str, dict[str, Any]]] = {
     "lfm2": ("lfm2", CONVOLVED),
@@ -38,5 +44,7 @@ RECURRENT: dict[str, tuple[str, dict[str, Any]]] = {
         HYBRID | {"num_local_experts": 4, "num_experts_per_tok": 2, "mamba_conv_bias": False},
     ),
     "bamba": ("bamba", MAMBA | {"attn_layer_indices": [1]}),
+    "nemotron_h": ("nemotron_h", NEMOTRON),
+    "nemotron_h, latent": ("nemotron_h", NEMOTRON | {"moe_latent_size": 16, "use_bias": True, "n_groups": 1}),
     "qwen3_5, experts": ("qwen3_5_moe_text", DELTA | EXPERTS),
 }

@@ -71,6 +71,8 @@ class WeightNames:
     # Of each expert, or without "{expert}" one tensor of all.
     expert_gate_up: tuple[str, ...] = ("mlp.experts.{expert}.gate_proj", "mlp.experts.{expert}.up_proj")
     expert_down: str = "mlp.experts.{expert}.down_proj"
+    latent_in: str = "mixer.fc1_latent_proj"
+    latent_out: str = "mixer.fc2_latent_proj"
     expert_suffix: str = ".weight"  # of these
     expert_gate_up_bias: str = "mlp.experts.gate_up_proj_bias"  # of all, whole
     expert_down_bias: str = "mlp.experts.down_proj_bias"

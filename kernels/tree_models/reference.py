@@ -22,7 +22,7 @@ from tree_models.layers.paged import PagedPass
 from tree_models.layers.placing import Placement
 from tree_models.layers.rotary import RotaryEmbedding
 from tree_models.names import WeightNames
-from tree_models.spec import DecoderSpec, RecurrentSpec, RotarySpec
+from tree_models.spec import AttentionSpec, DecoderSpec, LatentSpec, RecurrentSpec, RotarySpec
 from tree_models.weights.checkpoint import TensorsInMemory, TensorSource
 
 # Of the comparison with transformers' layers.
@@ -37,11 +37,12 @@ _PLACES = (0, 1, 7, 97, 1021)
 _CLOSE = 1e-3
 
 
-def published_tensors(model: Any) -> TensorsInMemory:
-    """The tensors of a transformers model, by the names that checkpoints have; memory is shared where it can be."""
+def published_tensors(model: Any, tensors: dict[str, Tensor] | None = None) -> TensorsInMemory:
+    """The tensors of a transformers model, or some of them, by the names that checkpoints have; memory is shared where
+    it can be."""
     from transformers.core_model_loading import revert_weight_conversion
 
-    state: dict[str, Tensor] = revert_weight_conversion(model, model.state_dict())
+    state: dict[str, Tensor] = revert_weight_conversion(model, model.state_dict() if tensors is None else tensors)
     ties: dict[str, str] = getattr(model, "all_tied_weights_keys", None) or {}
     return TensorsInMemory({name: tensor for name, tensor in state.items() if name not in ties})
 
@@ -75,8 +76,8 @@ def _fill(own: nn.Module, decoder: Decoder, layer: int, source: TensorSource) ->
     names, stored = decoder.names, source.stored
     for name, memory in own.state_dict(keep_vars=True).items():
         whole = names.in_layer(name, layer)
-        if whole not in stored and name.endswith((".experts.gate_up_proj", ".experts.down_proj")):
-            of = names.expert_gate_up if name.endswith("gate_up_proj") else (names.expert_down,)
+        if whole not in stored and name.endswith((".experts.gate_up_proj", ".experts.up_proj", ".experts.down_proj")):
+            of = names.expert_gate_up if name.endswith("up_proj") else (names.expert_down,)
             memory.copy_(_stacked([[names.in_layer(one, layer, e) for one in of] for e in range(len(memory))], source))
             continue
         if whole not in stored:
@@ -147,7 +148,7 @@ def _outputs(own: Any, inner: Any, config: Any, decoder: Decoder, index: int) ->
     layer: Any = decoder.layers[index]
     spec = layer.spec.attention
     cache, vectors = SimpleNamespace(keys={}, values={}), None
-    if not isinstance(spec, RecurrentSpec):
+    if isinstance(spec, AttentionSpec | LatentSpec):
         heads, *widths = expanded_shape(spec)
         place = layer.attention.cache_layer
         cache.keys[place], cache.values[place] = (hidden.new_zeros(1, _ROWS, heads, width) for width in widths)
@@ -157,7 +158,7 @@ def _outputs(own: Any, inner: Any, config: Any, decoder: Decoder, index: int) ->
         given["per_layer_input"] = vectors[None]
     if "shared_kv_states" in signature(own.forward).parameters:
         given["shared_kv_states"] = {}
-        if spec.keys_of is not None:
+        if isinstance(spec, AttentionSpec) and spec.keys_of is not None:
             kept = [torch.randn(one[place].shape, generator=generator).to(hidden) for one in (cache.keys, cache.values)]
             cache.keys[place], cache.values[place] = kept
             given["shared_kv_states"][config.layer_types[index]] = tuple(one.transpose(1, 2) for one in kept)
@@ -199,7 +200,7 @@ def surroundings_that_differ(config: Any) -> list[str]:
         return []
     words = torch.arange(_ROWS) % small.vocab_size
     seen, own = _without_layers(small, words, torch.arange(_ROWS))
-    source = TensorsInMemory({name: tensor for name, tensor in own.state_dict().items() if not tensor.is_meta})
+    source = published_tensors(own, {name: one for name, one in own.state_dict().items() if not one.is_meta})
     ends = replace(description, spec=replace(description.spec, layers=()))
     decoder = build(ends, source, Placement(torch.device("cpu"), torch.float32))
     embedded = decoder.embedded(words)
@@ -270,7 +271,7 @@ def _close(found: Tensor, expected: Tensor) -> bool:
 def _masks_that_differ(spec: DecoderSpec, given: Sequence[dict[str, Any]]) -> list[int]:
     found = []
     for index, (layer, arguments) in enumerate(zip(spec.layers, given, strict=True)):
-        if isinstance(layer.attention, RecurrentSpec):
+        if not isinstance(layer.attention, AttentionSpec | LatentSpec):
             continue
         mask = arguments.get("attention_mask")
         own = sequence_mask(_batch(), 0, getattr(layer.attention, "window", None))
@@ -284,7 +285,7 @@ def _masks_that_differ(spec: DecoderSpec, given: Sequence[dict[str, Any]]) -> li
 def _angles_that_differ(spec: DecoderSpec, seen: SimpleNamespace, places: Tensor) -> list[int]:
     found = []
     for index, (layer, arguments) in enumerate(zip(spec.layers, seen.layers, strict=True)):
-        turning, given = layer.attention.rotary, arguments.get("position_embeddings")
+        turning, given = layer.rotary, arguments.get("position_embeddings")
         # What a layer does with its positions is compared with the layer.
         if turning is not None and given is not None and not _same_angles(turning, given, places):
             found.append(index)

@@ -162,10 +162,11 @@ class StateSpaceSpec:
     state_width: int  # of a key
     value_width: int
     taps: int
-    epsilon: float  # of the norm of the gated output, over all heads together
+    epsilon: float  # of the norm of the gated output
     bias: bool = False  # of the products
     convolution_bias: bool = True
     step_limits: tuple[float, float] = (0.0, float("inf"))  # of the factor of a token and of its decay
+    norm_groups: int = 1  # of heads, each normed by itself; 1 for all heads together
 
     @property
     def rotary(self) -> None:
@@ -221,15 +222,17 @@ class RouterSpec:
 
 @dataclass(frozen=True, slots=True)
 class ExpertsSpec:
-    """A mixture of experts in place of the MLP, each of them gated."""
+    """A mixture of experts in place of the MLP."""
 
     count: int
     top_k: int
     width: int
     router: RouterSpec
     activation: Activation = "silu"
+    gated: bool = True
     gate: GateSpec = GateSpec()
     bias: bool = False
+    latent: int = 0  # width that experts read and write, between two products of the rows; 0 where that is the rows'
     shared: MLPSpec | None = None  # for every row
     shared_gate: bool = False  # whose output is weighed by the sigmoid of a product
 
@@ -271,8 +274,9 @@ class LayerSpec:
     `parallel`: attention and MLP read the same normed rows, and both are added to the residual.
     """
 
-    attention: AttentionSpec | LatentSpec | RecurrentSpec  # or what is in its place
-    mlp: MLPSpec | ExpertsSpec | DenseAndExpertsSpec
+    # One of both may be absent, and its norms with it.
+    attention: AttentionSpec | LatentSpec | RecurrentSpec | None  # or what is in its place
+    mlp: MLPSpec | ExpertsSpec | DenseAndExpertsSpec | None
     before_attention: NormSpec | None
     before_mlp: NormSpec | None
     after_attention: NormSpec | None = None
@@ -281,6 +285,12 @@ class LayerSpec:
     residual_scale: float = 1.0  # of what attention and MLP add
     added_input: AddedInputSpec | None = None
     scaled: bool = False  # the layer's output is multiplied by a stored number
+
+    @property
+    def rotary(self) -> RotarySpec | None:
+        """That of attention; None where positions are not embedded."""
+        return None if self.attention is None else self.attention.rotary
+
     # Vectors side by side that attention reads. More than one, as in the first layer of an EAGLE-3 head, are normed
     # outside and given.
     read_vectors: int = 1

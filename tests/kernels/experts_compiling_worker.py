@@ -44,8 +44,22 @@ OTHERS = {
 SHAPES = {"qwen3": (2048, 768, 128, 8), "gpt_oss": (2880, 2880, 32, 4)}
 # What the kernels are compiled for beside sizes.
 GATES = {
-    "qwen3": {"ACTIVATION": "silu", "LIMIT": 0.0, "LIMITS_ACTIVATED": False, "OFFSET": 0.0, "HAS_BIAS": False},
-    "gpt_oss": {"ACTIVATION": "quick_gelu", "LIMIT": 7.0, "LIMITS_ACTIVATED": False, "OFFSET": 1.0, "HAS_BIAS": True},
+    "qwen3": {
+        "ACTIVATION": "silu",
+        "LIMIT": 0.0,
+        "LIMITS_ACTIVATED": False,
+        "OFFSET": 0.0,
+        "GATED": True,
+        "HAS_BIAS": False,
+    },
+    "gpt_oss": {
+        "ACTIVATION": "quick_gelu",
+        "LIMIT": 7.0,
+        "LIMITS_ACTIVATED": False,
+        "OFFSET": 1.0,
+        "GATED": True,
+        "HAS_BIAS": True,
+    },
 }
 
 

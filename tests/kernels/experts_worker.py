@@ -54,6 +54,7 @@ class Sizes:
     multiplier: float = 1.0
     activation: linear.ActivationKind = linear.ActivationKind.SILU
     gate: linear.GateForm = PLAIN_GATE
+    gated: bool = True
     # Of experts and of the router.
     biases: bool = False
     # All rows want the same experts, so that one expert has more than a tile.
@@ -90,6 +91,9 @@ def cases() -> dict[str, Sizes]:
     oss = replace(qwen, rows=5, hidden=40, inner=24, experts=11, routing=Routing(3), biases=True, **limited)
     found["gpt-oss"] = oss
     found["gpt-oss, many rows"] = replace(oss, rows=50)
+    alone = {"gated": False, "activation": linear.ActivationKind.RELU2}
+    found["no gates"] = replace(oss, gate=PLAIN_GATE, **alone)
+    found["no gates, many rows"] = replace(qwen, rows=50, **alone)
     found["limits after the activation"] = replace(qwen, rows=5, gate=linear.GateForm(0.4, limits_activated=True))
     found["own tiling"] = replace(qwen, rows=40, hidden=128, tilings=None)
     found |= vector_cases(qwen)
@@ -124,6 +128,9 @@ def vector_cases(qwen: Sizes) -> dict[str, Sizes]:
         "several blocks": replace(base, hidden=600, inner=300, vectors=large),
         "layer norms": replace(base, layer_norm=True),
         "granite": replace(base, multiplier=0.22, activation=linear.ActivationKind.GELU_TANH, residual=False),
+        "no gates": replace(
+            base, rows=2, hidden=41, inner=25, gated=False, biases=True, activation=linear.ActivationKind.RELU2
+        ),
         "gpt-oss": replace(
             base, rows=2, hidden=41, inner=25, experts=11, routing=Routing(3), biases=True,
             activation=linear.ActivationKind.QUICK_GELU, gate=linear.GateForm(0.7, offset=1.0),
@@ -148,9 +155,10 @@ class Inputs:
         self.router = self.make(experts, hidden, scale=2 * hidden**-0.5)
         self.router = self.router.float() if sizes.wide else self.router
         self.correction = self.make(experts, scale=0.3).float() if sizes.corrects else None
-        self.gate_up = self.make(experts, 2 * inner, hidden, scale=hidden**-0.5)
+        made = 2 * inner if sizes.gated else inner
+        self.gate_up = self.make(experts, made, hidden, scale=hidden**-0.5)
         self.down = self.make(experts, hidden, inner, scale=inner**-0.5)
-        self.biases = (self.make(experts, 2 * inner), self.make(experts, hidden)) if sizes.biases else (None, None)
+        self.biases = (self.make(experts, made), self.make(experts, hidden)) if sizes.biases else (None, None)
         self.router_bias = self.make(experts).float() if sizes.biases else None
         assert self.down.dtype == dtype
 

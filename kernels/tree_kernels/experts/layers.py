@@ -63,12 +63,20 @@ class RowExperts:
         both = torch.einsum("rh,rkih->rki", normed, weights.gate_up[experts].float())
         if weights.gate_up_bias is not None:
             both = both + weights.gate_up_bias[experts].float()
-        gate, up = both.chunk(2, dim=-1)
-        inner = gated(gate, up, partial(activated, activation=weights.activation), weights.gate_form)
+        inner = of_gate_and_up(both, weights)
         outputs = torch.einsum("rki,rkhi->rkh", inner, weights.down[experts].float())
         if weights.down_bias is not None:
             outputs = outputs + weights.down_bias[experts].float()
         return summed((outputs * chosen.weights[..., None]).sum(1), rows.rows.dtype, residual, norm, multiplier)
+
+
+def of_gate_and_up(both: Tensor, weights: ExpertWeights) -> Tensor:
+    """What down reads, of gate and up [.., 2 * I] in the rows' type, or of up alone [.., I]; fp32."""
+    activate = partial(activated, activation=weights.activation)
+    if not weights.gated:
+        return activate(both.float())
+    gate, up = both.chunk(2, dim=-1)
+    return gated(gate.float(), up, activate, weights.gate_form)
 
 
 def router_logits(rows: ScaledRows, weight: Tensor, bias: Tensor | None) -> Tensor:

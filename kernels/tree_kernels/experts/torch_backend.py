@@ -2,16 +2,13 @@
 
 from __future__ import annotations
 
-from functools import partial
-
 import torch
 from torch import Tensor
 from torch.nn import functional
 
-from tree_kernels.experts.layers import RowExperts, check_mix, summed
+from tree_kernels.experts.layers import RowExperts, check_mix, of_gate_and_up, summed
 from tree_kernels.experts.types import Chosen, ExpertWeights
 from tree_kernels.linear import Norm, ScaledRows
-from tree_kernels.linear.layers import activated, gated
 
 
 class GroupedExperts(RowExperts):
@@ -33,12 +30,11 @@ class GroupedExperts(RowExperts):
         gathered = normed[order // top_k]
         outputs = gathered.new_empty(count * top_k, normed.shape[1])
         found, sizes = torch.unique_consecutive(experts, return_counts=True)
-        begin, activate = 0, partial(activated, activation=weights.activation)
+        begin = 0
         for expert, size in zip(found.tolist(), sizes.tolist(), strict=True):
             biases = [None if of is None else of[expert] for of in (weights.gate_up_bias, weights.down_bias)]
             both = functional.linear(gathered[begin : begin + size], weights.gate_up[expert], biases[0])
-            gate, up = both.chunk(2, dim=-1)
-            inner = gated(gate.float(), up, activate, weights.gate_form).to(gathered.dtype)
+            inner = of_gate_and_up(both, weights).to(gathered.dtype)
             outputs[order[begin : begin + size]] = functional.linear(inner, weights.down[expert], biases[1])
             begin += size
         total = torch.einsum("rkh,rk->rh", outputs.view(count, top_k, normed.shape[1]).float(), chosen.weights)

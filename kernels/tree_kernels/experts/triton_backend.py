@@ -190,7 +190,7 @@ class TritonExperts(RowExperts):
         listed = 0 if not few else 1 if count == 1 and not self._invariant else triton.next_power_of_2(pairs)
         options = {"PAIRS": listed, **self._order()}
         programs = pairs if few else experts
-        tiles = triton.cdiv(inner, tilings.gated.block_outputs // 2)
+        tiles = triton.cdiv(inner, tilings.gated.block_outputs // (2 if weights.gated else 1))
         gated = rows.rows.new_empty(pairs, inner)
         expert_gated_kernel[(tiles, programs)](
             rows.rows, or_other(rows.squares, gated), chosen.experts, order, sizes, weights.gate_up,

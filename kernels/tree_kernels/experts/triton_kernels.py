@@ -12,7 +12,7 @@ import triton.language as tl
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 from tree_kernels.linear.triton_kernels import finish_norm, load_squares
-from tree_kernels.linear.triton_parts import gated, load_wide, whole_norm
+from tree_kernels.linear.triton_parts import activated, gated, load_wide, whole_norm
 
 
 @triton.jit
@@ -90,21 +90,24 @@ def expert_gated_kernel(  # type: ignore[no-untyped-def]
     rows, squares, experts, order, sizes, weight, bias, following, parameters, output, pairs, capacity, row_stride,
     epsilon,
     PARTS: tl.constexpr, BLOCK_PARTS: tl.constexpr, ACTIVATION: tl.constexpr, LIMIT: tl.constexpr,
-    LIMITS_ACTIVATED: tl.constexpr, OFFSET: tl.constexpr, HAS_BIAS: tl.constexpr, TOP_K: tl.constexpr,
+    LIMITS_ACTIVATED: tl.constexpr, OFFSET: tl.constexpr, GATED: tl.constexpr, HAS_BIAS: tl.constexpr,
+    TOP_K: tl.constexpr,
     PAIRS: tl.constexpr, OUTPUTS: tl.constexpr, INNER: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
     BLOCK_K: tl.constexpr, PIECE: tl.constexpr, DEPENDENT: tl.constexpr,
 ):  # fmt: skip
     """Norm, gate_proj and up_proj of an expert, and what `gated` makes of them, for all its rows; a row of output a
     pair."""
-    HALF_N: tl.constexpr = BLOCK_N // 2
+    # Columns of gate that a tile has, and as many of up; or of up alone.
+    OWN_N: tl.constexpr = BLOCK_N // 2 if GATED else BLOCK_N
+    MADE: tl.constexpr = 2 * OUTPUTS if GATED else OUTPUTS
     if DEPENDENT:
         gdc_launch_dependents()
         gdc_wait()
     expert, total = _work(experts, sizes, pairs, PAIRS)
     lane = tl.arange(0, BLOCK_N)
-    first = tl.program_id(0) * HALF_N
-    column = tl.minimum(first + lane % HALF_N, OUTPUTS - 1) + lane // HALF_N * OUTPUTS
-    own = weight + expert.to(tl.int64) * (2 * OUTPUTS * INNER)
+    first = tl.program_id(0) * OWN_N
+    column = tl.minimum(first + lane % OWN_N, OUTPUTS - 1) + lane // OWN_N * OUTPUTS
+    own = weight + expert.to(tl.int64) * (MADE * INNER)
     if total > 0:
         _prefetch_share(following + expert.to(tl.int64) * (OUTPUTS * INNER), PIECE)
     for start in range(0, total, BLOCK_M):
@@ -116,10 +119,13 @@ def expert_gated_kernel(  # type: ignore[no-untyped-def]
         both = _product(rows, own, row, column, there, row_stride, INNER, BLOCK_M, BLOCK_N, BLOCK_K)
         both = finish_norm(both, found, epsilon, PARTS, INNER)
         if HAS_BIAS:
-            both += tl.load(bias + expert.to(tl.int64) * (2 * OUTPUTS) + column).to(tl.float32)[None, :]
-        gate, up = tl.split(tl.permute(tl.reshape(both, (BLOCK_M, 2, HALF_N)), (0, 2, 1)))
-        result = gated(gate, up, parameters, ACTIVATION, LIMIT, LIMITS_ACTIVATED, OFFSET)
-        inner = first + tl.arange(0, HALF_N)
+            both += tl.load(bias + expert.to(tl.int64) * MADE + column).to(tl.float32)[None, :]
+        if GATED:
+            gate, up = tl.split(tl.permute(tl.reshape(both, (BLOCK_M, 2, OWN_N)), (0, 2, 1)))
+            result = gated(gate, up, parameters, ACTIVATION, LIMIT, LIMITS_ACTIVATED, OFFSET)
+        else:
+            result = activated(both, parameters, ACTIVATION)
+        inner = first + tl.arange(0, OWN_N)
         at = output + place[:, None].to(tl.int64) * OUTPUTS + inner[None, :]
         tl.store(at, result.to(output.dtype.element_ty), mask=there[:, None] & (inner < OUTPUTS)[None, :])
 

@@ -10,7 +10,7 @@ import triton
 import triton.language as tl
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
-from tree_kernels.linear.triton_parts import gated
+from tree_kernels.linear.triton_parts import activated, gated
 from tree_kernels.linear.triton_vectors import dot_rest, load_weights, norm_factor, store_sum
 
 
@@ -18,9 +18,9 @@ from tree_kernels.linear.triton_vectors import dot_rest, load_weights, norm_fact
 def expert_gated_vector_kernel(  # type: ignore[no-untyped-def]
     rows, squares, experts, weight, bias, parameters, output, row_stride, epsilon,
     PARTS: tl.constexpr, BLOCK_PARTS: tl.constexpr, ACTIVATION: tl.constexpr, LIMIT: tl.constexpr,
-    LIMITS_ACTIVATED: tl.constexpr, OFFSET: tl.constexpr, HAS_BIAS: tl.constexpr, TOP_K: tl.constexpr,
-    OUTPUTS: tl.constexpr, INNER: tl.constexpr, BLOCK_N: tl.constexpr, CHUNKS: tl.constexpr, BLOCK_T: tl.constexpr,
-    DEPENDENT: tl.constexpr,
+    LIMITS_ACTIVATED: tl.constexpr, OFFSET: tl.constexpr, GATED: tl.constexpr, HAS_BIAS: tl.constexpr,
+    TOP_K: tl.constexpr, OUTPUTS: tl.constexpr, INNER: tl.constexpr, BLOCK_N: tl.constexpr, CHUNKS: tl.constexpr,
+    BLOCK_T: tl.constexpr, DEPENDENT: tl.constexpr,
 ):  # fmt: skip
     """As `expert_gated_kernel`, of one pair of a row and an expert."""
     pair = tl.program_id(1)
@@ -31,19 +31,24 @@ def expert_gated_vector_kernel(  # type: ignore[no-untyped-def]
         gdc_wait()
         gdc_launch_dependents()
     expert = tl.load(experts + pair).to(tl.int64)
-    own = weight + expert * (2 * OUTPUTS * INNER)
+    MADE: tl.constexpr = 2 * OUTPUTS if GATED else OUTPUTS
+    own = weight + expert * (MADE * INNER)
     row = pair // TOP_K
     loaded = load_weights(own, read, 0, INNER, CHUNKS, BLOCK_T)
-    loaded_up = load_weights(own, OUTPUTS + read, 0, INNER, CHUNKS, BLOCK_T)
+    if GATED:
+        loaded_up = load_weights(own, OUTPUTS + read, 0, INNER, CHUNKS, BLOCK_T)
     factor = norm_factor(squares + row * PARTS, epsilon, PARTS, BLOCK_PARTS, INNER)
     numbers = rows + row.to(tl.int64) * row_stride
     gate = dot_rest(loaded, numbers, own, read, INNER, CHUNKS, BLOCK_T) * factor
-    up = dot_rest(loaded_up, numbers, own, OUTPUTS + read, INNER, CHUNKS, BLOCK_T) * factor
     if HAS_BIAS:
-        biases = bias + expert * (2 * OUTPUTS) + read
-        gate += tl.load(biases).to(tl.float32)
-        up += tl.load(biases + OUTPUTS).to(tl.float32)
-    result = gated(gate, up, parameters, ACTIVATION, LIMIT, LIMITS_ACTIVATED, OFFSET)
+        gate += tl.load(bias + expert * MADE + read).to(tl.float32)
+    if GATED:
+        up = dot_rest(loaded_up, numbers, own, OUTPUTS + read, INNER, CHUNKS, BLOCK_T) * factor
+        if HAS_BIAS:
+            up += tl.load(bias + expert * MADE + OUTPUTS + read).to(tl.float32)
+        result = gated(gate, up, parameters, ACTIVATION, LIMIT, LIMITS_ACTIVATED, OFFSET)
+    else:
+        result = activated(gate, parameters, ACTIVATION)
     tl.store(output + pair.to(tl.int64) * OUTPUTS + column, result.to(output.dtype.element_ty), mask=column < OUTPUTS)
 
 

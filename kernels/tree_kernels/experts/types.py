@@ -42,26 +42,32 @@ class Chosen:
 
 @dataclass(frozen=True, slots=True)
 class ExpertWeights:
-    """Weights of E gated experts of width I."""
+    """Weights of E experts of width I, each with a gate or each without."""
 
-    gate_up: Tensor  # [E, 2 * I, H], contiguous; an expert's gate above its up
+    gate_up: Tensor  # [E, 2 * I, H], contiguous; an expert's gate above its up; or [E, I, H], up alone
     down: Tensor  # [E, H, I], contiguous
     activation: Activation = SILU
     gate_form: GateForm = PLAIN_GATE
     gate_up_bias: Tensor | None = None  # [E, 2 * I], contiguous
     down_bias: Tensor | None = None  # [E, H], contiguous
 
+    @property
+    def gated(self) -> bool:
+        """Whether experts have gates: else down reads activation(up)."""
+        return self.gate_up.shape[1] == 2 * self.down.shape[2]
+
     def check(self) -> None:
         """Raise `ValueError` unless all have the same experts and widths, one type, and no gaps."""
-        experts, twice, hidden = self.gate_up.shape
-        if twice % 2 or tuple(self.down.shape) != (experts, hidden, twice // 2):
+        experts, made, hidden = self.gate_up.shape
+        inner = self.down.shape[-1]
+        if tuple(self.down.shape) != (experts, hidden, inner) or made not in (inner, 2 * inner):
             shapes = list(self.gate_up.shape), list(self.down.shape)
             raise ValueError(f"expected gate_up [E, 2 * I, H] and down [E, H, I], got {shapes[0]} and {shapes[1]}")
         if self.gate_up.dtype != self.down.dtype:
             raise ValueError("expected gate_up and down of one dtype")
         if not (self.gate_up.is_contiguous() and self.down.is_contiguous()):
             raise ValueError("expected gate_up and down to be contiguous")
-        for bias, width in ((self.gate_up_bias, twice), (self.down_bias, hidden)):
+        for bias, width in ((self.gate_up_bias, made), (self.down_bias, hidden)):
             if bias is None:
                 continue
             if bias.shape != (experts, width) or bias.dtype != self.down.dtype or not bias.is_contiguous():

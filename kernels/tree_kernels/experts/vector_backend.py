@@ -22,6 +22,7 @@ def gate_options(weights: ExpertWeights) -> dict[str, Any]:
         "LIMIT": weights.gate_form.limit,
         "LIMITS_ACTIVATED": weights.gate_form.limits_activated,
         "OFFSET": weights.gate_form.offset,
+        "GATED": weights.gated,
         "HAS_BIAS": weights.gate_up_bias is not None,
     }
 

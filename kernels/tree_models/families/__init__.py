@@ -65,6 +65,7 @@ FAMILIES: Mapping[str, Family] = {
     "mistral": llama.mistral,
     "mixtral": mixtures.mixtral,
     "nemotron": others.nemotron,
+    "nemotron_h": others.nemotron_h,
     "olmo": olmo.olmo,
     "olmo2": olmo.olmo2,
     "olmo3": olmo.olmo3,

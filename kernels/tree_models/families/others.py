@@ -1,4 +1,4 @@
-"""Families that stand by themselves: Cohere, EXAONE, Apertus, StarCoder2, Nemotron."""
+"""Families that stand by themselves: Cohere, EXAONE, Apertus, StarCoder2, Nemotron and its hybrids."""
 
 from __future__ import annotations
 
@@ -17,7 +17,17 @@ from tree_models.families.common import (
 from tree_models.families.olmo import NORMS_BEHIND
 from tree_models.families.rotary import rotary
 from tree_models.names import WeightNames
-from tree_models.spec import AttentionSpec, HeadNormSpec, LayerSpec, NormSpec
+from tree_models.spec import (
+    AttentionSpec,
+    ExpertsSpec,
+    FamilyRefused,
+    HeadNormSpec,
+    LayerSpec,
+    MLPSpec,
+    NormSpec,
+    RouterSpec,
+    StateSpaceSpec,
+)
 
 
 def cohere(config: Any) -> Description:
@@ -92,3 +102,95 @@ def nemotron(config: Any) -> Description:
     norm = NormSpec("layer", float(config.norm_eps), offset=1.0, bias=True)
     layers = [layer(attention(config, index), mlp(config, gated=False), norm) for index in counted(config)]
     return Description(decoder(config, layers, norm), WeightNames())
+
+
+# Of a layer of one half, whatever it is.
+_MIXER = "mixer."
+_HYBRID = WeightNames(
+    embedding="backbone.embeddings",
+    final_norm="backbone.norm_f",
+    layer="backbone.layers.{layer}.",
+    before_attention="norm",
+    before_mlp="norm",
+    qkv=(f"{_MIXER}q_proj", f"{_MIXER}k_proj", f"{_MIXER}v_proj"),
+    out=f"{_MIXER}o_proj",
+    mixer_in=(f"{_MIXER}in_proj",),
+    convolution=f"{_MIXER}conv1d",
+    decay=f"{_MIXER}A_log",
+    decay_bias=f"{_MIXER}dt_bias",
+    skip=f"{_MIXER}D",
+    mixer_norm=f"{_MIXER}norm",
+    mixer_out=f"{_MIXER}out_proj",
+    gate_up=(f"{_MIXER}up_proj",),
+    down=f"{_MIXER}down_proj",
+    router=f"{_MIXER}gate",
+    correction=f"{_MIXER}gate.e_score_correction_bias",
+    expert_gate_up=(f"{_MIXER}experts.{{expert}}.up_proj",),
+    expert_down=f"{_MIXER}experts.{{expert}}.down_proj",
+    shared_gate_up=(f"{_MIXER}shared_experts.up_proj",),
+    shared_down=f"{_MIXER}shared_experts.down_proj",
+)
+
+
+def nemotron_h(config: Any) -> Description:
+    """Nemotron 2 and 3: layers of one half, which are Mamba2, attention without positions, an MLP or experts without
+    gates."""
+    if config.mlp_bias and config.moe_latent_size:
+        raise FamilyRefused("biases of latents are not served")
+    norm = NormSpec("rms", float(config.layer_norm_epsilon))
+    if config.mlp_hidden_act not in ("relu2", "silu"):
+        raise FamilyRefused(f"the activation {config.mlp_hidden_act} is not served")
+    unlike = {"activation": config.mlp_hidden_act, "gated": False, "bias": bool(config.mlp_bias)}
+    layers = []
+    for kind in config.layers_block_type:
+        if kind == "linear_attention":
+            layers.append(LayerSpec(_nemotron_space(config), None, norm, None))
+        elif kind == "full_attention":
+            attending = attention(config, rotary=None, qkv_bias=False, out_bias=False)
+            layers.append(LayerSpec(attending, None, norm, None))
+        else:
+            width = int(config.intermediate_size)
+            feeding = MLPSpec(width, **unlike) if kind == "mlp" else _nemotron_experts(config, unlike)
+            layers.append(LayerSpec(None, feeding, None, norm))
+    return Description(decoder(config, layers, norm), _HYBRID)
+
+
+def _nemotron_space(config: Any) -> StateSpaceSpec:
+    if config.mamba_hidden_act != "silu":
+        raise FamilyRefused(f"the activation {config.mamba_hidden_act} of a state space is not served")
+    return StateSpaceSpec(
+        groups=int(config.n_groups),
+        heads=int(config.mamba_num_heads),
+        state_width=int(config.ssm_state_size),
+        value_width=int(config.mamba_head_dim),
+        taps=int(config.conv_kernel),
+        epsilon=float(config.layer_norm_epsilon),
+        bias=bool(config.use_bias),
+        convolution_bias=bool(config.use_conv_bias),
+        step_limits=(float(config.time_step_min), float("inf")),
+        norm_groups=int(config.n_groups),
+    )
+
+
+def _nemotron_experts(config: Any, unlike: dict[str, Any]) -> ExpertsSpec:
+    router = RouterSpec(
+        "sigmoid",
+        renormalised=bool(config.norm_topk_prob),
+        least_sum=1e-20,
+        correction=True,
+        groups=int(config.n_group),
+        top_groups=int(config.topk_group),
+        group_score="top2",
+        scaling=float(config.routed_scaling_factor),
+        wide=True,
+    )
+    return ExpertsSpec(
+        count=int(config.n_routed_experts),
+        top_k=int(config.num_experts_per_tok),
+        width=int(config.moe_intermediate_size),
+        router=router,
+        activation=config.mlp_hidden_act,
+        gated=False,
+        latent=int(config.moe_latent_size or 0),
+        shared=MLPSpec(int(config.moe_shared_expert_intermediate_size), **unlike),
+    )

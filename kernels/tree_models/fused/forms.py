@@ -90,6 +90,8 @@ class LayerParts:
 def parts_of(layer: DecoderLayer) -> LayerParts | None:
     """The parts of a layer whose products lie as published and whose form the launches have, else None."""
     attention, spec = layer.attention, layer.spec
+    if attention is None or layer.mlp is None:
+        return None
     mixer = mixer_of(attention)
     if mixer is None:
         return None
@@ -131,7 +133,7 @@ def _mlp_parts(mlp: MLP) -> MLPParts | None:
 def _expert_parts(experts: MixtureOfExperts) -> ExpertParts | None:
     """The parts of experts; None where the one for every row is weighed by a gate."""
     shared = None if experts.shared is None else _mlp_parts(experts.shared)
-    if experts.shared_gate is not None or (shared is None) != (experts.shared is None):
+    if experts.latent_in is not None or experts.shared_gate is not None or (shared is None) != (experts.shared is None):
         return None
     return ExpertParts(experts.weights, experts.router, shared)
 

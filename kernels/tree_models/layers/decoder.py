@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
-from typing import Any, NamedTuple, Protocol
+from typing import Any, NamedTuple, Protocol, TypeGuard
 
 import torch
 from torch import Tensor, nn
@@ -50,8 +50,10 @@ class DecoderLayer(nn.Module):
         super().__init__()
         self.spec, self._ranks = spec, place.ranks
         of = hidden_size, layer, place
-        self.attention: HeadAttention | LatentHeads | GatedConvolution | GatedDeltaNet | StateSpace
-        if isinstance(spec.attention, AttentionSpec):
+        self.attention: HeadAttention | LatentHeads | GatedConvolution | GatedDeltaNet | StateSpace | None
+        if spec.attention is None:
+            self.attention = None
+        elif isinstance(spec.attention, AttentionSpec):
             self.attention = HeadAttention(spec.attention, *of, kept, spec.read_vectors)
         elif isinstance(spec.attention, LatentSpec):
             self.attention = LatentHeads(spec.attention, *of, kept)
@@ -61,8 +63,10 @@ class DecoderLayer(nn.Module):
             self.attention = GatedDeltaNet(spec.attention, *of, kept)
         else:
             self.attention = StateSpace(spec.attention, *of, kept)
-        self.mlp: MLP | MixtureOfExperts | DenseAndExperts
-        if isinstance(spec.mlp, ExpertsSpec):
+        self.mlp: MLP | MixtureOfExperts | DenseAndExperts | None
+        if spec.mlp is None:
+            self.mlp = None
+        elif isinstance(spec.mlp, ExpertsSpec):
             self.mlp = MixtureOfExperts(spec.mlp, hidden_size, layer, place)
         elif isinstance(spec.mlp, DenseAndExpertsSpec):
             self.mlp = DenseAndExperts(spec.mlp, hidden_size, layer, place)
@@ -87,12 +91,12 @@ class DecoderLayer(nn.Module):
         rows = given
         if rows is None:
             rows = hidden if self.before_attention is None else self.before_attention(hidden)
-        attended: Tensor = self.attention(rows, angles, step)
-        if self.spec.parallel:
-            return self._added(self._added(hidden, attended, self.after_attention), self.mlp(rows), self.after_mlp)
-        hidden = self._added(hidden, attended, self.after_attention)
-        rows = hidden if self.before_mlp is None else self.before_mlp(hidden)
-        hidden = self._added(hidden, self.mlp(rows), self.after_mlp)
+        if self.attention is not None:
+            hidden = self._added(hidden, self.attention(rows, angles, step), self.after_attention)
+        if not self.spec.parallel:
+            rows = hidden if self.before_mlp is None else self.before_mlp(hidden)
+        if self.mlp is not None:
+            hidden = self._added(hidden, self.mlp(rows), self.after_mlp)
         if self.added_input is not None:
             hidden = self.added_input(hidden, vectors)
         return hidden if self.scale is None else hidden * self.scale
@@ -118,14 +122,15 @@ class DecoderLayer(nn.Module):
         for name, norm in norms:
             if norm is not None:
                 yield from norm.slots(names.in_layer(name, layer), copy)
-        yield from self.attention.slots(names, copy)
+        if self.attention is not None:
+            yield from self.attention.slots(names, copy)
         if self.added_input is not None:
             yield from self.added_input.slots(names, layer, copy)
         if self.scale is not None:
             yield in_place(names.in_layer(names.layer_scale, layer), self.scale, copy)
-        if not isinstance(self.mlp, MLP):
+        if self.mlp is not None and not isinstance(self.mlp, MLP):
             yield from self.mlp.slots(names, copy)
-        else:
+        elif self.mlp is not None:
             gate_up = [names.in_layer(name, layer) for name in names.gate_up]
             activation = names.in_layer(names.activation, layer)
             yield from self.mlp.slots(gate_up, names.in_layer(names.down, layer), activation, copy)
@@ -165,12 +170,13 @@ def expanded_shape(spec: AttentionSpec | LatentSpec) -> CacheShape:
     return CacheShape(spec.heads, spec.query_width, spec.value)
 
 
-def _keeps_own(spec: AttentionSpec | LatentSpec) -> bool:
-    return isinstance(spec, LatentSpec) or spec.keys_of is None
+def _keeps_own(spec: AttentionSpec | LatentSpec | RecurrentSpec | None) -> TypeGuard[AttentionSpec | LatentSpec]:
+    return isinstance(spec, LatentSpec) or (isinstance(spec, AttentionSpec) and spec.keys_of is None)
 
 
-def _kept_places(specs: Sequence[AttentionSpec | LatentSpec | RecurrentSpec]) -> list[int]:
-    """The place of each layer's keys and values among those that are kept, or of its state among states."""
+def _kept_places(specs: Sequence[AttentionSpec | LatentSpec | RecurrentSpec | None]) -> list[int]:
+    """The place of each layer's keys and values among those that are kept, or of its state among states; layers with
+    neither count among neither."""
     places: list[int] = []
     counts = {True: 0, False: 0}
     for spec in specs:
@@ -179,7 +185,7 @@ def _kept_places(specs: Sequence[AttentionSpec | LatentSpec | RecurrentSpec]) ->
             continue
         kind = isinstance(spec, RecurrentSpec)
         places.append(counts[kind])
-        counts[kind] += 1
+        counts[kind] += spec is not None
     return places
 
 
@@ -198,16 +204,14 @@ class LayerStack(nn.Module):
             DecoderLayer(layer, hidden_size, index, place, kept + own)
             for index, (layer, own) in enumerate(zip(specs, places, strict=True))
         ]
-        if specs and all(isinstance(layer.attention, RecurrentSpec) for layer in specs):
+        if specs and not any(isinstance(layer.attention, AttentionSpec | LatentSpec) for layer in specs):
             raise FamilyRefused("no layer attends to earlier tokens")
         self.layers: Sequence[DecoderLayer] = nn.ModuleList(made)  # type: ignore[assignment]
         # One for each kind that there is, and the place of each layer's among them; None where it has none.
-        kinds = list(dict.fromkeys(kind for layer in specs if (kind := layer.attention.rotary) is not None))
+        kinds = list(dict.fromkeys(kind for layer in specs if (kind := layer.rotary) is not None))
         self.rotaries: Sequence[RotaryEmbedding]
         self.rotaries = nn.ModuleList(RotaryEmbedding(kind, place.device) for kind in kinds)  # type: ignore[assignment]
-        self._rotary_places = [
-            None if (kind := layer.attention.rotary) is None else kinds.index(kind) for layer in specs
-        ]
+        self._rotary_places = [None if (kind := layer.rotary) is None else kinds.index(kind) for layer in specs]
         # Other ways to compute layers, the last norm and the head.
         self.forms: list[LayerForm | None] = [None] * len(made)
         self.final_form: FinalForm | None = None
@@ -223,7 +227,7 @@ class LayerStack(nn.Module):
     def _keeping(self) -> list[AttentionSpec | LatentSpec]:
         """Layers with keys and values, or latents, of their own."""
         specs = [layer.attention for layer in self.layer_specs]
-        return [spec for spec in specs if not isinstance(spec, RecurrentSpec) and _keeps_own(spec)]
+        return [spec for spec in specs if _keeps_own(spec)]
 
     def angles(self, positions: Tensor) -> list[Angles]:
         """Of positions [R], by each kind of rotary embedding."""

@@ -26,17 +26,24 @@ class MixtureOfExperts(nn.Module):
         super().__init__()
         self.spec, self.layer = spec, layer
         self.router = TopKRouter(spec, hidden_size, place)
-        self.gate_up = place.empty(spec.count, 2 * spec.width, hidden_size)
-        self.down = place.empty(spec.count, hidden_size, spec.width)
-        self.gate_up_bias = place.empty(spec.count, 2 * spec.width) if spec.bias else None
-        self.down_bias = place.empty(spec.count, hidden_size) if spec.bias else None
+        inner, made = spec.latent or hidden_size, 2 * spec.width if spec.gated else spec.width
+        self.gate_up = place.empty(spec.count, made, inner)
+        self.down = place.empty(spec.count, inner, spec.width)
+        self.gate_up_bias = place.empty(spec.count, made) if spec.bias else None
+        self.down_bias = place.empty(spec.count, inner) if spec.bias else None
+        self.latent_in = Linear(hidden_size, [inner], place) if spec.latent else None
+        self.latent_out = Linear(inner, [hidden_size], place) if spec.latent else None
         self.op = row_experts(place.device)
         self.shared = MLP(spec.shared, hidden_size, place) if spec.shared else None
         self.shared_gate = Linear(hidden_size, [1], place) if spec.shared_gate else None
 
     def forward(self, rows: Tensor, routed: Tensor | None = None) -> Tensor:
         """[R, H] -> [R, H]; `routed` as in `_mixed`."""
-        output: Tensor = self._mixed(rows, routed)
+        output: Tensor
+        if self.latent_in is not None and self.latent_out is not None:
+            output = self.latent_out(self._mixed(self.latent_in(rows), rows))
+        else:
+            output = self._mixed(rows, routed)
         if self.shared is not None:
             shared: Tensor = self.shared(rows)
             if self.shared_gate is not None:
@@ -68,6 +75,9 @@ class MixtureOfExperts(nn.Module):
         else:
             yield from self._expert_slots(names.expert_gate_up, self.gate_up, names, copy)
             yield from self._expert_slots([names.expert_down], self.down, names, copy)
+        for name, product in ((names.latent_in, self.latent_in), (names.latent_out, self.latent_out)):
+            if product is not None:
+                yield from product.slots([names.in_layer(name, self.layer)], copy)
         if self.shared is not None:
             gate_up = [names.in_layer(name, self.layer) for name in names.shared_gate_up]
             down = names.in_layer(names.shared_down, self.layer)

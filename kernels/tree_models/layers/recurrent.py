@@ -152,7 +152,9 @@ class StateSpace(nn.Module):
         own = convolved[:, :values].float().view_as(mixed)
         skipped = (mixed.float() + self.skip[:, None] * own).to(rows.dtype).flatten(1)
         gated = skipped.float() * functional.silu(gate.float())
-        normed = self.norm * functional.rms_norm(gated, (values,), None, spec.epsilon).to(rows.dtype)
+        grouped = gated.view(len(rows), spec.norm_groups, -1)
+        normed = functional.rms_norm(grouped, grouped.shape[-1:], None, spec.epsilon).flatten(1)
+        normed = self.norm * normed.to(rows.dtype)
         output: Tensor = self.out(normed)
         return output
 

@@ -15,7 +15,6 @@ from tree_models.spec import (
     AttentionSpec,
     DecoderSpec,
     DeltaNetSpec,
-    DenseAndExpertsSpec,
     ExpertsSpec,
     GatedConvolutionSpec,
     LatentSpec,
@@ -107,7 +106,7 @@ def cuts_of(spec: DecoderSpec, names: WeightNames, rank: int, ranks: int) -> dic
     return cuts
 
 
-def _experts(mlp: MLPSpec | ExpertsSpec | DenseAndExpertsSpec, name: str) -> range:
+def _experts(mlp: object, name: str) -> range:
     return range(mlp.count if isinstance(mlp, ExpertsSpec) and "{expert}" in name else 1)
 
 
@@ -121,7 +120,7 @@ class _Cutter:
 
     def attention(self, layer: LayerSpec, names: WeightNames) -> Iterator[tuple[str, Cut]]:
         spec = layer.attention
-        assert not isinstance(spec, StateSpaceSpec), "`rank_share` refuses it"
+        assert spec is not None and not isinstance(spec, StateSpaceSpec), "`rank_share` refuses them"
         if isinstance(spec, RecurrentSpec):
             yield from self._recurrent(spec, names)
             return
@@ -175,8 +174,8 @@ class _Cutter:
         yield from ((name, Spans(0, (heads,))) for name in (names.decay, names.decay_bias))
         yield from self._last(names.mixer_out, values[1])
 
-    def mlp(self, spec: MLPSpec | ExpertsSpec | DenseAndExpertsSpec, names: WeightNames) -> Iterator[tuple[str, Cut]]:
-        assert not isinstance(spec, DenseAndExpertsSpec), "`rank_share` refuses them"
+    def mlp(self, spec: object, names: WeightNames) -> Iterator[tuple[str, Cut]]:
+        assert isinstance(spec, MLPSpec | ExpertsSpec), "`rank_share` refuses others"
         if isinstance(spec, MLPSpec):
             yield from self._feed_forward(spec, names.gate_up, names.down)
             return

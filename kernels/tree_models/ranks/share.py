@@ -44,6 +44,8 @@ def kv_heads_of(heads: int, rank: int, ranks: int) -> range:
 
 def _layer(layer: LayerSpec, hidden_size: int, ranks: int) -> LayerSpec:
     kind = layer.attention
+    if kind is None or layer.mlp is None:
+        raise FamilyRefused(f"{ranks} ranks: layers of one half are not divided")
     mixing = _recurrent(kind, hidden_size, ranks) if isinstance(kind, RecurrentSpec) else _attention(kind, ranks)
     return replace(layer, attention=mixing, mlp=_mlp(layer.mlp, ranks))
 
@@ -76,6 +78,8 @@ def _mlp(spec: MLPSpec | ExpertsSpec | DenseAndExpertsSpec, ranks: int) -> MLPSp
         raise FamilyRefused(f"{ranks} ranks: experts beside an MLP are not divided")
     if isinstance(spec, MLPSpec):
         return replace(spec, width=_divided(spec.width, ranks, "numbers of an MLP"))
+    if spec.latent:
+        raise FamilyRefused(f"{ranks} ranks: experts of a latent are not divided")
     shared = spec.shared
     if shared is not None:
         shared = replace(shared, width=_divided(shared.width, ranks, "numbers of the shared expert"))

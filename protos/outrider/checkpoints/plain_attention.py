@@ -17,12 +17,12 @@ _FOREIGN = {
     "H_cycles": "layers that run more than once",
 }
 # Of these what layers with an entry in `tree_models.families` compute.
-_COMPUTED = {"attn_logit_softcapping", "conv_L_cache", "linear_num_value_heads", "mamba_d_state"}
+_COMPUTED = {"attn_logit_softcapping", "conv_L_cache", "linear_num_value_heads", "mamba_d_state", "ssm_state_size"}
 # Kinds of layers, as configurations list them, that are plain attention.
 _PLAIN = {"full_attention", "attention"}
 _WINDOWED = {"sliding_attention"}
 # With an entry in `tree_models.families`.
-_OWN = _WINDOWED | {"conv", "linear_attention", "mamba"}
+_OWN = _WINDOWED | {"conv", "linear_attention", "mamba", "mlp", "moe"}
 
 
 def attention_refusal(config: PretrainedConfig, *, variants: bool = False) -> str:
