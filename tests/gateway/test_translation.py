@@ -481,6 +481,25 @@ def test_a_caller_is_never_told_to_come_back_too_soon(after: float, said: str) -
     assert (refused.status, refused.headers()["retry-after"]) == (429, said)
 
 
+@pytest.mark.parametrize(
+    ("prompt", "said"),
+    [
+        ([5] * 101, "prompt: the prompt is longer than the context (tokens 101, limit 100)"),
+        (
+            "ä" * 1601,
+            "prompt: the text is longer than the context of 101 tokens: it has 3202 bytes, and more than 3200 are not "
+            "read",
+        ),
+    ],
+    ids=["tokens", "bytes"],
+)
+def test_what_is_too_long_is_told_in_one_unit(prompt: Any, said: str) -> None:
+    """Tokens against tokens; bytes against the bytes that the door itself reads at most."""
+    with pytest.raises(Refused) as raised:
+        completion_request({"model": "m", "prompt": prompt}, 8, 100)
+    assert str(raised.value) == said
+
+
 class Untouched:
     """An element that JSON does not have: whoever looks at it says so."""
 
