@@ -16,6 +16,7 @@ from outrider.drafting.link import connect_draft
 from outrider_vllm.config import ProposerConfig
 from outrider_vllm.drafting import RequestDrafts, log
 from outrider_vllm.tracking import RequestTracker, Seen, Tokens
+from outrider_vllm.vocabulary import model_fingerprint
 
 # Between two log lines about errors of ours, of which every step may have one.
 _ERROR_SECONDS = 60.0
@@ -45,7 +46,13 @@ class Proposer:
         self._drafts = _is_draft_rank(vllm_config.parallel_config)
         self._leave: Callable[[], object] = lambda: None
         if self._drafts:
-            link = connect_draft(self._config.draft, self._drafting, vocabulary_size, "", self._config.link_options())
+            link = connect_draft(
+                self._config.draft,
+                self._drafting,
+                vocabulary_size,
+                model_fingerprint(vllm_config.model_config),
+                self._config.link_options(),
+            )
             self._drafting.attach(link)
             # vLLM ends its workers without closing the proposer.
             self._leave = weakref.finalize(self, link.stop)

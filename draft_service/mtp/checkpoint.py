@@ -41,6 +41,11 @@ class MtpCheckpoint:
         if len({(one.num_kv_heads, one.head_dim) for one in self.configs}) > 1:
             raise HeadRefused("MTP modules whose keys differ in shape are not served together: num_modules 1 takes one")
 
+    def tokenizer_fingerprint(self) -> str:
+        """The fingerprint of the target's tokenizer; empty without one. Raises `HeadRefused` for one that cannot be
+        read."""
+        return self._target.fingerprint()
+
     def load(self, most: int | None = None, *, token_map: Sequence[int] | None = None) -> list[EagleHead]:
         """Load the modules as heads, in fp32 on the CPU: the first `most`, or all for None. Modules without an
         embedding or lm_head of their own share the target's. A `token_map` of target ids limits the draft

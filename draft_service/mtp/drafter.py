@@ -62,6 +62,8 @@ class MtpDrafter(HeadDrafter):
         )
         self._modules: list[EagleHead] = []
         super().__init__(config, shape, request)
+        # Its own target's: modules of another model of the same sizes fit too.
+        self.tokenizer_fingerprint = self._checkpoint.tokenizer_fingerprint()
 
     def _load_head(self, token_map: Sequence[int] | None) -> EagleHead:
         loaded = self._checkpoint.load(self._config.tree.num_steps, token_map=token_map)

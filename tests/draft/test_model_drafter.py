@@ -298,9 +298,10 @@ def test_a_draft_with_another_tokenizer_of_the_same_size_is_refused(folders: dic
 @pytest.mark.parametrize("kind", [byte_level, sentence_piece, unigram, word_piece], ids=lambda kind: kind.__name__)
 def test_a_folders_tokenizer_is_known_as_its_target_knows_it(kind: Callable[[], Tokenizer], tmp_path: Path) -> None:
     """With tokens that only its settings have: a model had not drafted for its own twin, nor a head for its target."""
-    kind().save(str(tmp_path / "tokenizer.json"))
+    tokenizer = kind()
+    tokenizer.save(str(tmp_path / "tokenizer.json"))
     plain = folder_fingerprint(tmp_path)
-    more = {kind().get_vocab_size(): {"content": "<|more|>", "special": True}}
+    more = {tokenizer.get_vocab_size(): {"content": "<|more|>", "special": True}}
     (tmp_path / "tokenizer_config.json").write_text(json.dumps({"added_tokens_decoder": more}))
     assert folder_fingerprint(tmp_path) == tokenizer_fingerprint(load_tokenizer(tmp_path)) != plain
 

@@ -33,6 +33,7 @@ from mtp_modules import (
     plain_logits,
     write,
 )
+from tokenizer_kinds import byte_level
 from torch import Tensor
 from torch.nn import functional
 
@@ -41,7 +42,7 @@ from draft_service.eagle.head import EagleHead
 from draft_service.mtp.checkpoint import MtpCheckpoint
 from draft_service.mtp.drafter import MtpConfig, MtpDrafter
 from draft_service.noise import exponential
-from outrider.heads import HeadRefused
+from outrider.heads import HeadRefused, tokenizer_fingerprint
 from outrider.sampling import VerificationMode
 from outrider.settings import SettingsError
 from outrider.tree import TokenTree
@@ -315,3 +316,12 @@ def test_settings_that_cannot_be_are_refused(tmp_path: Path) -> None:
     with pytest.raises(SettingsError, match="2 modules cannot be captured"):
         MtpDrafter(MtpConfig(base_model=str(folder), cuda_graphs=True, num_modules=2))
     assert MtpDrafter(MtpConfig(base_model=str(folder), cuda_graphs=True, num_modules=1)).limits.max_depth == 8
+
+
+def test_modules_are_for_their_own_targets_tokenizer(tmp_path: Path) -> None:
+    folder = write(tmp_path, MIMO, checkpoint_tensors(MIMO))
+    assert MtpDrafter(MtpConfig(base_model=str(folder))).tokenizer_fingerprint == ""
+    tokenizer = byte_level()
+    tokenizer.save(str(folder / "tokenizer.json"))
+    found = MtpDrafter(MtpConfig(base_model=str(folder))).tokenizer_fingerprint
+    assert found == tokenizer_fingerprint(tokenizer)
