@@ -34,6 +34,7 @@ from benchmarks.engine.steps import (
 from benchmarks.shared.report import parser_of, show, write_json
 from outrider.devices import choose_device
 from outrider.processes.python import module_command
+from outrider.runtime import configure_logging, leave
 from target_service.config import TargetConfig
 from target_service.model.loading.loader import RankGroupLink
 from target_service.model.ranks.following import follow
@@ -123,6 +124,7 @@ def main() -> None:
     parser.add_argument("--steps", type=int, default=STEPS)
     parser.add_argument("--profile", action="store_true", help="also the launches of a layer, on a GPU")
     options = parser.parse_args()
+    configure_logging("info")
     model = options.shape if options.layers is None else f"{options.shape}:{options.layers}"
     results: list[dict[str, Any]] = []
     first: dict[StepLoad, Tensor] = {}
@@ -158,3 +160,5 @@ if __name__ == "__main__":
         follow(int(sys.argv[1]), load_random)
     else:
         main()
+        # At the interpreter's end NCCL waits for graphs that hold its calls.
+        leave(0)

@@ -18,6 +18,7 @@ from head_runs import (
     drafting,
     said_plainly,
 )
+from scripted_service import byte_tokenizer
 from taught_heads import HIDDEN, KINDS, LAYERS, SAMPLINGS, new_head, prompts, request_of, taught_head
 from transformers import PreTrainedModel
 
@@ -26,7 +27,9 @@ from draft_service.eagle.config import EagleConfig
 from draft_service.eagle.drafter import EagleDrafter
 from draft_service.eagle.head import EagleHead
 from outrider.sampling import SamplingParams
+from target_service.config import TargetConfig
 from target_service.model.head_projection import read_draft_head
+from target_service.model.ranks.leading import load_ranks
 
 pytestmark = pytest.mark.values
 
@@ -75,6 +78,23 @@ def test_output_is_plain_decoding(
     assert stats["eagle_cache_used_tokens"] == 0
     # Nothing but the answer to an open, which comes before the prompt's features.
     assert stats["eagle_missing_features_total"] == len(wanted)
+
+
+@pytest.mark.parametrize("head", ["eagle-3.1"], indirect=True)
+def test_a_target_of_two_ranks_sends_whole_states(
+    head: EagleHead, teacher: PreTrainedModel, tiny_model: PreTrainedModel, tmp_path: Path
+) -> None:
+    tiny_model.save_pretrained(tmp_path)
+    byte_tokenizer().save_pretrained(tmp_path)
+    wanted = [request_of(prompt, SAMPLINGS["greedy"]) for prompt in prompts()]
+    runner, link = load_ranks(TargetConfig(model=str(tmp_path), dtype="float32", tensor_parallel=2, kv_tokens=1024))
+    try:
+        outcomes = run(runner, wanted, connect=made(head, projection="draft"), stagger=1)
+        assert [outcome.token_ids for outcome in outcomes] == said_plainly(teacher, wanted)
+        # As with one rank.
+        assert accepted_in(outcomes) > 56
+    finally:
+        link.close()
 
 
 @pytest.mark.parametrize("prefill_chunk", [3, 16])

@@ -134,7 +134,7 @@ def test_a_trie_changes_nothing(runner: ModelRunner, model: PreTrainedModel) -> 
     assert sum(outcome.finished.totals.accepted_tokens for outcome in tried) > 10
 
 
-@pytest.mark.parametrize("kind", [pytest.param("lfm2", marks=pytest.mark.pairs), "qwen3_next, dense"])
+@pytest.mark.parametrize("kind", [pytest.param("lfm2", marks=pytest.mark.full), "qwen3_next, dense"])
 def test_layers_with_states(kind: str, tmp_path: Path) -> None:
     """Accepted inputs move on every rank, by the host or behind the pass; states are copied where texts part."""
     model_type, settings = RECURRENT[kind]
