@@ -20,6 +20,7 @@ from hidden_states import states_of
 from hypothesis import HealthCheck
 from hypothesis import strategies as st
 from hypothesis.stateful import Bundle, RuleBasedStateMachine, consumes, initialize, invariant, precondition, rule
+from recurrent_models import RECURRENT
 from structured_forms import SCHEMAS, VOCABULARY, trained_tokenizer
 from torch import Tensor
 from transformers import PreTrainedModel
@@ -69,42 +70,47 @@ REQUESTS = (
 
 
 @functools.cache
-def model(windowed: bool) -> PreTrainedModel:
-    """With the vocabulary of a tokenizer, which forms of output need; `windowed` in its second layer."""
-    if not windowed:
+def model(kind: str) -> PreTrainedModel:
+    """With the vocabulary of a tokenizer, which forms of output need; "windowed" in its second layer, or "recurrent" in
+    all but that."""
+    if kind == "full":
         return make_tiny(vocab_size=VOCABULARY, eos_token_id=END)
+    if kind == "recurrent":
+        model_type, settings = RECURRENT["qwen3_next, dense"]
+        return make_tiny(model_type, vocab_size=VOCABULARY, eos_token_id=END, **settings)
     window = {"head_dim": 16, "use_sliding_window": True, "sliding_window": 5, "max_window_layers": 1}
     return make_tiny("qwen3", vocab_size=VOCABULARY, eos_token_id=END, **window)
 
 
 @functools.cache
-def truth(index: int, windowed: bool) -> tuple[int, ...]:
+def truth(index: int, kind: str) -> tuple[int, ...]:
     wanted = REQUESTS[index]
     if wanted.sampling.structured_output is None:
-        return plain(model(windowed), wanted)
+        return plain(model(kind), wanted)
     # One row a step, verified by the host.
-    (outcome,) = run(runner_of(16, 512, windowed), [replace(wanted, speculate=False)])
+    (outcome,) = run(runner_of(16, 512, kind), [replace(wanted, speculate=False)])
     return outcome.token_ids
 
 
-def runner_of(page_size: int, kv_tokens: int, windowed: bool, chunk: int = 64) -> ModelRunner:
+def runner_of(page_size: int, kv_tokens: int, kind: str, chunk: int = 64) -> ModelRunner:
     pages = {"num_pages": kv_tokens // page_size, "page_size": page_size}
-    # Hardly more than one sequence needs.
-    return runner_for(model(windowed), trained_tokenizer(), **pages, window_share=0.2, window_rows=2 * chunk)
+    # Windows have hardly more than one sequence needs, and prompts may have more rows than what is kept of nodes.
+    room = {"window_share": 0.2, "window_rows": 2 * chunk, "state_slots": 3, "kept_states": 3, "largest_tree": 30}
+    return runner_for(model(kind), trained_tokenizer(), **pages, **room)
 
 
 @functools.cache
-def states(index: int, windowed: bool) -> Tensor:
+def states(index: int, kind: str) -> Tensor:
     """[tokens, width] of the whole sequence, by transformers' own forward pass."""
-    return states_of(model(windowed), [*REQUESTS[index].token_ids, *truth(index, windowed)], FEATURES.layers)
+    return states_of(model(kind), [*REQUESTS[index].token_ids, *truth(index, kind)], FEATURES.layers)
 
 
 class FuzzedDraft:
     """A draft link that keeps what it was told and says nothing by itself: the machine decides what arrives."""
 
-    def __init__(self, wanted: Mapping[int, int], windowed: bool) -> None:
+    def __init__(self, wanted: Mapping[int, int], kind: str) -> None:
         """`wanted` stays the machine's own table: which request a sequence is."""
-        self._wanted, self._windowed = wanted, windowed
+        self._wanted, self._kind = wanted, kind
         # The first token of each sequence whose vector did not come yet.
         self.next_vectors: dict[int, int] = {}
         self.tokens: dict[int, list[int]] = {}
@@ -138,7 +144,7 @@ class FuzzedDraft:
         end = position + vectors.rows
         assert self.next_vectors[sequence_id] <= position < end <= len(self.tokens[sequence_id]) - 1
         self.next_vectors[sequence_id] = end
-        expected = states(self._wanted[sequence_id], self._windowed)[position:end]
+        expected = states(self._wanted[sequence_id], self._kind)[position:end]
         torch.testing.assert_close(read_vectors(vectors), expected, rtol=1e-3, atol=1e-3)
 
     def forget_given_up(self) -> None:
@@ -164,16 +170,16 @@ class ServiceMachine(RuleBasedStateMachine):
         passes=st.sampled_from([1, 2, 4]),
         kept=st.sampled_from([0, 3, 100]),
         shares=st.booleans(),
-        windowed=st.booleans(),
+        kind=st.sampled_from(["full", "windowed", "recurrent"]),
     )
     def begin(
-        self, page_size: int, chunk: int, seed: int, device: str, passes: int, kept: int, shares: bool, windowed: bool
+        self, page_size: int, chunk: int, seed: int, device: str, passes: int, kept: int, shares: bool, kind: str
     ) -> None:
         """Steps are verified by the host, or by the device itself, which may draft too."""
-        self.runner, self.windowed = runner_of(page_size, 128, windowed, chunk), windowed
+        self.runner, self.kind = runner_of(page_size, 128, kind, chunk), kind
         config = engine_config(prefill_chunk=chunk, max_step_rows=96, max_running=3, disable_above=2)
         # Nothing arrives while the machine's own thread waits, so it does not.
-        config = replace(config, draft_wait_ms=0.0, feature_window=kept, prefix_cache=shares)
+        config = replace(config, draft_wait_ms=0.0, feature_window=kept, prefix_cache=shares, max_draft_nodes=29)
         steps: Steps = HostSteps(self.runner, can_launch_before_results=device == "host, ahead")
         if device == "itself, looking up":
             self.runner.enable_device_row_selection(3, 7)
@@ -181,7 +187,7 @@ class ServiceMachine(RuleBasedStateMachine):
             steps = DeviceSteps(self.runner, max_sequences=3, max_rows=96)
         self.loop = EngineLoop(self.runner, config, steps=steps, multi_step=MultiStep(passes))
         self.wanted: dict[int, int] = {}
-        self.draft = FuzzedDraft(self.wanted, windowed)
+        self.draft = FuzzedDraft(self.wanted, kind)
         self.loop.drafting.attach(self.draft)
         self.random = random.Random(seed)
         self.said: dict[int, list[int]] = {}
@@ -250,7 +256,7 @@ class ServiceMachine(RuleBasedStateMachine):
         self.loop.drafting.receive(Grown([sent]))
 
     def truth(self, sequence_id: int) -> tuple[int, ...]:
-        return truth(self.wanted[sequence_id], self.windowed)
+        return truth(self.wanted[sequence_id], self.kind)
 
     def _token(self, path: Sequence[int], ahead: Sequence[int]) -> int:
         if len(path) < len(ahead) and tuple(path) == tuple(ahead[: len(path)]):
