@@ -14,7 +14,7 @@ from typing import Any, NoReturn
 
 from draft_service.drafters.base import DRAFTERS, drafter_spec
 from outrider.busy_polling import BUSY_POLL_SECONDS, MOST_BUSY_POLL_SECONDS
-from outrider.settings import ServiceSettings, SettingsError, add_flags, load, setting
+from outrider.settings import HELP_ALL, ServiceSettings, SettingsError, add_flags, load, setting
 
 
 @dataclass(frozen=True)
@@ -83,3 +83,6 @@ class _Parser(argparse.ArgumentParser):
 
     def error(self, message: str) -> NoReturn:
         raise SettingsError(message)
+
+    def exit(self, status: int = 0, message: str | None = None) -> NoReturn:  # noqa: ARG002
+        raise SettingsError(f"{HELP_ALL} is for `outrider draft`")

@@ -20,7 +20,7 @@ from outrider.busy_polling import allowed_seconds
 from outrider.errors import OutriderError
 from outrider.runtime import configure_logging, in_thread_to_leave, run, settled
 from outrider.serving import Authenticator, GrpcServer, Service, ServingOptions, check_free, load_and_serve
-from outrider.settings import CommandParser, SettingsError, add_flags, load, settings_file
+from outrider.settings import HELP_ALL, CommandParser, SettingsError, add_flags, load, settings_file
 from outrider.telemetry.names import DRAFT_SERVICE
 from outrider.telemetry.registry import MetricsServer
 from outrider.telemetry.rpc import RpcMetricsInterceptor
@@ -96,7 +96,7 @@ def run_service(arguments: Sequence[str]) -> int:
     add_flags(parser, DraftConfig)
     try:
         # The flags depend on the drafter, so its name is read first.
-        words = [word for word in arguments if word not in ("-h", "--help")]
+        words = [word for word in arguments if word not in ("-h", "--help", HELP_ALL)]
         known, _ = parser.parse_known_args(words)
         path = settings_file(known)
         config = load(DraftConfig, "draft", known, os.environ, path)

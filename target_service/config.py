@@ -56,14 +56,15 @@ class TargetConfig(ServiceSettings):
     )
     draft_token: str = setting("", "file with the token for the draft service; none when empty")
     draft_tls_ca: str = setting("", "PEM roots for the draft service's certificate; plain text when empty")
-    draft_tls_certificate: str = setting("", "PEM certificate chain shown to the draft service")
-    draft_tls_key: str = setting("", "PEM private key of that certificate")
+    draft_tls_certificate: str = setting("", "PEM certificate chain shown to the draft service", rare=True)
+    draft_tls_key: str = setting("", "PEM private key of that certificate", rare=True)
     speculation: bool = setting(True, "use drafts; off verifies one-row trees through the same code")
     speculative_disable_queue_size: int = setting(
         MAX_SEQUENCES,
         "stop drafting while more than this many sequences run (on again at three quarters of it); by default it is "
         "used at any load where it pays",
         ge=0,
+        rare=True,
     )
     allow_lossy: bool = setting(
         False,
@@ -78,7 +79,7 @@ class TargetConfig(ServiceSettings):
         deprecated="waits follow the measured times of steps and answers, within 50 ms",
     )
     draft_failures_to_open: int = setting(
-        3, "late drafts in a row after which a sequence's draft is not waited for", ge=1
+        3, "late drafts in a row after which a sequence's draft is not waited for", ge=1, rare=True
     )
     draft_head: str = setting(
         "",
@@ -86,7 +87,9 @@ class TargetConfig(ServiceSettings):
         "or a hub id, the target's own for its MTP module; when empty, one that comes with Outrider is found once a "
         "draft asks for it, if steps run eagerly",
     )
-    feature_window: int = setting(512, "hidden states of a sequence that are kept for a draft that connects late", ge=0)
+    feature_window: int = setting(
+        512, "hidden states of a sequence that are kept for a draft that connects late", ge=0, rare=True
+    )
     lookup_tokens: int = setting(
         -1,
         "most tokens of each sequence that the device drafts from the text so far: up to 15, 0 for none, -1 for 15 on "
@@ -95,7 +98,10 @@ class TargetConfig(ServiceSettings):
         le=MOST_LOOKED_UP,
     )
     row_budget: str = setting(
-        "adaptive", "rows per tree: what pays by measured step cost and acceptance, or all", choices=("adaptive", "all")
+        "adaptive",
+        "rows per tree: what pays by measured step cost and acceptance, or all",
+        choices=("adaptive", "all"),
+        rare=True,
     )
 
     page_size: int = setting(16, "tokens per KV page", choices=(1, 16, 64))
@@ -110,6 +116,7 @@ class TargetConfig(ServiceSettings):
         "its window there, and what a step reads; 1 keeps all",
         gt=0,
         le=1,
+        rare=True,
     )
     prefix_cache: bool = setting(
         True,
@@ -124,6 +131,7 @@ class TargetConfig(ServiceSettings):
         "for sequences that begin with the same text; with 0 such models share no pages",
         ge=0,
         le=4096,
+        rare=True,
     )
     kv_events: int = setting(
         0,
@@ -143,25 +151,33 @@ class TargetConfig(ServiceSettings):
         120.0, "time at start for capturing steps as CUDA graphs; 0 runs them eagerly", ge=0
     )
     compile_processes: int = setting(
-        -1, "processes that compile kernels at start, beside each other; 0: none, -1: by the cores", ge=-1, le=64
+        -1,
+        "processes that compile kernels at start, beside each other; 0: none, -1: by the cores",
+        ge=-1,
+        le=64,
+        rare=True,
     )
     max_context: int = setting(0, "longest sequence, prompt and output; 0 takes the model's own, at most 8192", ge=0)
     max_running: int = setting(64, "sequences that run at once", ge=1, le=MAX_SEQUENCES)
     max_waiting: int = setting(256, "sequences that wait; more are refused with RESOURCE_EXHAUSTED", ge=0)
     tenant_running: int = setting(
-        0, "sequences of one tenant in one step; 0 is no bound, since tenants share by weight anyway", ge=0
+        0, "sequences of one tenant in one step; 0 is no bound, since tenants share by weight anyway", ge=0, rare=True
     )
-    tenant_waiting: int = setting(0, "requests of one tenant without a token yet; 0 takes half of max-waiting", ge=0)
-    tenant_sequences: int = setting(512, "open sequences of one tenant; 0 is no bound", ge=0)
+    tenant_waiting: int = setting(
+        0, "requests of one tenant without a token yet; 0 takes half of max-waiting", ge=0, rare=True
+    )
+    tenant_sequences: int = setting(512, "open sequences of one tenant; 0 is no bound", ge=0, rare=True)
     tenant_streams: int = setting(
-        0, "calls of one tenant at once; 0 takes max-running and half of max-waiting together, and 16", ge=0
+        0, "calls of one tenant at once; 0 takes max-running and half of max-waiting together, and 16", ge=0, rare=True
     )
     tenant_kv_tokens: int = setting(
-        0, "tokens of one tenant in the KV cache; 0 is no bound, since tenants share by weight anyway", ge=0
+        0, "tokens of one tenant in the KV cache; 0 is no bound, since tenants share by weight anyway", ge=0, rare=True
     )
-    tenant_requests_per_second: float = setting(500.0, "requests of one tenant on average; 0 is no bound", ge=0)
-    tenant_burst: int = setting(1000, "requests of one tenant that may come at once after a pause", ge=0)
-    tenant_texts: int = setting(16, "texts of one tenant that wait for the tokenizer; 0 is no bound", ge=0)
+    tenant_requests_per_second: float = setting(
+        500.0, "requests of one tenant on average; 0 is no bound", ge=0, rare=True
+    )
+    tenant_burst: int = setting(1000, "requests of one tenant that may come at once after a pause", ge=0, rare=True)
+    tenant_texts: int = setting(16, "texts of one tenant that wait for the tokenizer; 0 is no bound", ge=0, rare=True)
     max_step_rows: int = setting(
         0, "rows of one forward pass, over all sequences; 0 takes 512, and 2048 on a GPU", ge=0
     )
@@ -181,21 +197,25 @@ class TargetConfig(ServiceSettings):
         True,
         "where a model's attention has latents (DeepSeek-V2, -V3), cache one for each token; off caches keys and "
         "values of all heads, which takes many times the memory",
+        rare=True,
     )
     lockstep: bool = setting(
         False,
         "on a GPU, run the plain loop that a CPU runs: one eager step after the other, verified by the host; slower, "
         "to hold the fast loop against",
+        rare=True,
     )
     engine_process: str = setting(
         "auto",
         "the engine's process: its own, shared with the server, or auto: its own on a GPU",
         choices=("auto", "own", "shared"),
+        rare=True,
     )
     draft_link_process: str = setting(
         "auto",
         "the process of the stream to a draft service: its own, shared with the engine, or auto: its own on a GPU",
         choices=("auto", "own", "shared"),
+        rare=True,
     )
     draft_link_busy_poll_ms: float = setting(
         BUSY_POLL_SECONDS * 1e3,
@@ -203,15 +223,22 @@ class TargetConfig(ServiceSettings):
         "it sleeps; a core is busy meanwhile",
         ge=0,
         le=MOST_BUSY_POLL_SECONDS * 1e3,
+        rare=True,
     )
     batch_invariant: bool = setting(
         False, "on a GPU, make outputs the same to the bit whatever else runs; drafts are then chains, and steps slower"
     )
     threads: int = setting(
-        0, "CPU threads for torch; 0 takes 1 beside a GPU and torch's own choice elsewhere", ge=0, le=MOST_THREADS
+        0,
+        "CPU threads for torch; 0 takes 1 beside a GPU and torch's own choice elsewhere",
+        ge=0,
+        le=MOST_THREADS,
+        rare=True,
     )
-    max_sequences_per_stream: int = setting(256, "open sequences of one Verify stream", ge=1)
-    verify_idle_seconds: float = setting(120.0, "time a sequence of a Verify stream may go without a tree", gt=0)
+    max_sequences_per_stream: int = setting(256, "open sequences of one Verify stream", ge=1, rare=True)
+    verify_idle_seconds: float = setting(
+        120.0, "time a sequence of a Verify stream may go without a tree", gt=0, rare=True
+    )
     drain_seconds: float = setting(30.0, "time running requests get after SIGTERM", ge=0)
     heartbeat_seconds: float = setting(30.0, "a step that takes longer makes health NOT_SERVING", gt=0)
     auth_tokens: str = setting(
@@ -223,9 +250,11 @@ class TargetConfig(ServiceSettings):
         "", "folder on this machine that operators may update the weights from; none when empty"
     )
     weights_staging: str = setting(
-        "", "folder for streamed weights until they are read; the system's own for temporary files when empty"
+        "",
+        "folder for streamed weights until they are read; the system's own for temporary files when empty",
+        rare=True,
     )
-    weights_stream_gb: float = setting(64.0, "most GB of one streamed update; 0 refuses streams", ge=0)
+    weights_stream_gb: float = setting(64.0, "most GB of one streamed update; 0 refuses streams", ge=0, rare=True)
     weights_without_token: bool = setting(
         False, "where no tokens are required, let every caller update the weights; otherwise none may"
     )
@@ -233,7 +262,7 @@ class TargetConfig(ServiceSettings):
         False, "log a line for each request that ends, at level info: tenant, tokens, times, drafted share, and no text"
     )
     trace_ratio: float = setting(1.0, "share of requests without a parent trace that are traced", ge=0, le=1)
-    trace_steps: bool = setting(False, "a child span per step in traced requests")
+    trace_steps: bool = setting(False, "a child span per step in traced requests", rare=True)
 
     @property
     def served_names(self) -> tuple[str, ...]:

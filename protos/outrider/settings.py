@@ -42,6 +42,8 @@ MAX_MESSAGE_BYTES = 4 * 1024 * 1024
 MOST_MESSAGE_BYTES = 2**31 - 1
 # Chosen, not measured: clients send their first message with the headers, and a slow network takes a second or two.
 FIRST_MESSAGE_SECONDS = 10.0
+# The flag that lists the rare settings too.
+HELP_ALL = "--help-all"
 _TRUE = {"1", "true", "yes", "on"}
 _FALSE = {"0", "false", "no", "off"}
 # By name of a bound: its words, and whether a number keeps it.
@@ -74,10 +76,17 @@ def setting(
     le: float | None = None,  # a number must be at most this; without it a whole number must fit 64 bits with a sign
     deprecated: str = "",  # why it is not needed any more; it is accepted with a warning
     secret: bool = False,  # it gets no flag, since every user of a machine can read the flags of its processes
+    rare: bool = False,  # few need it, so only --help-all lists it; what is deprecated is rare too
 ) -> Any:
     """A dataclass field with a help text."""
-    bounds = {"ge": ge, "gt": gt, "le": le}
-    metadata = {"help": help, "choices": choices, "bounds": bounds, "deprecated": deprecated, "secret": secret}
+    metadata = {
+        "help": help,
+        "choices": choices,
+        "bounds": {"ge": ge, "gt": gt, "le": le},
+        "deprecated": deprecated,
+        "secret": secret,
+        "rare": rare or bool(deprecated),
+    }
     return dataclasses.field(default=default, metadata=metadata)
 
 
@@ -97,12 +106,14 @@ class ServiceSettings(Settings):
     """What both services can be told."""
 
     metrics_listen: str = setting("", "HOST:PORT of the Prometheus endpoint; off when empty")
-    max_message_bytes: int = setting(MAX_MESSAGE_BYTES, "largest message accepted", ge=1024, le=MOST_MESSAGE_BYTES)
-    first_message_seconds: float = setting(
-        FIRST_MESSAGE_SECONDS, "time that a stream has for its first message", gt=0, le=3600
+    max_message_bytes: int = setting(
+        MAX_MESSAGE_BYTES, "largest message accepted", ge=1024, le=MOST_MESSAGE_BYTES, rare=True
     )
-    reflection: bool = setting(False, "serve gRPC reflection")
-    admin_listen: str = setting("", "loopback HOST:PORT for channelz; off when empty")
+    first_message_seconds: float = setting(
+        FIRST_MESSAGE_SECONDS, "time that a stream has for its first message", gt=0, le=3600, rare=True
+    )
+    reflection: bool = setting(False, "serve gRPC reflection", rare=True)
+    admin_listen: str = setting("", "loopback HOST:PORT for channelz; off when empty", rare=True)
     tls_certificate: str = setting("", "PEM certificate chain; plain text when empty")
     tls_key: str = setting("", "PEM private key")
     tls_client_ca: str = setting("", "PEM roots for client certificates; required of clients when set")
@@ -193,9 +204,25 @@ class CommandParser(argparse.ArgumentParser):
         self.exit(2, f"{self.prog}: error: {message}\n`{self.prog} --help` explains the arguments.\n")
 
 
+class _HelpAll(argparse.Action):
+    """`HELP_ALL`: the help with the rare settings too."""
+
+    def __init__(self, option_strings: list[str], dest: str, **more: Any) -> None:
+        super().__init__(option_strings, dest, nargs=0, default=argparse.SUPPRESS, **more)
+        self.rare: list[tuple[argparse.Action, str]] = []
+
+    def __call__(self, parser: argparse.ArgumentParser, *_: Any) -> None:
+        for action, text in self.rare:
+            action.help = text
+        parser.print_help()
+        parser.exit()
+
+
 def add_flags(parser: argparse.ArgumentParser, config: type[Any], but: Collection[str] = ()) -> None:
     """Add `--field-name` for every field, with its help and default, except secrets and names in `but`: inherited ones
-    after the class's own. A flag that is not given sets no attribute."""
+    after the class's own. A flag that is not given sets no attribute. Where some are rare, `HELP_ALL` lists them, and
+    `--help` does not."""
+    rare: list[tuple[argparse.Action, str]] = []
     for field in sorted(dataclasses.fields(config), key=lambda field: field.name not in config.__annotations__):
         if field.name in but or field.metadata["secret"]:
             continue
@@ -204,7 +231,16 @@ def add_flags(parser: argparse.ArgumentParser, config: type[Any], but: Collectio
         more: dict[str, Any] = {"action": argparse.BooleanOptionalAction}
         if kind is not bool:
             more = {"metavar": "|".join(map(str, field.metadata["choices"])) or kind.__name__.upper()}
-        parser.add_argument(flag, dest=field.name, default=argparse.SUPPRESS, help=help_text, **more)
+        action = parser.add_argument(flag, dest=field.name, default=argparse.SUPPRESS, help=help_text, **more)
+        if field.metadata["rare"]:
+            rare.append((action, help_text))
+            action.help = argparse.SUPPRESS
+    if rare:
+        # Several classes may add their flags to one parser.
+        listing = next((one for one in parser._actions if isinstance(one, _HelpAll)), None)
+        listing = listing or typing.cast(_HelpAll, parser.add_argument(HELP_ALL, action=_HelpAll))
+        listing.rare += rare
+        listing.help = f"show {len(listing.rare)} more settings and exit"
 
 
 def _help_of(field: dataclasses.Field[Any]) -> str:

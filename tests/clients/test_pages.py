@@ -22,6 +22,7 @@ from draft_service.drafters.base import drafter_spec
 from draft_service.neural.config import NeuralConfig
 from draft_service.ngram.config import TrieConfig
 from outrider.model_store import MODEL_STORE
+from outrider.settings import HELP_ALL
 from outrider_client.bench.table import figures_table
 from outrider_client.cli.app import main
 from outrider_client.cli.commands import COMMANDS
@@ -58,7 +59,8 @@ def help_of(*command: str) -> str:
     shown = io.StringIO()
     with pytest.MonkeyPatch.context() as patched, redirect_stdout(shown), pytest.raises(SystemExit) as ended:
         patched.setattr(os, "execv", lambda _, words: resolve_name(MAINS[words[3]])(list(words[4:])))
-        main([*command, "--help"])
+        # The rare settings too, which only services have.
+        main([*command, HELP_ALL if command[:1] in {("target",), ("draft",)} else "--help"])
     assert ended.value.code in (None, 0)
     return shown.getvalue()
 

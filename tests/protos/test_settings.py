@@ -177,6 +177,40 @@ def test_help_shows_defaults_and_survives_percent_signs() -> None:
     assert "100 % of it (default: plain)" in text and "a|b" in text and "--no-enabled" in text
 
 
+@dataclass(frozen=True)
+class WithRare:
+    common: int = setting(1, "for everybody")
+    seldom: int = setting(2, "for few", rare=True)
+    gone: int = setting(3, "for nobody", deprecated="it is found by itself")
+
+
+@dataclass(frozen=True)
+class MoreRare:
+    later: int = setting(4, "for few of these", rare=True)
+
+
+def test_rare_settings_are_listed_by_help_all_alone(capsys: pytest.CaptureFixture[str]) -> None:
+    parser = argparse.ArgumentParser()
+    add_flags(parser, WithRare)
+    add_flags(parser, MoreRare)
+    listed = parser.format_help()
+    assert "--common" in listed and "show 3 more settings" in listed
+    assert not any(flag in listed for flag in ("--seldom", "--gone", "--later"))
+    assert vars(parser.parse_args(["--seldom", "5", "--later", "6"])) == {"seldom": "5", "later": "6"}
+    with pytest.raises(SystemExit) as ended:
+        parser.parse_args(["--help-all"])
+    whole = capsys.readouterr().out
+    assert ended.value.code == 0
+    assert all(text in whole for text in ("for everybody", "for few (default: 2)", "for few of these", "deprecated"))
+
+
+def test_the_help_of_a_target_fits_a_reader() -> None:
+    parser = argparse.ArgumentParser()
+    add_flags(parser, TargetConfig)
+    listed = [one for one in parser._actions if one.help is not argparse.SUPPRESS]
+    assert len(listed) <= 45
+
+
 def test_help_shows_bounds() -> None:
     parsers = argparse.ArgumentParser(), argparse.ArgumentParser()
     for parser, config in zip(parsers, (Example, Bounded), strict=True):
