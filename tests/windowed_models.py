@@ -97,8 +97,17 @@ WINDOWED: dict[str, tuple[str, dict[str, Any]]] = {
         },
     ),
     "cohere2": ("cohere2", {"logit_scale": 0.25, "sliding_window": 5, "num_hidden_layers": 4}),
+    "cwm": (
+        "cwm",
+        {"head_dim": 16, "sliding_window": 5, "layer_types": ["full_attention", "sliding_attention"],
+         "rope_parameters": {"rope_type": "default", "rope_theta": 1e4}},
+    ),
     "exaone4": ("exaone4", {"sliding_window": 5, "num_hidden_layers": 4, "sliding_window_pattern": 4}),
     "exaone4, full": ("exaone4", {"sliding_window": None, "layer_types": ["full_attention"] * 2}),
+    "exaone_moe": (
+        "exaone_moe",
+        EXPERTS | {"num_hidden_layers": 4, "head_dim": 16, "sliding_window": 5, "routed_scaling_factor": 2.5},
+    ),
     "granite_swa": (
         "granite_swa",
         {

@@ -195,13 +195,15 @@ def test_the_text_part_is_read_alone(prefix: str) -> None:
         {"rope_type": "yarn", "factor": 16.0, "attention_factor": 1.3},
         {"rope_type": "longrope", "short_factor": [1.0 + i / 9 for i in range(16)], "long_factor": [9.0] * 16},
         {"rope_type": "longrope", "short_factor": [1.0] * 16, "long_factor": [9.0] * 16, "factor": 32.0},
+        {"rope_type": "proportional"},
+        {"rope_type": "proportional", "factor": 8.0},
     ],
     ids=str,
 )
 def test_frequencies_are_those_of_transformers(parameters: dict[str, Any]) -> None:
     original = (
         {}
-        if parameters["rope_type"] in ("default", "linear", "dynamic")
+        if parameters["rope_type"] in ("default", "linear", "dynamic", "proportional")
         else {"original_max_position_embeddings": 1024}
     )
     rope = {"rope_theta": 500000.0, "partial_rotary_factor": 0.5} | parameters | original
@@ -212,12 +214,16 @@ def test_frequencies_are_those_of_transformers(parameters: dict[str, Any]) -> No
         expected, scaling = ROPE_INIT_FUNCTIONS[parameters["rope_type"]](config)
     found = rotary(config, 64)
     torch.testing.assert_close(torch.tensor(found.frequencies), expected, rtol=2e-6, atol=0)
-    assert found.scaling == pytest.approx(scaling) and found.width == 32
+    assert found.scaling == pytest.approx(scaling)
+    # All of a head, of which a half is turned by nothing.
+    assert found.width == (64 if parameters["rope_type"] == "proportional" else 32)
 
 
 def test_what_is_not_computed_is_refused() -> None:
-    with pytest.raises(FamilyRefused, match="of type proportional"):
-        describe(LlamaConfig(rope_parameters={"rope_type": "proportional", "rope_theta": 1e4}))
+    config = LlamaConfig()
+    config.rope_parameters = {"rope_type": "axial", "rope_theta": 1e4}
+    with pytest.raises(FamilyRefused, match="of type axial"):
+        describe(config)
     with pytest.raises(FamilyRefused, match="activation tanh"):
         describe(LlamaConfig(hidden_act="tanh"))
     assert describe(make_tiny("gpt2", num_key_value_heads=4).config) is None

@@ -1,4 +1,5 @@
-"""Mixtures of experts that stand by themselves: Mixtral, MiniMax M2, gpt-oss, MiMo-V2, Laguna, Trinity."""
+"""Mixtures of experts that stand by themselves: Mixtral, MiniMax M2, gpt-oss, MiMo-V2, K-EXAONE, Laguna,
+Trinity."""
 
 from __future__ import annotations
 
@@ -77,18 +78,7 @@ def gpt_oss(config: Any) -> Description:
 def mimo_v2(config: Any) -> Description:
     """MiMo-V2-Flash: sinks and twice the key heads in layers with windows, values narrower than keys."""
     norm, dense = rms_norm(config), mlp(config, bias=False)
-    router = RouterSpec(
-        "sigmoid",
-        renormalised=bool(config.norm_topk_prob),
-        least_sum=_LEAST_SUM,
-        correction=True,
-        groups=int(config.n_group),
-        top_groups=int(config.topk_group),
-        group_score="top2",
-        scaling=float(config.routed_scaling_factor),
-        wide=True,
-    )
-    experts = _mixture(config, config.n_routed_experts, router)
+    experts = _mixture(config, config.n_routed_experts, _groups(config))
     layers = []
     for index in counted(config):
         windowed = config.layer_types[index] == "sliding_attention"
@@ -104,6 +94,20 @@ def mimo_v2(config: Any) -> Description:
         )
         layers.append(layer(attending, experts if config.mlp_layer_types[index] == "sparse" else dense, norm))
     return Description(decoder(config, layers, norm), WeightNames(sinks="self_attn.attention_sink_bias"))
+
+
+def exaone_moe(config: Any) -> Description:
+    """K-EXAONE: normed heads; beside layers with windows, others embed no positions."""
+    norm, dense = rms_norm(config), mlp(config, bias=False)
+    shared = int(config.moe_intermediate_size) * int(config.num_shared_experts)
+    experts = _mixture(config, config.num_experts, _groups(config), shared)
+    layers = []
+    for index in counted(config):
+        turns = config.sliding_window is None or config.layer_types[index] == "sliding_attention"
+        own: dict[str, Any] = {"head_norm": HeadNormSpec(norm), "qkv_bias": False, "out_bias": False}
+        attending = attention(config, index, windows=True, **own, **({} if turns else {"rotary": None}))
+        layers.append(layer(attending, experts if config.mlp_layer_types[index] == "sparse" else dense, norm))
+    return Description(decoder(config, layers, norm), WeightNames(correction="mlp.e_score_correction_bias"))
 
 
 def laguna(config: Any) -> Description:
@@ -152,6 +156,21 @@ def afmoe(config: Any) -> Description:
     )
     scale = float(config.hidden_size) ** 0.5 if config.mup_enabled else 1.0
     return Description(decoder(config, layers, norm, embedding_scale=scale), names)
+
+
+def _groups(config: Any) -> RouterSpec:
+    """Sigmoid scores and a bias for the choice, of the best groups."""
+    return RouterSpec(
+        "sigmoid",
+        renormalised=bool(config.norm_topk_prob),
+        least_sum=_LEAST_SUM,
+        correction=True,
+        groups=int(config.n_group),
+        top_groups=int(config.topk_group),
+        group_score="top2",
+        scaling=float(config.routed_scaling_factor),
+        wide=True,
+    )
 
 
 def _mixture(config: Any, count: int, router: RouterSpec, shared: int = 0) -> ExpertsSpec:
