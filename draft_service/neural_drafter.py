@@ -29,6 +29,8 @@ from outrider.runtime import in_passing_thread
 from outrider.sampling import LOSSLESS_MODES, VerificationMode
 from outrider.tree import TokenTree
 from tree_kernels.ahead import CHILD, AheadCompiler
+from tree_models.layers.linear import can_pack
+from tree_models.layers.placing import Placement
 
 # Processes that compile a drafter's kernels at the start: a quarter of the cores, since its target compiles too, and so
 # many at most. Chosen.
@@ -53,7 +55,6 @@ class Drafting(Protocol):
 
 
 Grows = TypeVar("Grows", bound=Drafting)
-Module = TypeVar("Module", bound=torch.nn.Module)
 
 
 class NeuralDrafter(Drafter, ABC, Generic[Grows]):
@@ -116,9 +117,11 @@ class NeuralDrafter(Drafter, ABC, Generic[Grows]):
             self._warm_up()
             self._rows = self._misses = self._full = 0
 
-    def _placed(self, module: Module) -> Module:
-        """A loaded module, in the type and on the device of the settings."""
-        return module.to(device=self.device, dtype=getattr(torch, self._config.dtype))
+    @property
+    def _place(self) -> Placement:
+        """Where weights lie, by the settings."""
+        device, dtype = torch.device(self.device), getattr(torch, self._config.dtype)
+        return Placement(device, dtype, can_pack(dtype, device))
 
     def _warm_up(self) -> None:
         """Draft once for throw-away sequences."""

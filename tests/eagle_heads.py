@@ -4,14 +4,18 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
 from torch import Tensor
+from torch.nn import functional
 
 from draft_service.eagle.head import EagleHead
-from draft_service.eagle.head_config import HeadConfig
+from draft_service.eagle.head_config import LAYER_NAMES, HeadConfig, ModuleConfig
+from tree_models.fused.preparing import LayerOptions, prepare_layers
+from tree_models.layers.paged import UncachedPass
+from tree_models.spec import ExpertsSpec, LatentSpec, RotarySpec, RouterSpec
 
 VOCABULARY, DRAFT, HIDDEN = 60, 40, 16
 
@@ -41,17 +45,87 @@ def make_head(**changes: Any) -> EagleHead:
         "num_features": 3,
         "feature_layers": (1, 5, 8),
     }
-    config = HeadConfig(**(settings | changes))
+    return peaked_head(HeadConfig(**(settings | changes)))
+
+
+def peaked_head(config: HeadConfig | ModuleConfig) -> EagleHead:
+    """As `make_head`, of any configuration."""
     torch.manual_seed(3)
     ids = None if config.draft_vocab_size == config.vocab_size else torch.arange(DRAFT) + torch.arange(DRAFT) // 3
     head = EagleHead(config, ids)
+    weights = head.weights()
+    for name in sorted(weights, key=lambda name: _drawn(name, config.kind)):
+        parameter = weights[name]
+        if parameter.ndim == 2:
+            parameter.normal_(0.0, 0.8 if name == "lm_head.weight" else 0.5)
+        else:
+            parameter.uniform_(0.5, 1.5)
+    return head.eval()
+
+
+def _drawn(name: str, kind: str) -> tuple[int, int, int, str]:
+    """The order in which weights are drawn: that of a head's parts, and of a layer's."""
+    projection, outer = ("fc", "input_norm", "fc_norm"), ("token_norm", "feature_norm", "layers", "norm", "lm_head")
+    parts = (*projection, "embed_tokens", *outer) if kind == "eagle3" else ("embed_tokens", *projection, *outer)
+    first, *rest = name.split(".")
+    if first != "layers":
+        return parts.index(first), 0, 0, name.replace("weight", "")
+    inner = ("input_layernorm", "hidden_norm", "q_proj", "k_proj", "v_proj", "o_proj", "q_norm", "k_norm")
+    order = (*inner, "post_attention_layernorm", "gate_proj", "up_proj", "down_proj")
+    part = next((order.index(one) for one in rest if one in order), len(order))
+    return parts.index(first), int(rest[0]), part, name.replace("weight", "")
+
+
+def as_module(config: HeadConfig, **changes: Any) -> ModuleConfig:
+    """An MTP module with the layer of an EAGLE-1 head that norms its input."""
+    shared = ("hidden_size", "vocab_size", "draft_vocab_size", "target_hidden_size", "feature_layers", "max_positions")
+    usual = {name: getattr(config, name) for name in shared}
+    usual |= {"layer": config.layers[0], "outer_norm": config.norm, "layer_names": LAYER_NAMES, "norm_output": True}
+    return ModuleConfig(kind="mtp", **(usual | changes))
+
+
+# What makes layers of modules differ.
+MODULES: dict[str, dict[str, Any]] = {
+    "plain": {},
+    "latent": {
+        "attention": LatentSpec(4, 8, 16, 16, 0.25, RotarySpec(tuple(0.5**i for i in range(8))), query_latent=12)
+    },
+    "experts": {"mlp": ExpertsSpec(4, 2, 16, RouterSpec("sigmoid", correction=True, wide=True))},
+}
+
+
+def make_module(**changes: Any) -> EagleHead:
+    """A module as `make_head`, its layer with `changes`."""
+    config = make_head(kind="eagle", num_features=1, feature_layers=(12,), input_norm=True, head_dim=16).config
+    assert isinstance(config, HeadConfig)
+    return peaked_head(as_module(config, layer=replace(config.layers[0], **changes)))
+
+
+def beginning(head: EagleHead) -> EagleHead:
+    """The head with random weights to learn from, as PyTorch's modules begin."""
     with torch.no_grad():
-        for name, parameter in head.named_parameters():
-            if parameter.ndim == 2:
-                parameter.normal_(0.0, 0.8 if name == "lm_head.weight" else 0.5)
+        for name, weight in head.weights().items():
+            if weight.ndim == 2:
+                weight.normal_(0.0, 1.0 if name == "embed_tokens.weight" else (3 * weight.shape[1]) ** -0.5)
             else:
-                parameter.uniform_(0.5, 1.5)
-    return head.eval().requires_grad_(False)
+                weight.fill_(0.0 if name.endswith("bias") else 1.0)
+    return head.requires_grad_(True)
+
+
+def fuse(head: EagleHead, *, int8: bool = False) -> int:
+    """Give a head on a CPU the forms that a GPU's have, in PyTorch. Returns how many layers have one."""
+    fused = prepare_layers(head, head.norm, head.lm_head, LayerOptions(compiled=False, int8=int8))
+    head.prepare_input()
+    return fused
+
+
+class CausalPass(UncachedPass):
+    """Causal attention over the rows of one pass."""
+
+    def attend(self, layer: int, query: Tensor, key: Tensor, value: Tensor, scaling: float) -> Tensor:  # noqa: ARG002
+        parts = (part.transpose(0, 1) for part in (query, key, value))
+        out = functional.scaled_dot_product_attention(*parts, is_causal=True, scale=scaling, enable_gqa=True)
+        return out.transpose(0, 1)
 
 
 @dataclass
@@ -70,7 +144,7 @@ class PlainHead:
     rows: list[_Row] = field(default_factory=list)
 
     def __post_init__(self) -> None:
-        self._weights = {name: tensor.double() for name, tensor in self.head.state_dict().items()}
+        self._weights = {name: tensor.double() for name, tensor in self.head.weights().items()}
 
     def read(self, tokens: Sequence[int], states: Tensor, first: int = 0) -> None:
         """Pair tokens first + 1 .. with the states [n, F * W] of the tokens first .. ."""
@@ -159,11 +233,11 @@ class PlainHead:
         if config.kind == "eagle":
             return state
         if config.norm_before_fc:
-            state = self._norm("projection.input_norm", state)
+            state = self._norm("input_norm", state)
         parts = list(state.split(config.target_hidden_size))
         if config.fc_norm:
-            parts = [self._norm(f"projection.fc_norm.{i}", part) for i, part in enumerate(parts)]
-        return self._linear("projection.fc", torch.cat(parts))
+            parts = [self._norm(f"fc_norm.{i}", part) for i, part in enumerate(parts)]
+        return self._linear("fc", torch.cat(parts))
 
     def _linear(self, name: str, vector: Tensor) -> Tensor:
         out = self._weights[f"{name}.weight"] @ vector

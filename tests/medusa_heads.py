@@ -34,22 +34,14 @@ def make_heads(**changes: Any) -> MedusaHead:
     torch.manual_seed(4)
     ids = None if shape.draft_vocab_size == shape.vocab_size else torch.arange(DRAFT) + torch.arange(DRAFT) // 3
     heads = MedusaHead(shape, ids)
-    with torch.no_grad():
-        for parameter in heads.parameters():
-            parameter.normal_(0.0, 0.5)
-    return heads.eval().requires_grad_(False)
+    for parameter in heads.weights().values():
+        parameter.normal_(0.0, 0.5)
+    return heads.eval()
 
 
 def published_weights(heads: MedusaHead) -> dict[str, Tensor]:
     """As FasterDecoding's own module names them: `{head}.{layer}.linear.weight`, `{head}.{layers}.weight`."""
-    found: dict[str, Tensor] = {}
-    for k, head in enumerate(heads.heads):
-        *blocks, lm_head = head.children()  # type: ignore[operator]
-        for layer, block in enumerate(blocks):
-            found[f"{k}.{layer}.linear.weight"] = block.linear.weight.clone()
-            found[f"{k}.{layer}.linear.bias"] = block.linear.bias.clone()
-        found[f"{k}.{len(blocks)}.weight"] = lm_head.weight.clone()
-    return found
+    return {name.removeprefix("heads."): weight.clone() for name, weight in heads.weights().items()}
 
 
 def plain_logits(weights: Mapping[str, Tensor], states: Tensor, num_heads: int, num_layers: int) -> Tensor:
@@ -71,6 +63,9 @@ def taught_heads(teacher: PreTrainedModel, max_tokens: int, steps: int = 150) ->
     sizes = {"vocab_size": TAUGHT_VOCABULARY, "draft_vocab_size": TAUGHT_VOCABULARY, "target_hidden_size": HIDDEN}
     torch.manual_seed(5)
     heads = MedusaHead(MedusaShape(**sizes, num_heads=3, target_layers=LAYERS))
+    for weight in heads.weights().values():
+        weight.normal_(0.0, (3 * HIDDEN) ** -0.5)
+    heads.requires_grad_(True)
     texts: list[tuple[Sequence[int], Tensor]] = []
     for sampling in SAMPLINGS.values():
         for prompt in prompts():

@@ -12,10 +12,12 @@ import torch
 from safetensors.torch import save_file
 from torch import Tensor
 from torch.nn import functional
-from transformers import DeepseekV3Config, Glm4MoeConfig, PretrainedConfig, Qwen2Config
+from transformers import DeepseekV3Config, Ernie4_5Config, Glm4MoeConfig, PretrainedConfig, Qwen2Config, Qwen3NextConfig
 from transformers.models.deepseek_v3.modeling_deepseek_v3 import DeepseekV3DecoderLayer, DeepseekV3RotaryEmbedding
+from transformers.models.ernie4_5.modeling_ernie4_5 import Ernie4_5DecoderLayer, Ernie4_5RotaryEmbedding
 from transformers.models.glm4_moe.modeling_glm4_moe import Glm4MoeDecoderLayer, Glm4MoeRotaryEmbedding
 from transformers.models.qwen2.modeling_qwen2 import Qwen2DecoderLayer, Qwen2RotaryEmbedding
+from transformers.models.qwen3_next.modeling_qwen3_next import Qwen3NextDecoderLayer, Qwen3NextRotaryEmbedding
 
 from draft_service.eagle.head import EagleHead
 
@@ -95,11 +97,39 @@ GLM = (
         "partial_rotary_factor": 0.5,
     }
 )
+QWEN3_NEXT = BASE | {
+    "model_type": "qwen3_next",
+    "num_key_value_heads": 2,
+    "head_dim": 8,
+    "partial_rotary_factor": 0.5,
+    "layer_types": ["linear_attention", "linear_attention", "full_attention"],
+    "linear_num_key_heads": 2,
+    "linear_num_value_heads": 4,
+    "linear_key_head_dim": 8,
+    "linear_value_head_dim": 8,
+    "num_experts": 8,
+    "num_experts_per_tok": 3,
+    "moe_intermediate_size": 10,
+    "shared_expert_intermediate_size": 12,
+}
+ERNIE = BASE | {
+    "model_type": "ernie4_5_moe",
+    "num_key_value_heads": 2,
+    "use_bias": False,
+    "moe_num_experts": 8,
+    "moe_k": 2,
+    "moe_num_shared_experts": 1,
+    "moe_intermediate_size": 10,
+    "moe_layer_start_index": 1,
+    "moe_layer_end_index": 2,
+}
 # config.json of what differs in what it computes.
 CONFIGS: dict[str, dict[str, Any]] = {
     "mimo": MIMO,
     "mimo-v2": MIMO_V2,
     "glm": GLM,
+    "qwen3-next": QWEN3_NEXT,
+    "ernie": ERNIE,
     "deepseek, dense": DEEPSEEK,
     "deepseek, experts": DEEPSEEK | EXPERTS,
     "deepseek, experts as they are weighted": DEEPSEEK | EXPERTS | {"norm_topk_prob": False},
@@ -110,30 +140,46 @@ CONFIGS: dict[str, dict[str, Any]] = {
 
 @dataclass(frozen=True)
 class Published:
-    """How a layout calls a module's parts, and what of it is not as in DeepSeek-V3's. `prefix` has a place for the
-    module's number, which is `first` for the first one."""
+    """How a layout calls a module's parts, and what of it is not as in DeepSeek-V3's. Names have a place for the
+    module's number, which is `first` for the first one; `layer` is the prefix of the layer's, of embedding and lm_head.
+    """
 
-    prefix: str
+    layer: str
     norms: tuple[str, str, str]
     joining: str
     first: int = 0
     state_first: bool = False
     chained: bool = True
+    offset: float = 0.0  # added to the norms' weights
 
-    def prefix_of(self, module: int) -> str:
-        return self.prefix.format(self.first + module)
+    def of(self, name: str, module: int) -> str:
+        return name.format(self.first + module)
 
 
-DEEPSEEKS = Published("model.layers.{}.", ("enorm", "hnorm", "shared_head.norm"), "eh_proj", first=LAYERS)
+def below(prefix: str, norms: tuple[str, str, str], joining: str, **others: Any) -> Published:
+    """A layout with all names under one prefix."""
+    first, second, last = (f"{prefix}{norm}" for norm in norms)
+    return Published(prefix, (first, second, last), f"{prefix}{joining}", **others)
+
+
+DEEPSEEKS = below("model.layers.{}.", ("enorm", "hnorm", "shared_head.norm"), "eh_proj", first=LAYERS)
 PUBLISHED = {
     "deepseek_v3": DEEPSEEKS,
-    "mimo": Published(
+    "mimo": below(
         "model.mtp_layers.{}.",
         ("token_layernorm", "hidden_layernorm", "final_layernorm"),
         "input_proj",
         state_first=True,
     ),
-    "mimo_v2_flash": Published("model.mtp.layers.{}.", ("enorm", "hnorm", "final_layernorm"), "eh_proj", chained=False),
+    "mimo_v2_flash": below("model.mtp.layers.{}.", ("enorm", "hnorm", "final_layernorm"), "eh_proj", chained=False),
+    "qwen3_next": Published(
+        "mtp.layers.{}.", ("mtp.pre_fc_norm_embedding", "mtp.pre_fc_norm_hidden", "mtp.norm"), "mtp.fc", offset=1.0
+    ),
+    "ernie4_5_moe": Published(
+        "model.mtp_block.{}.",
+        ("model.mtp_emb_norm.{}", "model.mtp_hidden_norm.{}", "model.norm"),
+        "model.mtp_linear_proj.{}",
+    ),
 }
 
 
@@ -142,6 +188,8 @@ _PARTS: dict[type[PretrainedConfig], tuple[Any, Any]] = {
     DeepseekV3Config: (DeepseekV3DecoderLayer, DeepseekV3RotaryEmbedding),
     Glm4MoeConfig: (Glm4MoeDecoderLayer, Glm4MoeRotaryEmbedding),
     Qwen2Config: (Qwen2DecoderLayer, Qwen2RotaryEmbedding),
+    Qwen3NextConfig: (Qwen3NextDecoderLayer, Qwen3NextRotaryEmbedding),
+    Ernie4_5Config: (Ernie4_5DecoderLayer, Ernie4_5RotaryEmbedding),
 }
 
 
@@ -158,7 +206,7 @@ class PlainModule:
 
     def __post_init__(self) -> None:
         self._published = PUBLISHED.get(self.config["model_type"], DEEPSEEKS)
-        self._prefix = self._published.prefix_of(self.number)
+        self._prefix = self._published.of(self._published.layer, self.number)
         settings = settings_of(self.config)
         self._rotary: Any = _PARTS[type(settings)][1](settings)
         self._layer = _layer(settings).double()
@@ -170,11 +218,11 @@ class PlainModule:
         embedding = self._norm(first, self._own("embed_tokens.weight")[list(tokens)])
         state = self._norm(second, states.double())
         joined = torch.cat([state, embedding] if self._published.state_first else [embedding, state], dim=-1)
-        rows = (joined @ self._one(f"{self._published.joining}.weight").T)[None]
+        rows = (joined @ self._one(self._published.joining).T)[None]
         positions = torch.arange(rows.shape[1])[None]
         mask = torch.full((rows.shape[1],) * 2, float("-inf"), dtype=torch.float64).triu(1)[None, None]
-        out = self._layer(rows, attention_mask=mask, position_embeddings=self._rotary(rows, positions))[0]
-        return self._norm(last, out)
+        out = self._layer(rows, attention_mask=mask, position_embeddings=self._rotary(rows, positions))
+        return self._norm(last, (out[0] if isinstance(out, tuple) else out)[0])
 
     def logits(self, hidden: Tensor) -> Tensor:
         """[.., H] -> [.., vocabulary]"""
@@ -186,10 +234,11 @@ class PlainModule:
         return self.tensors[own if own in self.tensors else targets].double()
 
     def _one(self, name: str) -> Tensor:
-        return self.tensors[self._prefix + name].double()
+        return self.tensors[f"{self._published.of(name, self.number)}.weight"].double()
 
     def _norm(self, name: str, rows: Tensor) -> Tensor:
-        return functional.rms_norm(rows, (HIDDEN,), self._one(f"{name}.weight"), BASE["rms_norm_eps"])
+        weight = self._one(name) + self._published.offset
+        return functional.rms_norm(rows, (HIDDEN,), weight, BASE["rms_norm_eps"])
 
     def _below(self, prefix: str) -> dict[str, Tensor]:
         start = self._prefix + prefix
@@ -237,8 +286,16 @@ def settings_of(config: Mapping[str, Any]) -> PretrainedConfig:
     scaling = dict(config.get("rope_scaling") or {"type": "default"})
     rope = scaling | {"rope_type": scaling.pop("type"), "rope_theta": config["rope_theta"]}
     rope.pop("type", None)
-    kinds = {"deepseek_v3": DeepseekV3Config, "glm4_moe": Glm4MoeConfig}
-    settings = kinds.get(config["model_type"], Qwen2Config)(**own, rope_parameters=rope)
+    kinds: dict[str, Any] = {
+        "deepseek_v3": DeepseekV3Config,
+        "glm4_moe": Glm4MoeConfig,
+        "qwen3_next": Qwen3NextConfig,
+        "ernie4_5_moe": Ernie4_5Config,
+    }
+    if "layer_types" in own:
+        # The module's layer comes behind the target's.
+        own |= {"layer_types": [*own["layer_types"], "full_attention"], "num_hidden_layers": LAYERS + 1}
+    settings: PretrainedConfig = kinds.get(config["model_type"], Qwen2Config)(**own, rope_parameters=rope)
     settings._attn_implementation = "eager"
     return settings
 
@@ -260,14 +317,15 @@ def checkpoint_tensors(
         "model.layers.0.mlp.up_proj.weight": torch.randn(24, HIDDEN),
     }
     for number in range(modules):
-        prefix = names.prefix_of(number)
-        tensors |= {f"{prefix}{name}.weight": torch.rand(HIDDEN) + 0.5 for name in names.norms}
-        tensors[f"{prefix}{names.joining}.weight"] = torch.randn(HIDDEN, 2 * HIDDEN) * 0.4
+        prefix = names.of(names.layer, number)
+        for name in names.norms:
+            tensors[f"{names.of(name, number)}.weight"] = torch.rand(HIDDEN) + 0.5 - names.offset
+        tensors[f"{names.of(names.joining, number)}.weight"] = torch.randn(HIDDEN, 2 * HIDDEN) * 0.4
         if own_embedding and config["model_type"] == "deepseek_v3":
             tensors[f"{prefix}embed_tokens.weight"] = torch.randn(VOCABULARY, HIDDEN)
             tensors[f"{prefix}shared_head.head.weight"] = torch.randn(VOCABULARY, HIDDEN)
         for name, tensor in _published(_layer(settings_of(config)).state_dict()).items():
-            large = torch.rand(tensor.shape) + 0.5 if "norm" in name else torch.randn(tensor.shape) * 0.5
+            large = torch.rand(tensor.shape) + 0.5 - names.offset if "norm" in name else torch.randn(tensor.shape) * 0.5
             tensors[prefix + _named(config["model_type"], name)] = large.contiguous()
     return tensors
 
@@ -291,18 +349,19 @@ def module_weights(layout: str, modules: Sequence[EagleHead], target_layers: int
         "feature_norm.": f"{second}.",
         "fc.": f"{published.joining}.",
         "norm.": f"{last}.",
-        "layers.0.": "",
+        "layers.0.": published.layer,
     }
     found: dict[str, Tensor] = {}
     for number, module in enumerate(modules):
-        prefix = published.prefix_of(number)
-        for name, tensor in module.state_dict().items():
+        for name, tensor in module.weights().items():
             for neutral, own in names.items():
                 if name.startswith(neutral):
-                    found[prefix + _named(layout, own + name.removeprefix(neutral))] = tensor.clone()
+                    named = published.of(own, number) + name.removeprefix(neutral)
+                    found[_named(layout, named)] = tensor.clone()
         if published.state_first:
+            assert module.fc is not None
             embedding, state = module.fc.weight.chunk(2, dim=1)
-            found[f"{prefix}{published.joining}.weight"] = torch.cat([state, embedding], dim=1)
+            found[f"{published.of(published.joining, number)}.weight"] = torch.cat([state, embedding], dim=1)
     return found
 
 
@@ -313,7 +372,7 @@ def _named(layout: str, name: str) -> str:
 
 def _layer(settings: PretrainedConfig) -> torch.nn.Module:
     # Past the target's dense layers, where it has others.
-    number = 0 if isinstance(settings, Qwen2Config) else LAYERS
+    number = 0 if isinstance(settings, Qwen2Config | Ernie4_5Config) else LAYERS
     layer: torch.nn.Module = _PARTS[type(settings)][0](settings, number)
     return layer.eval().requires_grad_(False)
 

@@ -12,13 +12,14 @@ import torch
 from torch import Tensor
 
 from draft_service.neural.config import NeuralConfig
-from draft_service.neural.cuda_graphs import attention as static_attention
 from draft_service.neural.cuda_graphs.drafting import CapturedDrafting
 from draft_service.neural.network import Network
 from draft_service.neural.tree_config import TreeShape
-from tree_kernels.attention import AttentionBatch, AttentionPlan, TreeAttention
+from tree_kernels.attention import AttentionBatch, AttentionPlan, AttentionVariant, TreeAttention
 from tree_kernels.attention.triton_backend import TritonAttention, TritonPlan, TritonSettings
+from tree_kernels.attention.variant import PLAIN
 from tree_kernels.linear import layers as linear
+from tree_models.layers import paged
 
 Output = TypeVar("Output")
 
@@ -30,14 +31,22 @@ class StaticTorch(TritonAttention):
         super().__init__(torch.device("cpu"), TritonSettings(processors=4))
         self._torch = TreeAttention("torch")
 
-    def run(self, plan: AttentionPlan, query: Tensor, key_cache: Tensor, value_cache: Tensor, scale: float) -> Tensor:
+    def run(
+        self,
+        plan: AttentionPlan,
+        query: Tensor,
+        key_cache: Tensor,
+        value_cache: Tensor,
+        scale: float,
+        variant: AttentionVariant = PLAIN,
+    ) -> Tensor:
         assert isinstance(plan, TritonPlan) and len(query) == plan.batch.rows
         live: AttentionPlan | None = plan.schedules.get("live")  # type: ignore[call-overload]
         if live is None:
             live = plan.schedules["live"] = self._torch.plan(_read(plan))  # type: ignore[index,assignment]
         rows = live.batch.rows
-        output = torch.full_like(query, float("nan"))
-        output[:rows] = self._torch.run(live, query[:rows], key_cache, value_cache, scale)
+        output = query.new_full((*query.shape[:2], value_cache.shape[-1]), float("nan"))
+        output[:rows] = self._torch.run(live, query[:rows], key_cache, value_cache, scale, variant)
         return output
 
 
@@ -88,5 +97,5 @@ def write_taken(key: Tensor, value: Tensor, keys: Tensor, values: Tensor, slots:
 @pytest.fixture
 def static_kv(monkeypatch: pytest.MonkeyPatch) -> None:
     """Free rows have no slot, which PyTorch's way of writing keys does not know."""
-    monkeypatch.setattr(static_attention, "write_kv", write_taken)
+    monkeypatch.setattr(paged, "write_kv", write_taken)
     monkeypatch.setattr(linear, "write_kv", write_taken)

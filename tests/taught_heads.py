@@ -8,6 +8,7 @@ from typing import Any
 
 import torch
 from conftest import TINY
+from eagle_heads import CausalPass, as_module, beginning
 from engine_harness import plain, request
 from hidden_states import states_of
 from once import once
@@ -30,7 +31,7 @@ KINDS: dict[str, dict[str, Any]] = {
     "eagle-1": {"kind": "eagle", "num_features": 1, "feature_layers": (2,), "fc_bias": True},
 }
 # A target's own module, which speaks through the target's embedding and lm_head as they are.
-MTP: dict[str, Any] = {"kind": "mtp", "num_features": 1, "input_norm": True, "norm_output": True}
+MTP: dict[str, Any] = {"kind": "mtp", "num_features": 1, "input_norm": True}
 MAX_TOKENS = 24
 
 
@@ -45,8 +46,9 @@ def request_of(prompt: Sequence[int], sampling: SamplingParams, max_tokens: int 
 
 def new_head(teacher: PreTrainedModel, kind: Mapping[str, Any], seed: int = 5) -> EagleHead:
     """Random weights, beside the teacher's embedding."""
+    module = kind["kind"] == "mtp"
     config = HeadConfig(
-        **kind,
+        **(dict(kind) | ({"kind": "eagle"} if module else {})),
         hidden_size=HIDDEN,
         intermediate_size=96,
         num_heads=4,
@@ -57,11 +59,11 @@ def new_head(teacher: PreTrainedModel, kind: Mapping[str, Any], seed: int = 5) -
         target_hidden_size=HIDDEN,
     )
     torch.manual_seed(seed)
-    made = EagleHead(config)
-    made.embed_tokens.weight.data.copy_(teacher.get_input_embeddings().weight)
-    if config.kind == "mtp":
+    made = beginning(EagleHead(as_module(config) if module else config))
+    made.embedding.data.copy_(teacher.get_input_embeddings().weight)
+    if module:
         made.lm_head.weight.data.copy_(teacher.get_output_embeddings().weight)
-        made.embed_tokens.requires_grad_(False)
+        made.embedding.requires_grad_(False)
         made.lm_head.requires_grad_(False)
     return made
 
@@ -98,7 +100,7 @@ def taught_modules(teacher: PreTrainedModel, *, normed_state: bool, chained: boo
             for k, module in enumerate(modules, start=1):
                 read = hidden if chained else states
                 count = len(tokens) - k - 1
-                output = module(ids[k : k + count], read[:count], torch.arange(count), _attend)
+                output = module(ids[k : k + count], read[:count], torch.arange(count), CausalPass())
                 loss = loss + functional.cross_entropy(module.logits(output.lm_input), ids[k + 1 :])
                 hidden = output.carried
         optimizer.zero_grad()
@@ -120,13 +122,6 @@ def _texts(
     return texts
 
 
-def _attend(_: int, query: Tensor, key: Tensor, value: Tensor) -> Tensor:
-    """Causal attention over the rows of one pass."""
-    queries, keys, values = (part.transpose(-3, -2) for part in (query, key, value))
-    attended = functional.scaled_dot_product_attention(queries, keys, values, is_causal=True, enable_gqa=True)
-    return attended.transpose(-3, -2)
-
-
 def _train(head: EagleHead, texts: Sequence[tuple[Sequence[int], Tensor]], steps: int) -> None:
     """Teach the head what followed, by plain teacher forcing."""
     torch.manual_seed(0)
@@ -140,7 +135,9 @@ def _train(head: EagleHead, texts: Sequence[tuple[Sequence[int], Tensor]], steps
             for step in range(2):
                 # The second step reads the head's own features, as drafting does.
                 count = len(features)
-                output = head(ids[1 + step : 1 + step + count], features, torch.arange(step, step + count), _attend)
+                output = head(
+                    ids[1 + step : 1 + step + count], features, torch.arange(step, step + count), CausalPass()
+                )
                 targets = ids[2 + step : 2 + step + count]
                 loss = loss + functional.cross_entropy(head.logits(output.lm_input)[: len(targets)], targets)
                 features = output.carried[:-1]

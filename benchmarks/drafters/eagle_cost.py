@@ -29,6 +29,7 @@ from draft_service.eagle.head_config import HeadConfig
 from draft_service.neural.cuda_graphs.drafting import CapturedDrafting
 from outrider.sampling import LOSSLESS_MODES, SamplingParams, VerificationMode
 from outrider.tree import TokenTree
+from tree_models.layers.placing import Placement
 
 
 def _shape(
@@ -89,11 +90,14 @@ class EagleCostFigure:
 
 def make_head(config: HeadConfig, device: str, dtype: torch.dtype) -> EagleHead:
     torch.manual_seed(0)
-    # Initializing on a CPU would take half a minute.
-    with torch.device(device):
-        head = EagleHead(config, torch.arange(config.draft_vocab_size)).to(dtype).requires_grad_(False)
-    # Peaked enough that trees differ in shape, flat enough that they have all nodes.
-    head.lm_head.weight.normal_(0.0, 4.0 * config.hidden_size**-0.5)
+    head = EagleHead(config, torch.arange(config.draft_vocab_size), Placement(torch.device(device), dtype))
+    for name, weight in head.named_parameters():
+        if weight.ndim == 1:
+            weight.fill_(1.0)
+        else:
+            # Peaked enough that trees differ in shape, flat enough that they have all nodes.
+            peak = 4.0 if name.startswith("lm_head") else 0.6
+            weight.normal_(0.0, peak * weight.shape[1] ** -0.5)
     return head
 
 

@@ -47,7 +47,7 @@ from tree_models.layers.decoder import Decoder
 from tree_models.layers.placing import Placement
 from tree_models.ranks.decoder import build_rank
 from tree_models.slots import specs_of
-from tree_models.weights.checkpoint import Stored
+from tree_models.weights.checkpoint import StoredTensor
 
 SHAPES |= {
     "tiny": {
@@ -69,7 +69,7 @@ class RandomTensors:
 
     def __init__(self, decoder: Decoder, device: torch.device) -> None:
         """Of the names and shapes of `decoder`."""
-        self.stored = {name: Stored(spec.shape, "BF16") for name, spec in specs_of(decoder.slots()).items()}
+        self.stored = {name: StoredTensor(spec.shape, "BF16") for name, spec in specs_of(decoder.slots()).items()}
         self._device = device
 
     def read(self, name: str) -> Tensor:

@@ -21,6 +21,7 @@ from draft_service.eagle.head_drafter import HeadNetwork
 from draft_service.neural.candidates import most_probable
 from draft_service.neural.level_growth import GREEDY, Forest, Rules, grow_level, make_forest
 from draft_service.neural.network import RowOutput
+from tree_models.layers.paged import UncachedPass
 
 # More than any tree has, so that all nodes are kept while it grows.
 _ALL_NODES = 1 << 20
@@ -47,24 +48,25 @@ class Drawn:
     expanded: npt.NDArray[np.bool_]
 
 
-class _TextAttend:
+class _TextPass(UncachedPass):
     """Causal attention over a text. Keeps keys and values for the trees: [heads, tokens, D] of each layer."""
 
     def __init__(self) -> None:
         self.keys: list[Tensor] = []
         self.values: list[Tensor] = []
 
-    def __call__(self, layer: int, query: Tensor, key: Tensor, value: Tensor) -> Tensor:  # noqa: ARG002
+    def attend(self, layer: int, query: Tensor, key: Tensor, value: Tensor, scaling: float) -> Tensor:  # noqa: ARG002
         self.keys.append(key.transpose(0, 1))
         self.values.append(value.transpose(0, 1))
         q, k, v = (part.transpose(0, 1)[None] for part in (query, key, value))
-        return functional.scaled_dot_product_attention(q, k, v, is_causal=True, enable_gqa=True)[0].transpose(0, 1)
+        out = functional.scaled_dot_product_attention(q, k, v, is_causal=True, scale=scaling, enable_gqa=True)
+        return out[0].transpose(0, 1)
 
 
-class _TreeAttend:
+class _TreePass(UncachedPass):
     """Attention of one level's rows of several trees over the text before their roots and their own ancestors."""
 
-    def __init__(self, text: _TextAttend, roots: Sequence[int], tail: int, levels: int) -> None:
+    def __init__(self, text: _TextPass, roots: Sequence[int], tail: int, levels: int) -> None:
         self._text, self._roots = text, torch.tensor(roots)
         self._longest = max(roots)
         heads, _, width = text.keys[0].shape
@@ -88,14 +90,14 @@ class _TreeAttend:
         self._trees, self._rows = torch.cat(trees), torch.cat(rows)
         self._level = level
 
-    def __call__(self, layer: int, query: Tensor, key: Tensor, value: Tensor) -> Tensor:
+    def attend(self, layer: int, query: Tensor, key: Tensor, value: Tensor, scaling: float) -> Tensor:
         """[R, Hq, D], [R, Hkv, D], [R, Hkv, D] -> [R, Hq, D]."""
         trees, count, width = self._trees, len(query), query.shape[-1]
         self._keys[layer][trees, self._rows], self._values[layer][trees, self._rows] = key, value
         paths = self._paths[trees, self._rows, : self._level]
         # [R, level, Hkv, D]
         own_keys, own_values = self._keys[layer][trees[:, None], paths], self._values[layer][trees[:, None], paths]
-        grouped = query.view(count, key.shape[1], -1, width) * width**-0.5
+        grouped = query.view(count, key.shape[1], -1, width) * scaling
         text_keys = self._text.keys[layer][:, : self._longest]
         text_values = self._text.values[layer][:, : self._longest]
         per_head = grouped.transpose(0, 1).flatten(1, 2)
@@ -116,7 +118,7 @@ class HeadTrees:
     `breadth` children."""
 
     def __init__(self, head: EagleHead, levels: int, width: int, breadth: int, batch: int = 16) -> None:
-        self._head, self._network = head, HeadNetwork(head)
+        self._head, self._token_ids = head, HeadNetwork(head).token_ids
         self._levels, self._width, self._breadth, self._batch = levels, width, breadth, batch
 
     @torch.inference_mode()
@@ -124,8 +126,8 @@ class HeadTrees:
         """The tree at every position of an answer, from the model's states before it."""
         assert recording.states is not None, "states were not recorded"
         features = self._head.project(recording.states[:-1])
-        tokens, attend = torch.tensor(recording.token_ids[1:]), _TextAttend()
-        output = self._network.forward_rows(tokens, features, torch.arange(len(tokens)), attend)
+        tokens, attend = torch.tensor(recording.token_ids[1:]), _TextPass()
+        output = self._head(tokens, features, torch.arange(len(tokens)), attend)
         found: dict[int, Drawn] = {}
         roots = list(recording.roots)
         for begin in range(0, len(roots), self._batch):
@@ -142,26 +144,26 @@ class HeadTrees:
         the head's vocabulary."""
         assert recording.states is not None, "states were not recorded"
         features, tokens = self._head.project(recording.states[:-1]), torch.tensor(recording.token_ids[1:])
-        output = self._network.forward_rows(tokens, features, torch.arange(len(tokens)), _TextAttend())
-        ids = self._network.token_ids
+        output = self._head(tokens, features, torch.arange(len(tokens)), _TextPass())
+        ids = self._token_ids
         places = None if ids is None else {token: place for place, token in enumerate(ids.tolist())}
         found = []
         for root in recording.roots:
-            logits = self._network.logits(output.lm_input[root - 1])
+            logits = self._head.logits(output.lm_input[root - 1])
             token = recording.token_ids[root + 1]
             place = token if places is None else places.get(token, -1)
             found.append(-1 if place < 0 else int((logits > logits[place]).sum()))
         return found
 
-    def _grow(self, text: _TextAttend, roots: Sequence[int], state: RowOutput) -> list[Drawn]:
+    def _grow(self, text: _TextPass, roots: Sequence[int], state: RowOutput) -> list[Drawn]:
         forest = make_forest(len(roots), self._levels, self._width, self._breadth, drawn=False)
-        rules, attend = self._rules(len(roots)), _TreeAttend(text, roots, forest.tail_parents.shape[1], self._levels)
+        rules, attend = self._rules(len(roots)), _TreePass(text, roots, forest.tail_parents.shape[1], self._levels)
         starts = torch.tensor(roots)
-        carried, logits = state.carried, self._network.logits(state.lm_input)
+        carried, logits = state.carried, self._head.logits(state.lm_input)
         begins = [forest.sizes.copy()]
         for level in range(1, self._levels + 1):
             ones = torch.ones(len(logits))
-            tokens, probs = most_probable(logits, ones, self._breadth, self._network.token_ids)
+            tokens, probs = most_probable(logits, ones, self._breadth, self._token_ids)
             before = forest.widths.copy()
             more = grow_level(forest, rules, level, level == self._levels, tokens, probs)
             begins.append(forest.sizes.copy())
@@ -175,8 +177,8 @@ class HeadTrees:
             attend.enter(forest, level)
             fed = torch.from_numpy(forest.tokens[trees, items])
             positions = starts[torch.from_numpy(trees)] + level - 1
-            carried, lm_input = self._network.forward_rows(fed, carried[torch.from_numpy(sources)], positions, attend)
-            logits = self._network.logits(lm_input)
+            carried, lm_input = self._head(fed, carried[torch.from_numpy(sources)], positions, attend)
+            logits = self._head.logits(lm_input)
         return [_drawn(forest, b, [int(sizes[b]) for sizes in begins]) for b in range(len(roots))]
 
     def _rules(self, count: int) -> Rules:

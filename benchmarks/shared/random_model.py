@@ -32,6 +32,7 @@ from draft_service.eagle.checkpoint import save_head
 from draft_service.eagle.head import EagleHead
 from draft_service.eagle.head_config import HeadConfig
 from target_service.model.loading.store import resolve
+from tree_models.layers.placing import Placement
 
 STANDARD_DEVIATION = 0.02
 # Of the output embedding: large enough for a margin of dozens, small enough for bfloat16 to be finite by far.
@@ -120,19 +121,15 @@ def write_head(folder: Path, config: Any, device: str) -> None:
         feature_layers=(1, layers // 2 - 1, layers - 4),
         max_positions=config.max_position_embeddings,
     )
-    with torch.device("meta"):
-        head = EagleHead(shape, torch.arange(vocabulary, device="cpu"))
-    head.to_empty(device=device)
-    ids = None if vocabulary == config.vocab_size else torch.arange(vocabulary, device=device)
-    # A buffer, which no parameter of the loop below is.
-    head.token_ids = ids
+    ids = None if vocabulary == config.vocab_size else torch.arange(vocabulary)
+    head = EagleHead(shape, ids, Placement(torch.device(device), torch.bfloat16))
     generator = torch.Generator(device).manual_seed(1)
     for parameter in head.parameters():
         if parameter.ndim == 1:
             torch.nn.init.ones_(parameter)
         else:
             parameter.data.normal_(std=STANDARD_DEVIATION, generator=generator)
-    save_head(head.to(torch.bfloat16), folder, {"weights": "random, seed 1"})
+    save_head(head, folder, {"weights": "random, seed 1"})
 
 
 def main() -> None:

@@ -17,6 +17,8 @@ import torch
 from torch import Tensor
 
 from benchmarks.widened.model import CannotWiden, DecoderShape, Widening
+from draft_service.checkpoints.files import fill
+from draft_service.eagle.head import IN_FP32
 from draft_service.medusa.checkpoint import MedusaCheckpoint, save_heads
 from draft_service.medusa.head import MedusaHead
 from outrider.heads import head_source
@@ -32,8 +34,8 @@ def widen_medusa(source: str, wide_model: Path, folder: Path, device: str, dtype
     shape = DecoderShape.of_model(json.loads((wide_model / "config.json").read_text()))
     target = str(wide_model.resolve())
     config = replace(small.config, target_hidden_size=shape.hidden, target=target, target_layers=shape.layers)
-    wide = MedusaHead(config, small.token_ids).to(dtype).requires_grad_(False)
-    wide.load_state_dict(wide_heads(small, shape, device, dtype))
+    wide = MedusaHead(config, small.token_ids, replace(IN_FP32, dtype=dtype))
+    fill(wide.slots(), wide_heads(small, shape, device, dtype))
     save_heads(wide, folder)
     return wide.eval()
 
@@ -45,7 +47,7 @@ def wide_heads(small: MedusaHead, shape: DecoderShape, device: str, dtype: torch
         raise CannotWiden(f"hidden: {width} does not fit into {shape.hidden}")
     widening = Widening(replace(shape, hidden=width), shape, device, dtype)
     tensors = {}
-    for name, weight in small.state_dict().items():
+    for name, weight in small.weights().items():
         if name.endswith(".bias"):
             wide = widening.zeros(shape.hidden)
             wide[:width] = weight

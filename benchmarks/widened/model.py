@@ -35,10 +35,11 @@ from torch import Tensor
 
 from benchmarks.shared.model_folder import TOKENIZER_FILES, copy_files, write_weights
 from benchmarks.shared.report import show
+from draft_service.checkpoints.files import fill
 from draft_service.checkpoints.target import TargetCheckpoint
 from draft_service.eagle.checkpoint import EagleCheckpoint, save_head
-from draft_service.eagle.head import EagleHead
-from draft_service.eagle.head_config import HeadConfig
+from draft_service.eagle.head import IN_FP32, EagleHead
+from draft_service.eagle.head_config import HeadConfig, LayeredShape
 from outrider.heads import head_source
 from target_service.model.loading.store import resolve
 
@@ -284,29 +285,25 @@ def widen_head(
 ) -> EagleHead:
     """Write the head of the small `model` for the large one, and return it. Raises `CannotWiden`."""
     small = EagleCheckpoint(source).load(target=TargetCheckpoint(model))
-    _check_head(small.config)
-    config = wide_head_config(
-        small.config, shape, DecoderShape.of_model(json.loads((model / "config.json").read_text()))
-    )
+    narrow = _checked(small.config)
+    config = wide_head_config(narrow, shape, DecoderShape.of_model(json.loads((model / "config.json").read_text())))
     config = replace(config, target=str(wide_model.resolve()))
-    with torch.device("meta"):
-        wide = EagleHead(config, None if small.token_ids is None else small.token_ids.to("cpu"))
-    wide.to_empty(device="cpu")
-    # Computed, not loaded.
-    wide.rotary = EagleHead(replace(config, vocab_size=1, draft_vocab_size=1)).rotary
-    wide.token_ids = small.token_ids
-    wide = wide.to(dtype).requires_grad_(False)
-    wide.load_state_dict(wide_head_tensors(small, shape, device, dtype))
+    wide = EagleHead(config, small.token_ids, replace(IN_FP32, dtype=dtype))
+    fill(wide.slots(), wide_head_tensors(small, shape, device, dtype))
     save_head(wide, folder)
     return wide.eval()
 
 
-def _check_head(config: HeadConfig) -> None:
+def _checked(config: LayeredShape) -> HeadConfig:
+    """The configuration of a head that can be widened. Raises `CannotWiden` for another."""
+    if not isinstance(config, HeadConfig):
+        raise CannotWiden("an MTP module is part of its target")
     biased = config.fc_bias or config.qkv_bias or config.o_bias or config.mlp_bias
     if config.kind != "eagle3" or config.num_layers != 1 or biased or config.qk_norm or config.norm_before_fc:
         raise CannotWiden("only EAGLE-3 heads of one plain layer can be widened")
     if config.hidden_size != config.target_hidden_size:
         raise CannotWiden("the head is not as wide as its target")
+    return config
 
 
 def wide_head_config(config: HeadConfig, shape: DecoderShape, small_model: DecoderShape) -> HeadConfig:
@@ -327,22 +324,20 @@ def wide_head_config(config: HeadConfig, shape: DecoderShape, small_model: Decod
 
 def wide_head_tensors(small: EagleHead, shape: DecoderShape, device: str, dtype: torch.dtype) -> dict[str, Tensor]:
     """The state of the large head on the CPU, its embedding included."""
-    state: dict[str, Tensor] = dict(small.state_dict())
+    state = small.weights()
     features = small.config.num_features
-    widening = Widening(DecoderShape.of_head(small.config), replace(shape, layers=1), device, dtype)
+    widening = Widening(DecoderShape.of_head(_checked(small.config)), replace(shape, layers=1), device, dtype)
     layer = "layers.0."
 
     def get(name: str) -> Tensor:
         return state[f"{layer}{_module(name)}.weight"]
 
     reads = widening.side_by_side(features)
-    fused = widening.matrix(
-        state["projection.fc.weight"], (shape.hidden, features * shape.hidden), widening.live, reads, reads
-    )
+    fused = widening.matrix(state["fc.weight"], (shape.hidden, features * shape.hidden), widening.live, reads, reads)
     tensors = {f"{layer}{_module(name)}.weight": one for name, one in widening.attention(get, parts=2).items()}
     tensors |= {f"{layer}{_module(name)}.weight": one for name, one in widening.mlp(get).items()}
     tensors |= {name: widening.norm(one) for name, one in state.items() if one.ndim == 1}
-    tensors["projection.fc.weight"] = fused
+    tensors["fc.weight"] = fused
     tensors["embed_tokens.weight"] = widening.embedding(state["embed_tokens.weight"])
     tensors["lm_head.weight"] = widening.lm_head(state["lm_head.weight"])
     return {name: one.cpu() for name, one in tensors.items()}

@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import numpy as np
 import numpy.typing as npt
@@ -21,7 +21,6 @@ from draft_service.checkpoints.target import folder_fingerprint
 from draft_service.drafters.base import DrafterSpec, DraftSequence
 from draft_service.neural.config import NeuralConfig
 from draft_service.neural.network import Network, RowOutput
-from draft_service.neural.tail_attention import Attend
 from draft_service.neural.tree_drafting import CacheEntry, Extension
 from draft_service.neural_drafter import CachingDrafter
 from outrider.checkpoints.causal_lm import load_causal_lm, read_configuration
@@ -33,6 +32,16 @@ from outrider.errors import NotSupported
 from outrider.hub import model_folder
 from outrider.model_store import model_source
 from outrider.settings import SettingsError, setting
+from tree_kernels.attention import AttentionVariant
+from tree_kernels.attention.variant import PLAIN
+from tree_models.building import build
+from tree_models.families import Description, describe
+from tree_models.fused.preparing import LayerOptions, prepare_decoder
+from tree_models.layers.decoder import CacheShape, Decoder
+from tree_models.layers.paged import PagedPass, UncachedPass, attend
+from tree_models.reference import layers_that_differ
+from tree_models.spec import FamilyRefused, RecurrentSpec
+from tree_models.weights.checkpoint import TensorSource, TextPart, WeightsRefused, WholeNames
 
 _ATTENTION = "outrider_draft"
 # Settings of models that change logits after the lm_head, which drafting does not do.
@@ -51,6 +60,20 @@ class ModelConfig(NeuralConfig):
     )
 
 
+@dataclass(frozen=True, slots=True)
+class _Scaling:
+    scaling: float
+
+
+@dataclass(slots=True)
+class _Layer:
+    """One of transformers' layers, as `tree_models.layers.paged.attend` takes it."""
+
+    cache_layer: int
+    spec: _Scaling
+    variant: AttentionVariant = PLAIN
+
+
 def _attend(
     module: torch.nn.Module,
     query: Tensor,
@@ -59,66 +82,92 @@ def _attend(
     attention_mask: Tensor | None,  # noqa: ARG001
     scaling: float | None = None,
     *,
-    outrider_attend: Attend | None = None,
+    outrider_step: PagedPass | UncachedPass | None = None,
     **_: Any,
 ) -> tuple[Tensor, None]:
     """transformers' attention interface: query [1, Hq, R, D], key and value [1, Hkv, R, D], after rotary embedding."""
-    if outrider_attend is None:
+    if outrider_step is None:
         raise NotSupported("a model that does not hand arguments on to its attention cannot draft")
-    rows = [part[0].transpose(0, 1) for part in (query, key, value)]
-    if scaling is not None:
-        # Our attention scales by the head width; another scale is applied to the query.
-        rows[0] = rows[0] * (scaling * query.shape[-1] ** 0.5)
-    return outrider_attend(int(module.layer_idx), *rows).unsqueeze(0), None  # type: ignore[arg-type]
+    query, key, value = (part[0].transpose(0, 1) for part in (query, key, value))
+    layer = _Layer(int(module.layer_idx), _Scaling(scaling or query.shape[-1] ** -0.5))  # type: ignore[arg-type]
+    return attend(layer, query, key, value, outrider_step).unsqueeze(0), None
 
 
 AttentionInterface.register(_ATTENTION, _attend)
 
 
+class DecoderNetwork:
+    """A decoder of our layers as `neural.network.Network`."""
+
+    token_ids: npt.NDArray[np.int32] | None = None
+    successors = 0
+
+    def __init__(self, decoder: Decoder) -> None:
+        self._decoder, self.cache_shapes = decoder, decoder.cache_shapes
+        self.dtype, self.device = decoder.dtype, decoder.device
+
+    def forward_rows(self, token_ids: Tensor, carried: Tensor | None, positions: Tensor, step: PagedPass) -> RowOutput:  # noqa: ARG002
+        """See `Network.forward_rows`. The state for children is empty."""
+        hidden = self._decoder.hidden(token_ids, positions, step)
+        return RowOutput(hidden[:, :0], hidden)
+
+    def logits(self, lm_input: Tensor) -> Tensor:
+        return self._decoder.logits(lm_input)
+
+
 class ModelNetwork:
-    """A transformers model as `neural.network.Network`."""
+    """A transformers model as `neural.network.Network`, for families without layers of ours."""
 
     token_ids: npt.NDArray[np.int32] | None = None
     successors = 0
 
     def __init__(self, model: Any) -> None:
-        """Changes the model: its attention uses our cache from now on. Raises `NotSupported` for one whose keys and
-        values are not alike in all layers."""
+        """Changes the model: its attention uses our cache from now on. Raises `NotSupported` for one whose layers do
+        not all have keys and values."""
         model.set_attn_implementation(_ATTENTION)
         self._body, self._lm_head = model.get_decoder(), model.get_output_embeddings()
-        self.layers, self.dtype, self.device = int(model.config.num_hidden_layers), model.dtype, model.device
-        self.kv_heads, self.head_dim = self._key_shape()
+        self.dtype, self.device = model.dtype, model.device
+        self.cache_shapes: Sequence[CacheShape] = self._shapes(int(model.config.num_hidden_layers))
 
-    def forward_rows(self, token_ids: Tensor, carried: Tensor | None, positions: Tensor, attend: Attend) -> RowOutput:  # noqa: ARG002
+    def forward_rows(
+        self,
+        token_ids: Tensor,
+        carried: Tensor | None,  # noqa: ARG002
+        positions: Tensor,
+        step: PagedPass | UncachedPass,
+    ) -> RowOutput:
         """See `Network.forward_rows`. The state for children is empty."""
         output = self._body(
-            input_ids=token_ids[None], position_ids=positions[None], use_cache=False, outrider_attend=attend
+            input_ids=token_ids[None], position_ids=positions[None], use_cache=False, outrider_step=step
         )
         hidden: Tensor = output.last_hidden_state[0]
         return RowOutput(hidden[:, :0], hidden)
 
     @torch.inference_mode()
-    def _key_shape(self) -> tuple[int, int]:
-        """Heads and width of the keys of every layer: configurations name them in many ways, or not at all."""
-        keys, values = dict[int, torch.Size](), dict[int, torch.Size]()
-
-        def look(layer: int, query: Tensor, key: Tensor, value: Tensor) -> Tensor:
-            keys[layer], values[layer] = key.shape, value.shape
-            return query.new_zeros(*query.shape[:-1], value.shape[-1])
-
-        token = torch.zeros(1, dtype=torch.int64, device=self.device)
-        self.forward_rows(token, None, token, look)
-        if keys.keys() != set(range(self.layers)):
-            raise NotSupported(f"{len(keys)} of the {self.layers} layers of a model have attention: it cannot draft")
-        if len(shapes := {*keys.values(), *values.values()}) > 1:
-            found = ", ".join(sorted(f"{heads} x {width}" for _, heads, width in shapes))
-            raise NotSupported(f"a model whose keys and values have several shapes ({found}) cannot draft")
-        _, heads, width = shapes.pop()
-        return heads, width
+    def _shapes(self, layers: int) -> list[CacheShape]:
+        """Of every layer: configurations name heads and widths in many ways, or not at all."""
+        token, seen = torch.zeros(1, dtype=torch.int64, device=self.device), _SeenShapes()
+        self.forward_rows(token, None, token, seen)
+        if seen.by_layer.keys() != set(range(layers)):
+            raise NotSupported(
+                f"{len(seen.by_layer)} of the {layers} layers of a model have attention: it cannot draft"
+            )
+        return [seen.by_layer[layer] for layer in range(layers)]
 
     def logits(self, lm_input: Tensor) -> Tensor:
         logits: Tensor = self._lm_head(lm_input)
         return logits
+
+
+class _SeenShapes(UncachedPass):
+    """Shapes of keys and values by layer, of a pass that attends to nothing."""
+
+    def __init__(self) -> None:
+        self.by_layer: dict[int, CacheShape] = {}
+
+    def attend(self, layer: int, query: Tensor, key: Tensor, value: Tensor, scaling: float) -> Tensor:  # noqa: ARG002
+        self.by_layer[layer] = CacheShape(key.shape[1], key.shape[2], value.shape[2])
+        return query.new_zeros(*query.shape[:-1], value.shape[-1])
 
 
 class ModelDrafter(CachingDrafter):
@@ -135,13 +184,15 @@ class ModelDrafter(CachingDrafter):
             )
         check_name(config.draft_model)
         self._source = model_source(config.draft_model)
-        self._folder, settings = _settings_of(self._source)
+        self._folder, self._settings, self._description = _settings_of(self._source)
         # The target refuses a draft that was made for another tokenizer; a vocabulary's size tells little.
         self.tokenizer_fingerprint = folder_fingerprint(self._folder)
         # Trees must not reach past the end of position tables.
-        tree = config.tree
-        longest = int(getattr(settings, "max_position_embeddings", config.max_context + tree.num_steps))
-        super().__init__(config, tree, int(settings.vocab_size), min(config.max_context, longest - tree.num_steps))
+        tree, text = config.tree, self._settings.get_text_config()
+        longest = int(getattr(text, "max_position_embeddings", config.max_context + tree.num_steps))
+        if self._description is not None:
+            longest = self._description.spec.max_positions
+        super().__init__(config, tree, int(text.vocab_size), min(config.max_context, longest - tree.num_steps))
 
     def stats(self) -> Mapping[str, float]:
         return {**super().stats(), "model_read_rows_total": self._rows}
@@ -169,17 +220,18 @@ class ModelDrafter(CachingDrafter):
         return [place for place in super()._prepare(sequences) if not _unread(sequences[place])]
 
     def _load_network(self) -> Network:
-        config = self._config
         try:
-            settings = read_configuration(self._folder)
-            model: Any = load_causal_lm(Checkpoint.of_folder(self._folder), settings, getattr(torch, config.dtype))
-        except (OSError, CheckpointRefused) as error:
+            checkpoint = Checkpoint.of_folder(self._folder)
+            if self._description is not None:
+                return DecoderNetwork(self._decoder(checkpoint, self._description))
+            model: Any = load_causal_lm(checkpoint, self._settings, getattr(torch, self._config.dtype))
+        except (OSError, CheckpointRefused, WeightsRefused, FamilyRefused) as error:
             raise NotSupported(f"{self._source} cannot be loaded: {first_line(error)}") from None
-        model = model.to(config.device).eval().requires_grad_(False)
+        kind, model = self._settings.model_type, model.to(self._config.device).eval().requires_grad_(False)
         if not getattr(model, "_supports_attention_backend", False):
-            raise NotSupported(f"{settings.model_type} cannot draft: its attention cannot be replaced")
+            raise NotSupported(f"{kind} cannot draft: its attention cannot be replaced")
         if any(getattr(module, "is_causal", True) is False for module in model.modules()):
-            raise NotSupported(f"{settings.model_type} cannot draft: its tokens see later ones")
+            raise NotSupported(f"{kind} cannot draft: its tokens see later ones")
         try:
             self._own_hidden = _own_hidden(model)
             return ModelNetwork(model)
@@ -188,10 +240,31 @@ class ModelDrafter(CachingDrafter):
         # A model of another kind, such as an encoder, may raise anything.
         except Exception as error:
             reason = f"it does not run on token ids alone: {first_line(error)}"
-            raise NotSupported(f"{settings.model_type} cannot draft: {reason}") from error
+            raise NotSupported(f"{kind} cannot draft: {reason}") from error
+
+    def _decoder(self, checkpoint: Checkpoint, description: Description) -> Decoder:
+        """The model of our layers, which are compared with transformers'."""
+        text, source = self._settings.get_text_config(), cast(TensorSource, checkpoint)
+        if text is not self._settings:
+            source = TextPart(source)
+        source = WholeNames(source, description.names)
+        decoder = build(description, source, self._place)
+        if differing := layers_that_differ(decoder, text, source):
+            raise NotSupported(
+                f"{self._source} cannot draft: our layers differ from transformers': {', '.join(differing)}"
+            )
+        if decoder.device.type == "cuda":
+            prepare_decoder(decoder, LayerOptions(compiled=False))
+        return decoder
 
     def _warm_up(self) -> None:
-        """Raises `NotSupported` unless the model's hidden state through our cache is the one of its own attention."""
+        """Raises `NotSupported` unless a transformers model's hidden state through our cache is the one of its own
+        attention."""
+        if self._description is None:
+            self._check_attention()
+        super()._warm_up()
+
+    def _check_attention(self) -> None:
         entry = CacheEntry()
         tokens = _probe(self.vocabulary_size)
         self.drafting.reserve(entry, len(tokens))
@@ -208,7 +281,6 @@ class ModelDrafter(CachingDrafter):
         # Negated, so that NaN is refused too.
         if not (found - self._own_hidden).norm() <= _TOLERANCE * self._own_hidden.norm():
             raise NotSupported("this model's attention is not plain causal attention; it cannot draft")
-        super()._warm_up()
 
 
 def _unread(sequence: DraftSequence) -> int:
@@ -225,22 +297,37 @@ def check_name(model: str) -> None:
         raise NotSupported(f"{model} cannot draft: {refused}") from None
 
 
-def _settings_of(source: str) -> tuple[Path, PretrainedConfig]:
-    """A model's folder, fetched if it is on a hub, and its configuration. Raises `NotSupported` for one that cannot
-    draft."""
+def _settings_of(source: str) -> tuple[Path, PretrainedConfig, Description | None]:
+    """A model's folder, fetched if it is on a hub, its configuration, and the description of its layers where they are
+    ours. Raises `NotSupported` for one that cannot draft."""
     try:
         folder = model_folder(source)
         read_config(folder)
         settings = read_configuration(folder)
     except (OSError, ValueError) as error:
         raise NotSupported(f"{source} cannot be loaded: {first_line(error)}") from None
-    shaped = [name for name in _SHAPED_LOGITS if getattr(settings, name, None) not in (None, 1, 1.0)]
-    reason = ", ".join(shaped) or attention_refusal(settings)
-    if settings.get_text_config() is not settings:
-        reason = "it takes more than text"
-    if reason or not hasattr(settings, "num_attention_heads"):
-        raise NotSupported(f"{settings.model_type} cannot draft: {reason or 'it has no attention'}")
-    return folder, settings
+    text = settings.get_text_config()
+    try:
+        described = describe(text)
+    except FamilyRefused:
+        described = None
+    # What a foreign configuration has in place of a number.
+    except (ArithmeticError, AttributeError, LookupError, RuntimeError, TypeError, ValueError) as error:
+        raise NotSupported(f"{text.model_type} cannot draft: {first_line(error)}") from None
+    reason = attention_refusal(text, variants=described is not None)
+    if described is not None:
+        if any(isinstance(layer.attention, RecurrentSpec) for layer in described.spec.layers):
+            reason = "trees have no states of its recurrent layers"
+    else:
+        shaped = [name for name in _SHAPED_LOGITS if getattr(settings, name, None) not in (None, 1, 1.0)]
+        reason = ", ".join(shaped) or reason
+        if text is not settings:
+            reason = "it takes more than text"
+        elif not hasattr(settings, "num_attention_heads"):
+            reason = reason or "it has no attention"
+    if reason:
+        raise NotSupported(f"{settings.model_type} cannot draft: {reason}")
+    return folder, settings, described
 
 
 def _probe(vocabulary_size: int) -> list[int]:

@@ -3,40 +3,42 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
-from torch import Tensor, nn
+from torch import Tensor
 
 from outrider.heads import HeadRefused
+from tree_models.names import WeightNames
+from tree_models.slots import WeightSlot, specs_of
+from tree_models.weights.checkpoint import Stored, TensorsInMemory, WeightsRefused
+from tree_models.weights.loading import check_names, load_slots
 
-# Names in a message. Chosen to fit a line.
-_NAMED = 4
-
-
-def fill(module: nn.Module, tensors: Mapping[str, Tensor]) -> None:
-    """Load weights, by the module's own names. Raises `HeadRefused`, see `check_shapes`."""
-    check_shapes(module, {name: tuple(tensor.shape) for name, tensor in tensors.items()})
-    module.load_state_dict(tensors)
+# Layouts say by themselves what of a checkpoint is left out.
+_NAMES = WeightNames(ignored=(), joining="")
 
 
-def check_shapes(module: nn.Module, shapes: Mapping[str, tuple[int, ...]]) -> None:
-    """Raise `HeadRefused` unless these are the shapes of all weights of a module, which may be on PyTorch's `meta`
-    device, by its own names."""
-    own = module.state_dict()
-    unknown, missing = sorted(shapes.keys() - own.keys()), sorted(own.keys() - shapes.keys())
-    if unknown or missing:
-        raise HeadRefused(f"weights that do not fit: unknown {_some(unknown)}, missing {_some(missing)}")
-    for name, shape in shapes.items():
-        if tuple(own[name].shape) != shape:
-            raise HeadRefused(f"{name} has shape {list(shape)}, config.json implies {list(own[name].shape)}")
+def fill(slots: Sequence[WeightSlot], tensors: Mapping[str, Tensor]) -> None:
+    """Write a head's weights. Raises `HeadRefused`, naming the first ten, where some are missing, left over, or of
+    another shape."""
+    with _refusing():
+        load_slots(slots, TensorsInMemory(tensors), _NAMES)
 
 
-def _some(names: Sequence[str]) -> str:
-    """The first few names, for a message: a layer of experts has thousands."""
-    rest = len(names) - _NAMED
-    return (", ".join(names[:_NAMED]) or "none") + (f" and {rest} more" if rest > 0 else "")
+def check_weights(slots: Sequence[WeightSlot], stored: Mapping[str, Stored]) -> None:
+    """The part of `fill` that reads no values, of what is stored by name."""
+    with _refusing():
+        check_names(specs_of(slots), stored, _NAMES)
+
+
+@contextmanager
+def _refusing() -> Iterator[None]:
+    try:
+        yield
+    except WeightsRefused as error:
+        raise HeadRefused(str(error)) from None
 
 
 def write_folder(

@@ -12,7 +12,12 @@ from outrider.weights import Weights
 
 # Weights that a head may leave to its target, by the head's names, and where targets have them.
 EMBEDDING, LM_HEAD = "embed_tokens.weight", "lm_head.weight"
-_EMBEDDINGS = ("model.embed_tokens.weight", "embed_tokens.weight", "transformer.wte.weight")
+_EMBEDDINGS = (
+    "model.embed_tokens.weight",
+    "embed_tokens.weight",
+    "transformer.wte.weight",
+    "model.language_model.embed_tokens.weight",
+)
 _PUBLISHED = {EMBEDDING: _EMBEDDINGS, LM_HEAD: ("lm_head.weight", "output.weight", *_EMBEDDINGS)}
 
 # Files of which a folder with a tokenizer has one.

@@ -11,11 +11,12 @@ from torch import Tensor
 from draft_service.checkpoints.files import fill, write_folder
 from draft_service.checkpoints.target import EMBEDDING, LM_HEAD, TargetCheckpoint
 from draft_service.checkpoints.vocabulary import ids_of, restrict, tensors_of
-from draft_service.eagle.head import EagleHead
-from draft_service.eagle.head_config import HeadConfig
-from draft_service.eagle.layouts import head_config, module_name, neutral_name, published_config, published_name
+from draft_service.eagle.head import IN_FP32, EagleHead
+from draft_service.eagle.head_config import HeadConfig, LayeredShape
+from draft_service.eagle.layouts import head_config, neutral_name, published_config, published_name
 from outrider.heads import HeadRefused, weight_fingerprint
 from outrider.weights import Weights
+from tree_models.layers.placing import Placement
 
 
 class EagleCheckpoint:
@@ -30,18 +31,24 @@ class EagleCheckpoint:
         self._names = {name: published for name, published in names if name is not None}
         self.config = head_config(self._weights.config, self._weights.shapes(self._names))
 
-    def load(self, *, target: TargetCheckpoint | None = None, token_map: Sequence[int] | None = None) -> EagleHead:
-        """Load the head, in fp32 on the CPU. Raises `HeadRefused` if it does not fit the target, or needs one and there
-        is none.
+    def load(
+        self,
+        place: Placement = IN_FP32,
+        *,
+        target: TargetCheckpoint | None = None,
+        token_map: Sequence[int] | None = None,
+    ) -> EagleHead:
+        """Load the head. Raises `HeadRefused` if it does not fit the target, or needs one and there is none.
 
         Args:
+            place: where it lies.
             target: gives the token embedding and the lm_head that the head does not have.
             token_map: target ids to limit the draft vocabulary to (FR-Spec, arXiv 2502.14856); those that are not in
                 the head's vocabulary are ignored.
         """
         if target is not None:
             target.check_fits(self.config)
-        return make_head(self.config, self._weights.tensors(self._names), target, token_map)
+        return make_head(self.config, self._weights.tensors(self._names), place, target, token_map)
 
     def projection_fingerprint(self) -> str:
         """The fingerprint of the weight that fuses hidden states, by which a target identifies its copy of the head."""
@@ -49,18 +56,23 @@ class EagleCheckpoint:
 
 
 def make_head(
-    config: HeadConfig, tensors: dict[str, Tensor], target: TargetCheckpoint | None, token_map: Sequence[int] | None
+    config: LayeredShape,
+    tensors: dict[str, Tensor],
+    place: Placement,
+    target: TargetCheckpoint | None,
+    token_map: Sequence[int] | None,
+    before: Sequence[EagleHead] = (),
 ) -> EagleHead:
-    """Make a head, in fp32 on the CPU, of weights by neutral name, which are modified. For `target` and `token_map` see
-    `EagleCheckpoint.load`. Raises `HeadRefused` for weights that are missing, unknown, or of another shape than in the
-    `config`."""
+    """Make a head of weights by neutral name, which are modified. For `place`, `target` and `token_map` see
+    `EagleCheckpoint.load`. The layers of heads `before` it come before its own in the cache. Raises `HeadRefused` for
+    weights that are missing, left over, or of another shape than in the `config`."""
     offsets = tensors.pop("d2t", None)
     token_ids = None if offsets is None else ids_of(offsets)
     config, token_ids = restrict(config, token_ids, token_map, tensors, [LM_HEAD])
     _add_shared_weights(tensors, config, token_ids, target)
-    head = EagleHead(config, token_ids)
-    fill(head, {module_name(name, config): tensor for name, tensor in tensors.items()})
-    return head.requires_grad_(False).eval()
+    head = EagleHead(config, token_ids, place, sum(len(other.layers) for other in before))
+    fill(head.slots(), tensors)
+    return head.eval()
 
 
 def save_head(
@@ -68,7 +80,8 @@ def save_head(
 ) -> Path:
     """Write config.json, model.safetensors and, if there is a `record` of the training, training.json. The token
     embedding is the target's and left out, unless `embedding` is set. So is an lm_head that is the target's."""
-    config, own = head.config, head.state_dict()
+    config, own = head.config, head.weights()
+    assert isinstance(config, HeadConfig), "an MTP module is part of its target"
     if not embedding:
         del own[EMBEDDING]
     if config.tied_lm_head:
@@ -80,7 +93,7 @@ def save_head(
 
 
 def _add_shared_weights(
-    tensors: dict[str, Tensor], config: HeadConfig, token_ids: Tensor | None, target: TargetCheckpoint | None
+    tensors: dict[str, Tensor], config: LayeredShape, token_ids: Tensor | None, target: TargetCheckpoint | None
 ) -> None:
     """Add the target's embedding and lm_head where the head has none."""
     missing = [name for name in (EMBEDDING, LM_HEAD) if name not in tensors]

@@ -9,7 +9,7 @@ from draft_service.drafters.base import DrafterSpec
 from draft_service.eagle.checkpoint import EagleCheckpoint
 from draft_service.eagle.config import EagleConfig
 from draft_service.eagle.head import EagleHead
-from draft_service.eagle.head_config import HeadConfig
+from draft_service.eagle.head_config import LayeredShape
 from draft_service.eagle.head_drafter import HeadDrafter
 from outrider.errors import UnknownModel
 from outrider.heads import HeadRefused, head_source
@@ -39,13 +39,13 @@ class EagleDrafter(HeadDrafter):
         if isinstance(self._given, EagleHead):
             return self._given
         try:
-            return self._placed(self._given.load(target=self._target, token_map=token_map))
+            return self._given.load(self._place, target=self._target, token_map=token_map)
         except HeadRefused as refused:
             if not self._no_target:
                 raise
             raise HeadRefused(f"{refused}; the one that its record names was not found: {self._no_target}") from None
 
-    def _request(self, config: EagleConfig, shape: HeadConfig) -> FeatureRequest:
+    def _request(self, config: EagleConfig, shape: LayeredShape) -> FeatureRequest:
         layers = shape.feature_layers
         if layers is None:
             if self._target is None:
@@ -60,7 +60,7 @@ class EagleDrafter(HeadDrafter):
         )
 
 
-def _target_of(config: EagleConfig, shape: HeadConfig) -> tuple[TargetCheckpoint | None, str]:
+def _target_of(config: EagleConfig, shape: LayeredShape) -> tuple[TargetCheckpoint | None, str]:
     """The target's checkpoint, None if there is none; and why the one that the head's record names cannot be found."""
     if config.embeddings:
         return TargetCheckpoint(model_source(config.embeddings)), ""

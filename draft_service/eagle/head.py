@@ -1,21 +1,34 @@
 """An EAGLE head: the part that the target may run (`Projection`), and the part that drafts. Also used for MTP modules.
 
-Symbols: H is the head's hidden size, W the target's, F the captured states of one token, V' the draft vocabulary.
+Symbols: R rows, H is the head's hidden size, W the target's, F the captured states of one token, V' the draft
+vocabulary.
 """
 
 from __future__ import annotations
 
-from typing import cast
+from collections.abc import Iterator
 
 import torch
 from torch import Tensor, nn
+from torch.nn import functional
 
 from draft_service.checkpoints.vocabulary import check_token_ids
-from draft_service.eagle.deepseek_layers import ExpandedLatentAttention, Experts
-from draft_service.eagle.head_config import HeadConfig
-from draft_service.eagle.layers import FusedLayer, Layer, Rotary
+from draft_service.eagle.head_config import LayeredShape
 from draft_service.neural.network import RowOutput
-from draft_service.neural.tail_attention import Attend
+from tree_kernels.linear import HeadInputs, RowLinears, ScaledRows, row_linears
+from tree_models.fused.mixers import norm_of
+from tree_models.fused.preparing import LayerOptions, prepare_layers
+from tree_models.layers.decoder import LayerStack
+from tree_models.layers.linear import Linear
+from tree_models.layers.norm import Normalization
+from tree_models.layers.paged import PagedPass, UncachedPass
+from tree_models.layers.placing import Placement
+from tree_models.layers.rotary import Angles
+from tree_models.slots import Copy, WeightSlot, in_place, published
+from tree_models.spec import AttentionSpec
+
+# How heads are made, trained and saved.
+IN_FP32 = Placement(torch.device("cpu"), torch.float32)
 
 
 class Projection(nn.Module):
@@ -25,80 +38,153 @@ class Projection(nn.Module):
     optionally `fc.bias` [H], `fc_norm.{i}.weight` [W] or `input_norm.weight` [F * W].
     """
 
-    def __init__(self, config: HeadConfig) -> None:
+    def __init__(self, config: LayeredShape, place: Placement) -> None:
         super().__init__()
-        self.input_width = config.num_features * config.target_hidden_size
+        self.input_width = joined = config.num_features * config.target_hidden_size
         self._features = config.num_features
-        joined, eps = self.input_width, config.rms_norm_eps
         fused = config.kind == "eagle3"
-        self.fc = nn.Linear(joined, config.hidden_size, bias=config.fc_bias) if fused else nn.Identity()
-        self.input_norm = nn.RMSNorm(joined, eps) if config.norm_before_fc else nn.Identity()
-        norms = [nn.RMSNorm(config.target_hidden_size, eps) for _ in range(config.num_features)]
-        self.fc_norm = nn.ModuleList(norms if config.fc_norm else ())
+        self.fc = Linear(joined, [config.hidden_size], place, bias=config.fc_bias) if fused else None
+        self.input_norm = Normalization(config.norm, joined, place) if config.norm_before_fc else None
+        norms = range(config.num_features if config.fc_norm else 0)
+        self.fc_norm = nn.ModuleList(Normalization(config.norm, config.target_hidden_size, place) for _ in norms)
 
     def forward(self, states: Tensor) -> Tensor:
         """[.., F * W], the captured states side by side, to features [.., H]."""
-        states = self.input_norm(states)
+        if self.input_norm is not None:
+            states = self.input_norm(states)
         if self.fc_norm:
             parts = states.chunk(self._features, dim=-1)
             states = torch.cat([norm(part) for norm, part in zip(self.fc_norm, parts, strict=True)], dim=-1)
-        return cast(Tensor, self.fc(states))
+        return states if self.fc is None else self.fc(states)
+
+    def slots(self, copy: Copy) -> Iterator[WeightSlot]:
+        """Slots of the weights."""
+        if self.fc is not None:
+            yield from self.fc.slots(["fc"], copy)
+        named = [("input_norm", self.input_norm), *((f"fc_norm.{i}", norm) for i, norm in enumerate(self.fc_norm))]
+        for name, norm in named:
+            if isinstance(norm, Normalization):
+                yield from norm.slots(name, copy)
 
 
-class EagleHead(nn.Module):
+class EagleHead(LayerStack):
     """A head in Outrider's own form, whichever layout it was loaded from.
 
     Position i pairs the feature of token i with the embedding of token i + 1, at rotary position i, and predicts token
     i + 2. Features of committed tokens are the target's; those of drafted tokens are the head's own (`RowOutput`).
 
-    `embed_tokens.weight` [vocab_size, H] is the target's embedding unless the head has its own. `token_ids` [V'] are
-    the target ids of the draft vocabulary, or None for the whole vocabulary.
+    `embedding` [vocab_size, H] is the target's unless the head has its own. `token_ids` [V'] are the target ids of the
+    draft vocabulary, or None for the whole vocabulary.
     """
 
-    def __init__(self, config: HeadConfig, token_ids: Tensor | None = None) -> None:
-        """Random weights. `token_ids` [draft_vocab_size] int64 in ascending order; None for the whole vocabulary.
-        Raises `HeadRefused` if the two do not fit."""
-        super().__init__()
+    def __init__(
+        self,
+        config: LayeredShape,
+        token_ids: Tensor | None = None,
+        place: Placement = IN_FP32,
+        kept: int = 0,
+    ) -> None:
+        """Weights are unwritten until every slot of `slots` has been. Raises `HeadRefused` if the vocabularies do not
+        fit, and `FamilyRefused` for layers that are not computed.
+
+        Args:
+            token_ids: [draft_vocab_size] int64 in ascending order; None for the whole vocabulary.
+            kept: layers of other heads that come before these in the cache.
+        """
         check_token_ids(config, token_ids)
+        super().__init__(config.layers, config.hidden_size, config.max_positions, place, kept)
+        width, kind = config.hidden_size, config.kind
         self.config = config
-        self.projection = Projection(config)
-        self.embed_tokens = nn.Embedding(config.vocab_size, config.hidden_size)
-        fused, width = config.kind == "eagle3", config.hidden_size
-        if not fused:
-            # EAGLE-1, EAGLE-2 and MTP fuse embedding and feature here; MTP norms both.
-            self.fc = nn.Linear(2 * width, width, bias=config.fc_bias)
-            self.token_norm, self.feature_norm = (
-                nn.RMSNorm(width, config.rms_norm_eps) if config.kind == "mtp" else nn.Identity() for _ in range(2)
-            )
-        attention = None if config.latent is None else ExpandedLatentAttention(config, config.latent)
-        mlp = None if config.experts is None else Experts(config, config.experts)
-        first = FusedLayer(config) if fused else Layer(config, 0, attention, mlp)
-        self.layers = nn.ModuleList([first, *(Layer(config, layer) for layer in range(1, config.num_layers))])
-        self.norm = nn.Identity() if config.kind == "eagle" else nn.RMSNorm(width, config.rms_norm_eps)
-        self.lm_head = nn.Linear(config.hidden_size, config.draft_vocab_size, bias=False)
-        self.rotary = Rotary(config)
+        self.projection = Projection(config, place)
+        self.embedding = place.empty(config.vocab_size, width)
+        self.token_norm, self.feature_norm = (
+            None if kind == "eagle" else Normalization(config.norm, width, place) for _ in range(2)
+        )
+        # EAGLE-1, EAGLE-2 and MTP fuse embedding and feature here.
+        self.fc = None if kind == "eagle3" else Linear(2 * width, [width], place, bias=config.fc_bias)
+        self.norm = None if kind == "eagle" else Normalization(config.norm, width, place)
+        self.lm_head = Linear(width, [config.draft_vocab_size], place)
         self.register_buffer("token_ids", token_ids, persistent=False)
         self.token_ids: Tensor | None
+        # What makes an EAGLE-3 head's input in one launch.
+        self._launched: tuple[RowLinears, HeadInputs] | None = None
+
+    def prepare(self, *, int8: bool) -> None:
+        """Make passes over a cache run by few launches, where the head is on a GPU in half precision; with `int8`,
+        those of few rows with copies of the weights in int8."""
+        weight = self.embedding
+        if not weight.is_cuda or weight.element_size() != 2:
+            return
+        prepare_layers(self, self.norm, self.lm_head, LayerOptions(compiled=False, int8=int8))
+        self.prepare_input()
+
+    def prepare_input(self) -> None:
+        """Make an EAGLE-3 head's input in one launch, where the first layer is computed so."""
+        norms, attention = (self.token_norm, self.feature_norm), self.layer_specs[0].attention
+        token_norm, feature_norm = (None if norm is None else norm_of(norm) for norm in norms)
+        if self.forms[0] is None or self.fc is not None or token_norm is None or feature_norm is None:
+            return
+        assert isinstance(attention, AttentionSpec) and attention.rotary is not None, "as in EAGLE-3"
+        weight, turning = self.embedding, attention.rotary
+        frequencies = torch.tensor(turning.frequencies * 2, dtype=torch.float32, device=weight.device)
+        inputs = HeadInputs(weight.detach(), token_norm, feature_norm, frequencies, turning.scaling)
+        self._launched = row_linears(weight.device), inputs
 
     def project(self, states: Tensor) -> Tensor:
         """Captured hidden states [.., F * W], layers side by side, to features [.., H]."""
-        return cast(Tensor, self.projection(states))
+        features: Tensor = self.projection(states)
+        return features
 
-    def forward(self, token_ids: Tensor, features: Tensor, positions: Tensor, attend: Attend) -> RowOutput:
-        """One pass over rows of a token, [..] target ids, and the feature [.., H] of the token before it, whose index
-        is in `positions` [..]. Features are the target's, after `project`, or those of an earlier pass."""
-        embeddings = self.embed_tokens(token_ids).to(features.dtype)
-        rotation = self.rotary(positions)
-        if self.config.kind == "eagle3":
-            rows = self.layers[0](embeddings, features, rotation, attend)
+    def forward(
+        self, token_ids: Tensor, features: Tensor, positions: Tensor, step: PagedPass | UncachedPass
+    ) -> RowOutput:
+        """One pass over rows of a token, [R] target ids, and the feature [R, H] of the token before it, whose index is
+        in `positions` [R]. Features are the target's, after `project`, or those of an earlier pass."""
+        read, angles = self._input(token_ids, features, positions, cached=isinstance(step, PagedPass))
+        if self.fc is not None:
+            rows = self.compute_layers(self.fc(read), angles, step)
         else:
-            joined = torch.cat([self.token_norm(embeddings), self.feature_norm(features)], dim=-1)
-            rows = self.layers[0](self.fc(joined), rotation, attend)
-        for layer in self.layers[1:]:
-            rows = layer(rows, rotation, attend)
-        normed = self.norm(rows)
+            # The second half is the normed feature.
+            before = read[:, features.shape[-1] :] if self.config.norm_before_residual else features
+            rows = self.compute_layers(before.contiguous(), angles, step, ScaledRows(read, None, 0.0))
+        if self.norm is None:
+            return RowOutput(rows, rows)
+        normed = None if self.final_form is None else self.final_form.norm(rows)
+        if normed is None:
+            normed = self.norm(rows)
         return RowOutput(normed if self.config.norm_output else rows, normed)
 
     def logits(self, lm_input: Tensor) -> Tensor:
         """[.., H] to logits [.., V'] over the draft vocabulary."""
-        return cast(Tensor, self.lm_head(lm_input))
+        logits = None if self.final_form is None else self.final_form.head(lm_input)
+        return self.lm_head(lm_input) if logits is None else logits
+
+    def slots(self, copy: Copy = Tensor.copy_) -> list[WeightSlot]:
+        """Slots of every weight, by the names of `draft_service.eagle.layouts.neutral_name`."""
+        names, eagle3 = self.config.names, self.config.kind == "eagle3"
+        slots = [in_place(f"{names.embedding}.weight", self.embedding, copy), *self.projection.slots(copy)]
+        if self.fc is not None:
+            slots += self.fc.slots(["fc"], copy)
+        norms = ("layers.0.input_layernorm", "layers.0.hidden_norm") if eagle3 else ("token_norm", "feature_norm")
+        for name, norm in zip((*norms, "norm"), (self.token_norm, self.feature_norm, self.norm), strict=True):
+            slots += [] if norm is None else norm.slots(name, copy)
+        for index, layer in enumerate(self.layers):
+            slots += layer.slots(names, index, copy)
+        return slots + list(self.lm_head.slots(["lm_head"], copy))
+
+    def weights(self) -> dict[str, Tensor]:
+        """Every weight by the names of `slots`, in the head's own memory."""
+        return published(self.slots())
+
+    def _input(
+        self, token_ids: Tensor, features: Tensor, positions: Tensor, *, cached: bool
+    ) -> tuple[Tensor, list[Angles]]:
+        """[R, 2 * H] the embedding beside the feature, each normed where the head does that; and angles."""
+        if self._launched is not None and cached:
+            linears, inputs = self._launched
+            made = linears.head_input(token_ids, features, positions, inputs)
+            return made.rows, [Angles(made.cosines, made.sines)]
+        embeddings = functional.embedding(token_ids, self.embedding).to(features.dtype)
+        if self.token_norm is not None and self.feature_norm is not None:
+            embeddings, features = self.token_norm(embeddings), self.feature_norm(features)
+        return torch.cat([embeddings, features], dim=-1), self.angles(positions)

@@ -19,17 +19,16 @@ from draft_service.checkpoints.vocabulary import read_token_map
 from draft_service.drafters.base import DraftSequence
 from draft_service.drafters.hidden_states import FeatureWindow, window_of
 from draft_service.eagle.config import HeadDrafterConfig
-from draft_service.eagle.fused_head import fused
 from draft_service.eagle.head import EagleHead
-from draft_service.eagle.head_config import HeadConfig
-from draft_service.neural.cuda_graphs.attention import StaticAttend
+from draft_service.eagle.head_config import LayeredShape
 from draft_service.neural.devices import launching_on
 from draft_service.neural.network import Network, RowOutput
-from draft_service.neural.tail_attention import Attend
 from draft_service.neural.tree_drafting import Extension
 from draft_service.neural_drafter import CachingDrafter
 from outrider.wire.frames import FeatureRequest
 from tree_kernels.device_event import DeviceEvent
+from tree_models.layers.decoder import CacheShape
+from tree_models.layers.paged import PagedPass
 
 
 class HeadNetwork:
@@ -37,25 +36,21 @@ class HeadNetwork:
 
     successors = 1
 
-    def __init__(self, head: EagleHead, *, int8: bool = False) -> None:
-        """With `int8`, passes of few rows on a GPU use copies of the weights in int8."""
-        config, weight = head.config, head.embed_tokens.weight
-        self._head, self._fused = head, fused(head, int8=int8)
-        self.layers, self.kv_heads, self.head_dim = config.num_layers, config.num_kv_heads, config.head_dim
-        self.dtype, self.device = weight.dtype, weight.device
+    def __init__(self, head: EagleHead) -> None:
+        self._head = head
+        self.cache_shapes: Sequence[CacheShape] = head.expanded_shapes
+        self.dtype, self.device = head.embedding.dtype, head.embedding.device
         ids = head.token_ids
         self.token_ids = None if ids is None else ids.cpu().numpy().astype(np.int32)
 
-    def forward_rows(self, token_ids: Tensor, carried: Tensor | None, positions: Tensor, attend: Attend) -> RowOutput:
+    def forward_rows(self, token_ids: Tensor, carried: Tensor | None, positions: Tensor, step: PagedPass) -> RowOutput:
         """See `Network.forward_rows`; carried are features [R, H]."""
         assert carried is not None, "an EAGLE head reads features"
-        if self._fused is not None and isinstance(attend, StaticAttend):
-            return self._fused.forward(token_ids, carried, positions, attend)
-        output: RowOutput = self._head(token_ids, carried, positions, attend)
+        output: RowOutput = self._head(token_ids, carried, positions, step)
         return output
 
     def logits(self, lm_input: Tensor) -> Tensor:
-        return (self._fused or self._head).logits(lm_input)
+        return self._head.logits(lm_input)
 
 
 class Staging:
@@ -85,7 +80,7 @@ class HeadDrafter(CachingDrafter):
 
     _config: HeadDrafterConfig
 
-    def __init__(self, config: HeadDrafterConfig, shape: HeadConfig, features: FeatureRequest) -> None:
+    def __init__(self, config: HeadDrafterConfig, shape: LayeredShape, features: FeatureRequest) -> None:
         """`shape` is the head's, which `_load_head` returns at the start. Raises `SettingsError` for a device that does
         not exist."""
         super().__init__(config, config.tree, shape.vocab_size, config.max_context)
@@ -115,7 +110,8 @@ class HeadDrafter(CachingDrafter):
 
     def _load_network(self) -> Network:
         self._head = self._load_head(read_token_map(self._config.token_map))
-        network = HeadNetwork(self._head, int8=self._config.head_weights == "int8")
+        self._head.prepare(int8=self._config.head_weights == "int8")
+        network = HeadNetwork(self._head)
         self._staging = Staging(network.dtype, network.device)
         return network
 

@@ -21,7 +21,6 @@ from typing import Any
 
 from draft_service.checkpoints.facts import architectures_of, number_of
 from draft_service.eagle.head_config import HeadConfig
-from draft_service.eagle.layers import rope_of
 from outrider.heads import HeadRefused
 
 Shapes = Mapping[str, tuple[int, ...]]
@@ -33,20 +32,13 @@ _RENAMED = (
 )
 # Parts of the verifier, and buffers that are computed.
 _IGNORED = re.compile(r"^(t2d|verifier_.*|.*rotary_emb\.inv_freq|(.*\.)?position_ids)$")
-_PROJECTION = ("fc.", "fc_norm.", "input_norm.")
 
 
 def neutral_name(name: str) -> str | None:
-    """The name of a published weight in `EagleHead`, "d2t" for the token map, None for an unneeded weight. Names of the
-    projection lack the prefix `projection.`; see `module_name`."""
+    """The name of a published weight in `EagleHead.slots`, "d2t" for the token map, None for an unneeded weight."""
     for pattern, replacement in _RENAMED:
         name = pattern.sub(replacement, name)
     return None if _IGNORED.match(name) else name
-
-
-def module_name(name: str, config: HeadConfig) -> str:
-    """The name of a neutral weight in the state of `EagleHead`."""
-    return f"projection.{name}" if config.kind == "eagle3" and name.startswith(_PROJECTION) else name
 
 
 def head_config(config: Mapping[str, Any], shapes: Shapes) -> HeadConfig:
@@ -55,7 +47,7 @@ def head_config(config: Mapping[str, Any], shapes: Shapes) -> HeadConfig:
     layer, feature_layers, target = _by_layout(config)
     _refuse_foreign(config, shapes)
     fused = "layers.0.hidden_norm.weight" in shapes
-    sizes = layer_settings(layer, shapes)
+    sizes = _sizes(layer, shapes)
     drafted = next((shapes[name][0] for name in ("lm_head.weight", "d2t") if name in shapes), None)
     target_hidden = int(config.get("target_hidden_size") or sizes["hidden_size"]) if fused else sizes["hidden_size"]
     return HeadConfig(
@@ -65,7 +57,7 @@ def head_config(config: Mapping[str, Any], shapes: Shapes) -> HeadConfig:
         num_layers=1 + max(int(name.split(".")[1]) for name in shapes if name.startswith("layers.")),
         num_features=shapes["fc.weight"][1] // target_hidden if fused else 1,
         feature_layers=feature_layers if fused else None,
-        rope=rope_of(layer),
+        rope=_rope(layer),
         norm_output=bool(config.get("norm_output", False)),
         norm_before_residual=bool(config.get("norm_before_residual", False)),
         target=target,
@@ -77,9 +69,17 @@ def head_config(config: Mapping[str, Any], shapes: Shapes) -> HeadConfig:
     )
 
 
-def layer_settings(config: Mapping[str, Any], shapes: Shapes) -> dict[str, Any]:
-    """The settings that a head's layer shares with Llama's, as arguments of `HeadConfig`. For `config`, its entries
-    about the layer, and `shapes` see `head_config`. Raises `HeadRefused` if one is missing, or not supported."""
+def _rope(config: Mapping[str, Any]) -> dict[str, Any]:
+    """transformers' `rope_parameters` from a config.json of any age: rope_theta, rope_scaling, rope_parameters."""
+    rope = dict(config.get("rope_parameters") or config.get("rope_scaling") or {})
+    rope["rope_type"] = rope.pop("type", None) or rope.get("rope_type") or "default"
+    rope.setdefault("rope_theta", float(config.get("rope_theta") or 10000.0))
+    return rope
+
+
+def _sizes(config: Mapping[str, Any], shapes: Shapes) -> dict[str, Any]:
+    """The settings that a head's layer shares with Llama's, as arguments of `HeadConfig`, by the entries about the
+    layer. Raises `HeadRefused` if one is missing, or not supported."""
     activation = config.get("hidden_act", "silu")
     if activation != "silu":
         raise HeadRefused(f"an activation of {activation!r} is not served, only silu")
@@ -165,6 +165,5 @@ def published_config(config: HeadConfig) -> dict[str, Any]:
 
 
 def published_name(name: str, config: HeadConfig) -> str:
-    """The inverse of `neutral_name` and `module_name` for the layout of SGLang and SpecForge."""
-    name = name.removeprefix("projection.")
+    """The inverse of `neutral_name` for the layout of SGLang and SpecForge."""
     return re.sub(r"^layers\.0\.", "midlayer.", name) if config.kind == "eagle3" else name

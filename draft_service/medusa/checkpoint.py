@@ -24,9 +24,12 @@ from draft_service.checkpoints.facts import architectures_of
 from draft_service.checkpoints.files import fill, write_folder
 from draft_service.checkpoints.target import TargetCheckpoint
 from draft_service.checkpoints.vocabulary import ids_of, restrict, tensors_of
+from draft_service.eagle.head import IN_FP32
 from draft_service.medusa.head import MedusaHead, MedusaShape
 from outrider.heads import HeadRefused
 from outrider.weights import Weights
+from tree_models.layers.placing import Placement
+from tree_models.slots import specs_of
 
 # A file of heads alone is preferred to the target's checkpoint in the same folder.
 _FILES = ("medusa_lm_head.safetensors", "model.safetensors")
@@ -48,26 +51,34 @@ class MedusaCheckpoint:
         self._names = _names(self._weights)
         self.config = _shape(self._weights, self._names)
 
-    def load(self, *, target: TargetCheckpoint | None = None, token_map: Sequence[int] | None = None) -> MedusaHead:
-        """Load the heads, in fp32 on the CPU. Raises `HeadRefused` if they do not fit the `target`. With a `token_map`
-        of target ids only these are drafted; those that the heads do not have are ignored."""
+    def load(
+        self,
+        place: Placement = IN_FP32,
+        *,
+        target: TargetCheckpoint | None = None,
+        token_map: Sequence[int] | None = None,
+    ) -> MedusaHead:
+        """Load the heads. Raises `HeadRefused` if they do not fit the `target`. With a `token_map` of target ids only
+        these are drafted; those that the heads do not have are ignored."""
         shape, tensors = self.config, self._weights.tensors(self._names)
         if target is not None:
             target.check_fits(shape)
         lm_heads = [f"heads.{head}.{shape.num_layers}.weight" for head in range(shape.num_heads)]
-        heads = MedusaHead(*restrict(shape, _token_ids(self._weights), token_map, tensors, lm_heads))
-        for name, own in heads.state_dict().items():
+        shape, token_ids = restrict(shape, _token_ids(self._weights), token_map, tensors, lm_heads)
+        heads = MedusaHead(shape, token_ids, place)
+        slots = heads.slots()
+        for name, spec in specs_of(slots).items():
             # vLLM's blocks may have no bias.
             if name.endswith(".linear.bias"):
-                tensors.setdefault(name, torch.zeros_like(own))
-        fill(heads, tensors)
-        return heads.requires_grad_(False).eval()
+                tensors.setdefault(name, torch.zeros(spec.shape))
+        fill(slots, tensors)
+        return heads.eval()
 
 
 def save_heads(heads: MedusaHead, folder: str | Path, record: Mapping[str, Any] | None = None) -> Path:
     """Write config.json, medusa_lm_head.safetensors and, if there is a `record` of the training, training.json."""
     shape = heads.config
-    tensors = {_PREFIX.sub("", name): tensor for name, tensor in heads.state_dict().items()}
+    tensors = {_PREFIX.sub("", name): tensor for name, tensor in heads.weights().items()}
     if heads.token_ids is not None:
         tensors |= tensors_of(heads.token_ids, shape.vocab_size)
     config = {

@@ -63,7 +63,7 @@ class MedusaDrafter(NeuralDrafter[MedusaDrafting]):
     def _load(self) -> MedusaDrafting:
         if isinstance(self._heads, MedusaCheckpoint):
             token_map = read_token_map(self._config.token_map)
-            self._heads = self._placed(self._heads.load(target=self._target, token_map=token_map))
+            self._heads = self._heads.load(self._place, target=self._target, token_map=token_map)
         return MedusaDrafting(self._heads, self._tree, self._fixed)
 
     def _prepare(self, sequences: Sequence[DraftSequence]) -> list[int]:

@@ -29,7 +29,6 @@ class MedusaDrafting:
     def __init__(self, heads: MedusaHead, shape: TreeShape, tree: FixedTree | None) -> None:
         """The first `shape.num_steps` heads are used. `tree` is a fixed tree; None grows best first."""
         self._heads, self._shape, self._tree = heads, shape, tree
-        self._weight = heads.lm_heads[0].weight
         ids = heads.token_ids
         self._token_ids = None if ids is None else ids.cpu().numpy().astype(np.int32)
 
@@ -44,13 +43,13 @@ class MedusaDrafting:
     @torch.inference_mode()
     def _candidates(self, sequences: Sequence[DraftSequence]) -> tuple[np.ndarray, np.ndarray]:
         """Tokens and probabilities [B, K, M] for every depth of every sequence."""
-        shape, weight = self._shape, self._weight
+        shape, place = self._shape, self._heads.place
         states = torch.cat([one.state.float() for one in sequences])
-        logits = self._heads(states.to(weight.device, weight.dtype))[: shape.num_steps]
+        logits = self._heads(states.to(place.device, place.dtype))[: shape.num_steps]
         rows = logits.transpose(0, 1).flatten(0, 1)
         temperatures = torch.tensor([temperature_of(one) for one in sequences]).repeat_interleave(shape.num_steps)
         count = max(candidates_wanted(one.mode, shape.topk, shape.race_entrants) for one in sequences)
-        candidates = most_probable(rows, temperatures.to(weight.device), count, self._token_ids)
+        candidates = most_probable(rows, temperatures.to(place.device), count, self._token_ids)
         tokens, probs = (part.reshape(len(sequences), shape.num_steps, -1) for part in candidates)
         return tokens, probs
 

@@ -14,7 +14,11 @@ from torch.nn import functional
 
 from draft_service.checkpoints.facts import HeadShape
 from draft_service.checkpoints.vocabulary import check_token_ids
+from draft_service.eagle.head import IN_FP32
 from outrider.heads import HeadRefused
+from tree_models.layers.linear import Linear
+from tree_models.layers.placing import Placement
+from tree_models.slots import Copy, WeightSlot, published
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -35,9 +39,9 @@ class MedusaShape(HeadShape):
 class ResidualBlock(nn.Module):
     """`x + silu(linear(x))`: the identity while the weights are zero."""
 
-    def __init__(self, hidden_size: int) -> None:
+    def __init__(self, hidden_size: int, place: Placement) -> None:
         super().__init__()
-        self.linear = nn.Linear(hidden_size, hidden_size)
+        self.linear = Linear(hidden_size, [hidden_size], place, bias=True)
 
     def forward(self, states: Tensor) -> Tensor:
         """[.., H] -> [.., H]."""
@@ -45,24 +49,24 @@ class ResidualBlock(nn.Module):
 
 
 class MedusaHead(nn.Module):
-    """All heads of a target, named as published: `heads.{k}.{layer}.linear.*` are head k's residual blocks, and
-    `heads.{k}.{num_layers}.weight` [V', H] is its lm_head.
+    """All heads of a target. Names of weights are the published ones: `heads.{k}.{layer}.linear.*` are head k's
+    residual blocks, and `heads.{k}.{num_layers}.weight` [V', H] is its lm_head.
 
     From the state of token i the target's lm_head predicts token i + 1, and head k, counted from 0, token i + 2 + k.
     The last state that the target has is that of the token before the root, so head k predicts depth k + 1 of a tree.
     `token_ids` [V'] are the target ids of the draft vocabulary, or None for the whole vocabulary.
     """
 
-    def __init__(self, config: MedusaShape, token_ids: Tensor | None = None) -> None:
-        """Random weights. `token_ids` [draft_vocab_size] int64; None for the whole vocabulary. Raises `HeadRefused` if
-        the two do not fit."""
+    def __init__(self, config: MedusaShape, token_ids: Tensor | None = None, place: Placement = IN_FP32) -> None:
+        """Weights are unwritten until every slot of `slots` has been. `token_ids` [draft_vocab_size] int64; None for
+        the whole vocabulary. Raises `HeadRefused` if the two do not fit."""
         super().__init__()
         check_token_ids(config, token_ids)
-        self.config = config
+        self.config, self.place, width = config, place, config.target_hidden_size
         self.heads = nn.ModuleList(
             nn.Sequential(
-                *(ResidualBlock(config.target_hidden_size) for _ in range(config.num_layers)),
-                nn.Linear(config.target_hidden_size, config.draft_vocab_size, bias=False),
+                *(ResidualBlock(width, place) for _ in range(config.num_layers)),
+                Linear(width, [config.draft_vocab_size], place),
             )
             for _ in range(config.num_heads)
         )
@@ -70,8 +74,22 @@ class MedusaHead(nn.Module):
         self.token_ids: Tensor | None
 
     @property
-    def lm_heads(self) -> tuple[nn.Linear, ...]:
-        return tuple(cast(nn.Linear, cast(nn.Sequential, head)[-1]) for head in self.heads)
+    def lm_heads(self) -> tuple[Linear, ...]:
+        return tuple(cast(Linear, cast(nn.Sequential, head)[-1]) for head in self.heads)
+
+    def slots(self, copy: Copy = Tensor.copy_) -> list[WeightSlot]:
+        """Slots of every weight."""
+        slots: list[WeightSlot] = []
+        for number, head in enumerate(self.heads):
+            *blocks, lm_head = cast(nn.Sequential, head)
+            for layer, block in enumerate(blocks):
+                slots += cast(ResidualBlock, block).linear.slots([f"heads.{number}.{layer}.linear"], copy)
+            slots += cast(Linear, lm_head).slots([f"heads.{number}.{len(blocks)}"], copy)
+        return slots
+
+    def weights(self) -> dict[str, Tensor]:
+        """Every weight by its name, in the heads' own memory."""
+        return published(self.slots())
 
     def lm_input(self, states: Tensor) -> Tensor:
         """Inputs of the lm_heads: states [.., H] to [K, .., H]."""

@@ -3,21 +3,22 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import replace
 from pathlib import Path
 
 import torch
 
-from draft_service.checkpoints.files import check_shapes
+from draft_service.checkpoints.files import check_weights
 from draft_service.checkpoints.target import EMBEDDING, LM_HEAD, TargetCheckpoint
 from draft_service.eagle.checkpoint import make_head
-from draft_service.eagle.head import EagleHead
-from draft_service.eagle.head_config import HeadConfig
+from draft_service.eagle.head import IN_FP32, EagleHead
+from draft_service.eagle.head_config import ModuleConfig
 from draft_service.mtp.layouts import modules_of, mtp_config, mtp_layout, mtp_names
 from outrider.heads import HeadRefused
 from outrider.weights import Weights
-
-# safetensors' names of supported types; others are those of quantised weights.
-_FLOATS = ("F32", "F16", "BF16")
+from tree_models.layers.placing import Placement
+from tree_models.spec import FamilyRefused
+from tree_models.weights.checkpoint import StoredTensor
 
 
 class MtpCheckpoint:
@@ -35,45 +36,43 @@ class MtpCheckpoint:
         self._layout = mtp_layout(config, names)
         self.chained = self._layout.chained
         count = modules_of(self._layout, config, names, num_modules)
-        # Of each module: neutral name -> published name.
+        # Of each module: name in a head -> published name.
         self._names = [mtp_names(self._layout, names, module) for module in range(count)]
         self.configs = tuple(self._checked(own) for own in self._names)
-        if len({(one.num_kv_heads, one.head_dim) for one in self.configs}) > 1:
-            raise HeadRefused("MTP modules whose keys differ in shape are not served together: num_modules 1 takes one")
 
     def tokenizer_fingerprint(self) -> str:
         """The fingerprint of the target's tokenizer; empty without one. Raises `HeadRefused` for one that cannot be
         read."""
         return self._target.fingerprint()
 
-    def load(self, most: int | None = None, *, token_map: Sequence[int] | None = None) -> list[EagleHead]:
-        """Load the modules as heads, in fp32 on the CPU: the first `most`, or all for None. Modules without an
-        embedding or lm_head of their own share the target's. A `token_map` of target ids limits the draft
-        vocabulary."""
+    def load(
+        self, place: Placement = IN_FP32, most: int | None = None, *, token_map: Sequence[int] | None = None
+    ) -> list[EagleHead]:
+        """Load the modules as heads: the first `most`, or all for None. Modules without an embedding or lm_head of
+        their own share the target's. A `token_map` of target ids limits the draft vocabulary."""
         heads: list[EagleHead] = []
         for config, names in [*zip(self.configs, self._names, strict=True)][:most]:
             tensors = self._weights.tensors(names)
             if self._layout.state_first:
                 state, embedding = tensors["fc.weight"].chunk(2, dim=1)
                 tensors["fc.weight"] = torch.cat([embedding, state], dim=1)
-            head = make_head(config, tensors, self._target, token_map)
-            for name, part in ((EMBEDDING, "embed_tokens"), (LM_HEAD, "lm_head")):
+            head = make_head(config, tensors, place, self._target, token_map, heads)
+            for name, part in ((EMBEDDING, "embedding"), (LM_HEAD, "lm_head")):
                 other = next((i for i, own in enumerate(self._names[: len(heads)]) if name not in own), None)
                 if name not in names and other is not None:
                     setattr(head, part, getattr(heads[other], part))
             heads.append(head)
         return heads
 
-    def _checked(self, names: dict[str, str]) -> HeadConfig:
+    def _checked(self, names: dict[str, str]) -> ModuleConfig:
         """The configuration of the module with these weights, which are checked."""
+        config = mtp_config(self._layout, self._weights.config, names)
+        every = names | {shared: self._target.name_of(shared) for shared in {EMBEDDING, LM_HEAD} - names.keys()}
+        try:
+            skeleton = EagleHead(config, place=replace(IN_FP32, device=torch.device("meta")))
+        except FamilyRefused as refused:
+            raise HeadRefused(str(refused)) from None
         weights = self._weights
-        for name in names.values():
-            if (kind := weights.kind(name)) not in _FLOATS:
-                raise HeadRefused(f"an MTP module with quantised weights ({name} is {kind}) is not served")
-        shapes = weights.shapes(names)
-        config = mtp_config(self._layout, weights.config, shapes)
-        for shared in {EMBEDDING, LM_HEAD} - names.keys():
-            shapes[shared] = weights.shape(self._target.name_of(shared))
-        with torch.device("meta"):
-            check_shapes(EagleHead(config), shapes)
+        stored = {name: StoredTensor(weights.shape(own), weights.kind(own)) for name, own in every.items()}
+        check_weights(skeleton.slots(), stored)
         return config

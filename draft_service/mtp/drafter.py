@@ -51,8 +51,6 @@ class MtpDrafter(HeadDrafter):
             )
         self._checkpoint = MtpCheckpoint(model_source(config.base_model), config.num_modules)
         shape, *others = self._checkpoint.configs
-        if shape.experts is not None and config.cuda_graphs:
-            raise SettingsError("a mixture of experts cannot be captured: leave cuda_graphs off")
         if others and config.cuda_graphs:
             raise SettingsError(
                 f"{1 + len(others)} modules cannot be captured: leave cuda_graphs off, or take one (num_modules 1)"
@@ -66,14 +64,15 @@ class MtpDrafter(HeadDrafter):
         self.tokenizer_fingerprint = self._checkpoint.tokenizer_fingerprint()
 
     def _load_head(self, token_map: Sequence[int] | None) -> EagleHead:
-        loaded = self._checkpoint.load(self._config.tree.num_steps, token_map=token_map)
-        self._modules = [self._placed(module) for module in loaded]
+        self._modules = self._checkpoint.load(self._place, self._config.tree.num_steps, token_map=token_map)
         return self._modules[0]
 
     def _load(self) -> TreeDrafting:
         first, config = self._load_network(), self._config
         if len(self._modules) == 1:
             return drafting_on(first, config)
+        for module in self._modules[1:]:
+            module.prepare(int8=config.head_weights == "int8")
         return ModuleDrafting(self._modules, config, chained=self._checkpoint.chained)
 
     def _first_batches(self) -> Iterable[tuple[VerificationMode, int, int]]:

@@ -37,9 +37,10 @@ from draft_service.eagle.head_drafter import HeadNetwork
 from draft_service.neural.config import NeuralConfig
 from draft_service.neural.level_growth import DEPTH, Forest, Rules
 from draft_service.neural.network import Network, RootStates, RowOutput
-from draft_service.neural.tail_attention import Attend, PassRows, TailPart
+from draft_service.neural.tail_attention import PassRows, TailPart
 from draft_service.neural.tree_config import TreeShape
 from draft_service.neural.tree_drafting import CacheEntry, Extension, TreeDrafting
+from tree_models.layers.paged import PagedPass
 
 
 class ModuleNetwork(HeadNetwork):
@@ -48,20 +49,15 @@ class ModuleNetwork(HeadNetwork):
     def __init__(self, modules: Sequence[EagleHead], number: int, *, chained: bool) -> None:
         """`number` counts from 0; see `MtpCheckpoint` for `chained`."""
         super().__init__(modules[number])
-        self._first_layer = sum(module.config.num_layers for module in modules[:number])
         # Of the whole cache: a later module's rows are of later tokens.
-        self.layers = sum(module.config.num_layers for module in modules)
+        self.cache_shapes = [shape for module in modules for shape in module.expanded_shapes]
         self.successors = len(modules)
         # The last module drafts all deeper levels from its own output.
         self._passes_on_output = chained or number == len(modules) - 1
 
-    def forward_rows(self, token_ids: Tensor, carried: Tensor | None, positions: Tensor, attend: Attend) -> RowOutput:
+    def forward_rows(self, token_ids: Tensor, carried: Tensor | None, positions: Tensor, step: PagedPass) -> RowOutput:
         assert carried is not None, "a module reads states"
-
-        def attend_own(layer: int, query: Tensor, key: Tensor, value: Tensor) -> Tensor:
-            return attend(self._first_layer + layer, query, key, value)
-
-        output = super().forward_rows(token_ids, carried, positions, attend_own)
+        output = super().forward_rows(token_ids, carried, positions, step)
         return output if self._passes_on_output else RowOutput(carried, output.lm_input)
 
 

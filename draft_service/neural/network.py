@@ -14,7 +14,9 @@ import numpy.typing as npt
 import torch
 from torch import Tensor
 
-from draft_service.neural.tail_attention import Attend, TailPart
+from draft_service.neural.tail_attention import TailPart
+from tree_models.layers.decoder import CacheShape
+from tree_models.layers.paged import PagedPass
 
 
 class RowOutput(NamedTuple):
@@ -28,18 +30,16 @@ class Network(Protocol):
     """A network that drafts: an EAGLE head, or a language model. `token_ids` [V'] are the target ids of its vocabulary,
     None if that is the target's; the other attributes describe its cache."""
 
-    layers: int
     # Tokens behind a row's position that the row depends on: 1 for a head, whose rows read a state and the next token.
     successors: int
-    kv_heads: int
-    head_dim: int
+    cache_shapes: Sequence[CacheShape]  # by layer with keys and values
     dtype: torch.dtype
     device: torch.device
     token_ids: npt.NDArray[np.int32] | None
 
-    def forward_rows(self, token_ids: Tensor, carried: Tensor | None, positions: Tensor, attend: Attend) -> RowOutput:
+    def forward_rows(self, token_ids: Tensor, carried: Tensor | None, positions: Tensor, step: PagedPass) -> RowOutput:
         """One pass over R rows of integer `token_ids` [R] and `positions` [R], with the states [R, C] `carried` from
-        the parents, None for a network without, and attention over the cache."""
+        the parents, None for a network without."""
 
     def logits(self, lm_input: Tensor) -> Tensor:
         """[R, H] -> [R, V']."""

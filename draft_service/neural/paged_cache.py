@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 import torch
+from torch import Tensor
 
 from tree_kernels.pages import Pages
 
@@ -13,16 +14,17 @@ if TYPE_CHECKING:
 
 
 class DraftCache(Pages):
-    """`keys[layer]` and `values[layer]` are [num_pages, page_size, kv_heads, head_dim]."""
+    """`keys[layer]` and `values[layer]` are [num_pages, page_size, heads, width]. See `tree_models.layers.paged`."""
 
     def __init__(self, num_pages: int, page_size: int, network: Network) -> None:
         super().__init__(num_pages, page_size)
-        shape = (num_pages, page_size, network.kv_heads, network.head_dim)
         # A CPU commits memory when it is written. A GPU's kernels may read a masked slot, which must not be NaN.
         make = torch.empty if network.device.type == "cpu" else torch.zeros
-        self.keys, self.values = (
-            [make(shape, dtype=network.dtype, device=network.device) for _ in range(network.layers)] for _ in range(2)
-        )
+        self.keys, self.values = list[Tensor](), list[Tensor]()
+        for heads, *widths in network.cache_shapes:
+            for width, pools in zip(widths, (self.keys, self.values), strict=True):
+                shape = num_pages, page_size, heads, width
+                pools.append(make(shape, dtype=network.dtype, device=network.device))
 
     def extend(self, pages: list[int], tokens: int) -> bool:
         """Grow a sequence's `pages` to hold `tokens`. Returns False, and allocates nothing, if too few are free."""

@@ -2,20 +2,17 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 from itertools import accumulate
+from typing import Any
 
 import torch
 from torch import Tensor
 
 from draft_service.neural.paged_cache import DraftCache
-from tree_kernels.attention import AttentionBatch, TreeAttention
-from tree_kernels.paging import write_kv
-
-# (layer, query [.., Hq, D], key [.., Hkv, D], value [.., Hkv, D]) -> [.., Hq, D], after rotary embedding: stores keys
-# and values, and attends.
-Attend = Callable[[int, Tensor, Tensor, Tensor], Tensor]
+from tree_kernels.attention import AttentionBatch, AttentionPlan, AttentionVariant, TreeAttention
+from tree_models.layers.paged import PagedPass
 
 
 @dataclass(frozen=True, slots=True)
@@ -44,36 +41,38 @@ class PassRows:
         self.positions.extend(positions)
 
 
-class TailAttention:
-    """Stores the new rows' keys and values, and attends. One object for one pass, called once per layer.
+class NewRowsAttention:
+    """Attention of the new rows of tails, in place of `tree_kernels.attention.TreeAttention`, which takes a query for
+    every row of a tail. Rows of earlier passes get a query of zeros and their output is dropped, which costs a little
+    arithmetic and no projection, MLP or logits."""
 
-    `TreeAttention` takes a query for every row of a tail. Rows of earlier passes get a query of zeros and their output
-    is dropped, which costs a little arithmetic and no projection, MLP or logits.
-    """
+    def __init__(self, attention: Any, places: Tensor, rows: int) -> None:
+        """`places` [R] int64 of the new rows among the `rows` of all tails; `rows` for those that are not there."""
+        self._attention, self._places, self._rows = attention, places, rows
 
-    def __init__(self, attention: TreeAttention, cache: DraftCache, parts: Sequence[TailPart]) -> None:
-        batch = AttentionBatch(
-            query_starts=tuple(accumulate((part.rows for part in parts), initial=0)),
-            prefix_lengths=tuple(part.prefix for part in parts),
-            pages=tuple(tuple(part.pages) for part in parts),
-            page_size=cache.page_size,
-            parents=tuple(part.parents for part in parts),
-        )
-        fresh = fresh_rows(parts)
-        self._attention, self._cache, self._rows = attention, cache, batch.rows
-        self._plan = attention.plan(batch)
-        self._slots = torch.tensor(fresh_slots(parts, cache), device=attention.device)
-        self._fresh = None if len(fresh) == batch.rows else torch.tensor(fresh, device=attention.device)
+    def run(
+        self, plan: AttentionPlan, query: Tensor, keys: Tensor, values: Tensor, scale: float, variant: AttentionVariant
+    ) -> Tensor:
+        """See `TreeAttention.run`: [R, Hq, D] -> [R, Hq, Dv] of the new rows."""
+        queries = query.new_zeros(self._rows + 1, *query.shape[1:]).index_copy_(0, self._places, query)
+        output: Tensor = self._attention.run(plan, queries[: self._rows], keys, values, scale, variant)
+        return output.index_select(0, self._places.clamp(max=self._rows - 1))
 
-    def __call__(self, layer: int, query: Tensor, key: Tensor, value: Tensor) -> Tensor:
-        """query [R, Hq, D], key and value [R, Hkv, D] of the R new rows -> [R, Hq, D]."""
-        keys, values = self._cache.keys[layer], self._cache.values[layer]
-        write_kv(key, value, keys, values, self._slots)
-        scale = query.shape[-1] ** -0.5
-        if self._fresh is None:
-            return self._attention.run(self._plan, query, keys, values, scale)
-        queries = query.new_zeros(self._rows, *query.shape[1:]).index_copy_(0, self._fresh, query)
-        return self._attention.run(self._plan, queries, keys, values, scale).index_select(0, self._fresh)
+
+def pass_over(attention: TreeAttention, cache: DraftCache, parts: Sequence[TailPart]) -> PagedPass:
+    """A pass over the new rows of these parts."""
+    batch = AttentionBatch(
+        query_starts=tuple(accumulate((part.rows for part in parts), initial=0)),
+        prefix_lengths=tuple(part.prefix for part in parts),
+        pages=tuple(tuple(part.pages) for part in parts),
+        page_size=cache.page_size,
+        parents=tuple(part.parents for part in parts),
+    )
+    fresh, device = fresh_rows(parts), attention.device
+    slots = torch.tensor(fresh_slots(parts, cache), device=device)
+    whole = len(fresh) == batch.rows
+    own = attention if whole else NewRowsAttention(attention, torch.tensor(fresh, device=device), batch.rows)
+    return PagedPass(own, attention.plan(batch), slots, cache)
 
 
 def fresh_rows(parts: Sequence[TailPart]) -> list[int]:

@@ -33,7 +33,7 @@ from draft_service.neural.level_growth import (
 )
 from draft_service.neural.network import Network, RootStates, RowOutput
 from draft_service.neural.paged_cache import DraftCache
-from draft_service.neural.tail_attention import PassRows, TailAttention, TailPart
+from draft_service.neural.tail_attention import PassRows, TailPart, pass_over
 from draft_service.neural.tree_config import TreeShape
 from draft_service.noise import first_coin
 from outrider.sampling import VerificationMode
@@ -227,9 +227,9 @@ class TreeDrafting:
         device = self.network.device
         if carried is not None:
             carried = carried.to(device, non_blocking=True)
-        attend = TailAttention(self._attention, self.cache, rows.parts)
+        step = pass_over(self._attention, self.cache, rows.parts)
         token_ids, positions = (torch.tensor(part, device=device) for part in (rows.token_ids, rows.positions))
-        return self._network_of(level).forward_rows(token_ids, carried, positions, attend)
+        return self._network_of(level).forward_rows(token_ids, carried, positions, step)
 
 
 def rules_of(sequences: Sequence[DraftSequence], shape: TreeShape) -> Rules:

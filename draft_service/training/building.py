@@ -5,12 +5,13 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import replace
 from pathlib import Path
-from typing import Any, cast
+from typing import Any
 
 import torch
 from torch import Tensor, nn
 
-from draft_service.checkpoints.facts import same_tokenizer
+from draft_service.checkpoints.facts import HeadShape, same_tokenizer
+from draft_service.checkpoints.files import fill
 from draft_service.checkpoints.target import TargetCheckpoint
 from draft_service.eagle.checkpoint import EagleCheckpoint, save_head
 from draft_service.eagle.head import EagleHead
@@ -24,6 +25,7 @@ from outrider.errors import NotSupported, UnknownModel
 from outrider.heads import head_source
 from outrider.model_store import model_source
 from outrider.settings import SettingsError
+from tree_models.layers.norm import Normalization
 
 # Standard deviation of initial weights: `initializer_range` of Llama's configuration in transformers.
 _DEVIATION = 0.02
@@ -105,10 +107,11 @@ def _feature_layers(target_layers: int) -> tuple[int, int, int]:
     return 0, max(0, target_layers // 2 - 1), max(0, target_layers - 2)
 
 
-def new_head(shape: HeadConfig | MedusaShape, tokens: Tensor | None, weights: TeacherWeights, seed: int) -> Head:
+def new_head(shape: HeadShape, tokens: Tensor | None, weights: TeacherWeights, seed: int) -> Head:
     """A new head in fp32 on the CPU. `tokens` [V'] are the target ids of its vocabulary, None for all."""
     if isinstance(shape, MedusaShape):
         return new_medusa_head(shape, tokens, weights.lm_head)
+    assert isinstance(shape, HeadConfig), "no other kind is trained"
     return new_eagle_head(shape, tokens, weights, seed)
 
 
@@ -123,7 +126,7 @@ def new_medusa_head(shape: MedusaShape, tokens: Tensor | None, lm_head: Tensor) 
             parameter.zero_()
         for own in heads.lm_heads:
             own.weight.copy_(rows if tokens is None else rows[tokens])
-    return heads
+    return heads.requires_grad_(True)
 
 
 def new_eagle_head(shape: HeadConfig, tokens: Tensor | None, weights: TeacherWeights, seed: int) -> EagleHead:
@@ -137,17 +140,18 @@ def new_eagle_head(shape: HeadConfig, tokens: Tensor | None, weights: TeacherWei
     with torch.no_grad():
         _randomise(head, generator)
         rows = lm_head if tokens is None else lm_head[tokens]
-        head.embed_tokens.weight.copy_(embedding if into is None else embedding @ into)
+        head.embedding.copy_(embedding if into is None else embedding @ into)
         head.lm_head.weight.copy_(rows if into is None else rows @ into)
         # Scaled down, so that an untrained head is not overconfident: with the target's own norm and scale, the loss of
         # SmolLM2-135M's head started at 12 to 18 instead of 7, and was still higher after 42 steps.
         scale = head.lm_head.weight.norm(dim=1).mean()
         # A tied lm_head is not changed; scaling the norm before it gives the same distribution.
-        (cast(nn.RMSNorm, head.norm) if shape.tied_lm_head else head.lm_head).weight.div_(scale)
+        (_weight_of(head.norm) if shape.tied_lm_head else head.lm_head.weight).div_(scale)
         # The high layer comes last; its state passes through unchanged at first.
         through = torch.eye(shape.hidden_size) if into is None else into.T
-        cast(nn.Linear, head.projection.fc).weight[:, -shape.target_hidden_size :].add_(through)
-    return _frozen(head)
+        assert head.projection.fc is not None, "EAGLE-3 heads have one"
+        head.projection.fc.weight[:, -shape.target_hidden_size :].add_(through)
+    return _trained(head)
 
 
 def initial_head(config: TrainingConfig, facts: TeacherFacts) -> Head | None:
@@ -167,10 +171,9 @@ def initial_head(config: TrainingConfig, facts: TeacherFacts) -> Head | None:
         kind = "Medusa heads" if medusa else "EAGLE-3 head"
         raise SettingsError(f"--init {config.init}: no {kind} for this model's tokenizer")
     head.config = replace(head.config, target=facts.model, tokenizer_fingerprint=facts.tokenizer_fingerprint)
-    head.requires_grad_(True).train()
     if isinstance(head, EagleHead):
-        deeper = config.layers > head.config.num_layers
-        return _frozen(deepened(head, config.layers, config.seed) if deeper else head)
+        return _trained(deepened(head, config.layers, config.seed) if config.layers > len(head.layers) else head)
+    head.requires_grad_(True).train()
     if head.config.num_heads != config.steps:
         raise SettingsError(f"--init {config.init} has {head.config.num_heads} heads: pass that as --steps")
     head.config = replace(head.config, target_layers=facts.num_layers)
@@ -180,12 +183,13 @@ def initial_head(config: TrainingConfig, facts: TeacherFacts) -> Head | None:
 def deepened(head: EagleHead, layers: int, seed: int) -> EagleHead:
     """A copy of the head with `layers` layers in all. Those added at the end output zeros at first, so that its
     predictions are the same."""
+    assert isinstance(head.config, HeadConfig), "an MTP module is not trained"
     deeper = EagleHead(replace(head.config, num_layers=layers), head.token_ids)
     generator = torch.Generator().manual_seed(seed)
     with torch.no_grad():
         for added in deeper.layers[len(head.layers) :]:
             _randomise(added, generator)
-            for last in ("self_attn.o_proj", "mlp.down_proj"):
+            for last in ("attention.out", "mlp.down"):
                 for parameter in added.get_submodule(last).parameters():
                     parameter.zero_()
     deeper.load_state_dict(head.state_dict(), strict=False)
@@ -213,19 +217,28 @@ def with_vocabulary(head: EagleHead, tokens: Tensor | None, target_lm_head: Tens
     lm_head = rows @ mapping
     lm_head[before] = own
     copied = EagleHead(replace(head.config, draft_vocab_size=len(after)), tokens)
-    copied.load_state_dict(head.state_dict() | {"lm_head.weight": lm_head[after]})
-    return _frozen(copied.requires_grad_(True).train())
+    fill(copied.slots(), head.weights() | {"lm_head.weight": lm_head[after]})
+    return _trained(copied)
 
 
 def _randomise(module: nn.Module, generator: torch.Generator) -> None:
-    for parameter in module.parameters():
+    """Matrices get random numbers; the weights of norms are ones, biases zeros."""
+    for name, parameter in module.named_parameters():
         if parameter.ndim == 2:
             parameter.normal_(0.0, _DEVIATION, generator=generator)
+        else:
+            parameter.fill_(0.0 if name.endswith("bias") else 1.0)
 
 
-def _frozen(head: EagleHead) -> EagleHead:
-    """The head, with the weights that are the target's excluded from training."""
-    head.embed_tokens.weight.requires_grad_(False)
+def _weight_of(norm: Normalization | None) -> Tensor:
+    assert norm is not None and norm.weight is not None, "EAGLE-3 heads have one"
+    return norm.weight
+
+
+def _trained(head: EagleHead) -> EagleHead:
+    """The head made ready for training, from which the weights that are the target's are excluded."""
+    head.requires_grad_(True).train()
+    head.embedding.requires_grad_(False)
     if head.config.tied_lm_head:
         head.lm_head.weight.requires_grad_(False)
     return head

@@ -22,6 +22,7 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from draft_service.eagle.head import EagleHead
 from draft_service.medusa.head import MedusaHead
+from tree_models.layers.paged import UncachedPass
 
 # The heads that can be trained.
 Head = EagleHead | MedusaHead
@@ -47,26 +48,26 @@ def unroll(head: EagleHead, states: Tensor, token_ids: Tensor, steps: int) -> Te
     end of the text read token 0; their output is meaningless. `states` [B, L, F * W] are the target's hidden states,
     `token_ids` [B, L] int64."""
     length = token_ids.shape[1]
-    positions = torch.arange(length, device=token_ids.device).expand_as(token_ids)
-    attention = UnrolledAttention(length, token_ids.device)
-    features = head.project(states)
+    positions = torch.arange(length, device=token_ids.device).expand_as(token_ids).flatten()
+    attention = UnrolledAttention(len(token_ids), length, token_ids.device)
+    features = head.project(states).flatten(0, 1)
     lm_input = []
     for step in range(steps):
         shifted = functional.pad(token_ids[:, 1 + step :], (0, min(1 + step, length)))
-        output = head(shifted, features, positions + step, attention)
+        output = head(shifted.flatten(), features, positions + step, attention)
         features = output.carried
-        lm_input.append(output.lm_input)
+        lm_input.append(output.lm_input.unflatten(0, token_ids.shape))
         attention.next_step()
     return torch.stack(lm_input)
 
 
-class UnrolledAttention:
-    """An `Attend` over the keys of all steps so far: causal over those of step 0, row by row over the later ones. The
+class UnrolledAttention(UncachedPass):
+    """Attention over the keys of all steps so far: causal over those of step 0, row by row over the later ones. The
     keys of all steps are concatenated under one mask, which a fused kernel takes: no scores are stored, and the masked
     work is small beside the head's matrix products."""
 
-    def __init__(self, length: int, device: torch.device) -> None:
-        self._step = 0
+    def __init__(self, texts: int, length: int, device: torch.device) -> None:
+        self._step, self._shape = 0, (texts, length)
         self._keys: dict[int, list[Tensor]] = {}
         self._values: dict[int, list[Tensor]] = {}
         self._diagonal = torch.eye(length, dtype=torch.bool, device=device)
@@ -78,8 +79,9 @@ class UnrolledAttention:
         self._step += 1
         self._mask = torch.cat([self._mask, self._diagonal], dim=1)
 
-    def __call__(self, layer: int, query: Tensor, key: Tensor, value: Tensor) -> Tensor:
-        """query [B, L, Hq, D], key and value [B, L, Hkv, D] -> [B, L, Hq, D]."""
+    def attend(self, layer: int, query: Tensor, key: Tensor, value: Tensor, scaling: float) -> Tensor:
+        """query [B * L, Hq, D], key and value [B * L, Hkv, D] -> [B * L, Hq, D]."""
+        query, key, value = (part.view(*self._shape, *part.shape[1:]) for part in (query, key, value))
         keys, values = self._keys.setdefault(layer, []), self._values.setdefault(layer, [])
         group = query.shape[2] // key.shape[2]
         # Repeated, since kernels that take a mask do not take grouped heads.
@@ -87,13 +89,13 @@ class UnrolledAttention:
         values.append(value.repeat_interleave(group, dim=2).transpose(1, 2))
         rows = query.transpose(1, 2)
         if self._step == 0:
-            out = functional.scaled_dot_product_attention(rows, keys[0], values[0], is_causal=True)
+            out = functional.scaled_dot_product_attention(rows, keys[0], values[0], is_causal=True, scale=scaling)
         else:
             with _kernels_that_take_masks(query.device):
                 out = functional.scaled_dot_product_attention(
-                    rows, torch.cat(keys, dim=2), torch.cat(values, dim=2), attn_mask=self._mask
+                    rows, torch.cat(keys, dim=2), torch.cat(values, dim=2), attn_mask=self._mask, scale=scaling
                 )
-        return out.transpose(1, 2)
+        return out.transpose(1, 2).flatten(0, 1)
 
 
 @contextlib.contextmanager

@@ -24,7 +24,7 @@ def build(description: Description, checkpoint: TensorSource, place: Placement) 
     spec, names = description.spec, description.names
     # Before any memory is taken, since a configuration may describe more than there is.
     skeleton = Decoder(spec, names, replace(place, device=torch.device("meta")))
-    check_names(specs_of(skeleton.slots()), checkpoint, names)
+    check_names(specs_of(skeleton.slots()), checkpoint.stored, names)
     decoder = Decoder(spec, names, place).eval()
     load_slots(decoder.slots(), checkpoint, names)
     return decoder

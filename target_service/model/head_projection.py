@@ -25,8 +25,9 @@ from outrider.weights import Weights
 _FILES = ("medusa_lm_head.safetensors", "model.safetensors")
 # Beside `fc`, what may stand before it: norms of each state (EAGLE-3.1), or one of all joined.
 _NEEDED = ("fc.", "fc_norm.", "input_norm.")
-# Joins embedding and state in an MTP module of DeepSeek-V3, which reads the target's state after its last norm.
-_MTP_NORMED = re.compile(r"model\.layers\.\d+\.eh_proj\.weight")
+# Joins embedding and state in MTP modules of DeepSeek-V3, Qwen3-Next and ERNIE, which read the target's state after its
+# last norm.
+_MTP_NORMED = re.compile(r"(model\.layers\.\d+\.eh_proj|mtp\.fc|model\.mtp_linear_proj\.\d+)\.weight")
 # Joins them in MTP modules of MiMo and MiMo-V2, which read the state before it: vLLM's mimo.py, SGLang's mimo_v2.py.
 _MTP_UNNORMED = re.compile(r"model\.(mtp_layers\.\d+\.input_proj|mtp\.layers\.\d+\.eh_proj)\.weight")
 # A residual block of a Medusa head, as FasterDecoding or vLLM names it.

@@ -10,6 +10,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
+from eagle_heads import beginning
 
 from benchmarks.running_ahead import tables as running_ahead_tables
 from benchmarks.running_ahead.calibration import Correction, by_bin, corrected, factor_of, fit, judged, table_of_chain
@@ -280,10 +281,9 @@ def test_stored_tables_are_those_of_the_stored_figures() -> None:
 def drawn() -> tuple[EagleHead, Recording]:
     """A head with random weights, and random states."""
     torch.manual_seed(3)
-    shape = HeadConfig(
-        "eagle3", 32, 64, 4, 2, 8, 1, 3, (0, 1, 2), vocab_size=90, draft_vocab_size=90, target_hidden_size=32
-    )
-    head = EagleHead(shape).eval()
+    sizes = {"vocab_size": 90, "draft_vocab_size": 90, "target_hidden_size": 32}
+    shape = HeadConfig("eagle3", 32, 64, 4, 2, 8, num_features=3, feature_layers=(0, 1, 2), **sizes)
+    head = beginning(EagleHead(shape)).requires_grad_(False).eval()
     with torch.no_grad():
         head.lm_head.weight.mul_(4.0)
     text = torch.randint(0, 90, (24,)).tolist()

@@ -25,8 +25,8 @@ from eagle_heads import make_head
 from draft_service.eagle.config import EagleConfig
 from draft_service.eagle.drafter import EagleDrafter
 from draft_service.eagle.head_drafter import HeadNetwork
-from draft_service.neural.cuda_graphs import attention as static_attention
 from tree_kernels.attention.triton_backend import TritonAttention, TritonSettings
+from tree_models.layers import paged
 
 SHAPE = {"topk": 3, "num_steps": 3, "page_size": 16, "kv_tokens": 512}
 
@@ -39,7 +39,7 @@ class InterpretedDrafting(static_drafting.StaticDrafting):
 
 
 def main() -> None:
-    static_attention.write_kv = static_drafting.write_taken
+    paged.write_kv = static_drafting.write_taken
     head = make_head(head_dim=16)
     config = EagleConfig(**(SETTINGS | SHAPE))
     drafters = [make_drafter(head, **SHAPE), make_drafter(head, **SHAPE)]

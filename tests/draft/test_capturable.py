@@ -10,27 +10,33 @@ import pytest
 from captured import Captured
 from conftest import make_tiny
 from eagle_drafting import COUPLED, GREEDY, SETTINGS, make_drafter, opened, sequence_of, states_of, text
-from eagle_heads import KINDS, make_head
+from eagle_heads import KINDS, MODULES, fuse, make_head, make_module
 from static_drafting import StaticDrafting, StaticTorch
 from torch import Tensor
 
 from draft_service.causal_lm.drafter import ModelConfig, ModelDrafter
 from draft_service.drafters.base import DraftSequence
 from draft_service.eagle.config import EagleConfig
-from draft_service.eagle.fused_head import FusedHead
-from draft_service.eagle.head_config import LatentShape
 from draft_service.eagle.head_drafter import HeadNetwork
-from draft_service.neural.cuda_graphs import attention as static_attention
 from tree_kernels.attention.triton_backend import TritonAttention, TritonPlan
-from tree_kernels.linear import RowLinears
+from tree_kernels.experts import RowExperts
 from tree_kernels.linear import layers as linear
+from tree_models.layers import paged
 
 
 class NoAttention(StaticTorch):
     """What Triton would do in two launches."""
 
-    def run(self, plan: Any, query: Tensor, key_cache: Tensor, value_cache: Tensor, scale: float) -> Tensor:  # noqa: ARG002
-        return query + scale
+    def run(
+        self,
+        plan: Any,  # noqa: ARG002
+        query: Tensor,
+        key_cache: Tensor,  # noqa: ARG002
+        value_cache: Tensor,
+        scale: float,
+        variant: Any = None,  # noqa: ARG002
+    ) -> Tensor:
+        return (query + scale)[..., : value_cache.shape[-1]]
 
 
 class CapturedDrafting(StaticDrafting):
@@ -61,24 +67,26 @@ def write_nothing(*_: Tensor) -> None:
 def test_trees_and_commits_can_be_captured(
     kind: dict[str, Any], mode: Any, fused: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(static_attention, "write_kv", write_nothing)
+    monkeypatch.setattr(paged, "write_kv", write_nothing)
     monkeypatch.setattr(linear, "write_kv", write_nothing)
     head = make_head(head_dim=16, **kind)
     drafter, config = make_drafter(head), EagleConfig(**SETTINGS)
-    network = HeadNetwork(head)
-    network._fused = FusedHead(head, RowLinears(), RowLinears()) if fused else None
-    drafting = drafter._drafting = CapturedDrafting(network, config)
+    if fused:
+        fuse(head)
+    drafting = drafter._drafting = CapturedDrafting(HeadNetwork(head), config)
     for count in (1, 3):
         sequences = [opened(drafter, sequence_of(text(6, i), mode), states_of(head, 6, i)) for i in range(count)]
         assert all(tree.drafted for tree in drafter.propose(sequences))
     assert len(drafting._trees) == 2 and len(drafting._passes) == 2
 
 
-@pytest.mark.parametrize("latent", [None, LatentShape(12, 8, plain=12, rotary=4, value=8)], ids=["plain", "latent"])
-def test_an_mtp_module_can_be_captured(latent: LatentShape | None, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(static_attention, "write_kv", write_nothing)
-    module = {"kind": "mtp", "num_features": 1, "feature_layers": (12,), "input_norm": True, "norm_output": True}
-    head = make_head(**module, head_dim=16, num_kv_heads=4, latent=latent)
+@pytest.mark.parametrize("changes", MODULES.values(), ids=MODULES)
+def test_an_mtp_module_can_be_captured(changes: dict[str, Any], monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(paged, "write_kv", write_nothing)
+    head = make_module(**changes)
+    if "mlp" in changes:
+        # What a GPU computes without asking the host.
+        head.layers[0].mlp.op = RowExperts()  # type: ignore[union-attr]
     drafter, config = make_drafter(head), EagleConfig(**SETTINGS)
     drafting = drafter._drafting = CapturedDrafting(HeadNetwork(head), config)
     assert drafter.propose([opened(drafter, sequence_of(text(6)), states_of(head, 6))])[0].drafted
@@ -87,11 +95,11 @@ def test_an_mtp_module_can_be_captured(latent: LatentShape | None, monkeypatch: 
 
 @pytest.mark.parametrize("family", ["llama", "qwen3"])
 def test_a_language_models_can_be_captured(family: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(static_attention, "write_kv", write_nothing)
     make_tiny(family).save_pretrained(tmp_path)
     config = ModelConfig(draft_model=str(tmp_path), dtype="float32", kv_tokens=512, page_size=8)
     drafter = ModelDrafter(config)
     drafter.start()
+    monkeypatch.setattr(paged, "write_kv", write_nothing)
     assert drafter._drafting is not None
     drafting = drafter._drafting = CapturedDrafting(drafter._drafting.network, config)
     sequence = DraftSequence(1, text(6), 1, drafter.vocabulary_size)
@@ -110,7 +118,7 @@ def test_a_rehearsal_runs_what_is_captured_and_keeps_nothing(monkeypatch: pytest
             sizes.append((plan.batch.rows, plan.batch.sequences))
             return super()._capture(run, plan)
 
-    monkeypatch.setattr(static_attention, "write_kv", write_nothing)
+    monkeypatch.setattr(paged, "write_kv", write_nothing)
     head = make_head(head_dim=16)
     drafter, config = make_drafter(head), EagleConfig(**{**SETTINGS, "captured_sequences": 4})
     drafter._config = config

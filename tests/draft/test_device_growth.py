@@ -14,7 +14,6 @@ from torch import Tensor
 from draft_service.drafters.base import DraftSequence
 from draft_service.neural.config import NeuralConfig
 from draft_service.neural.network import RowOutput
-from draft_service.neural.tail_attention import Attend
 from draft_service.neural.tree_config import TreeShape
 from draft_service.neural.tree_drafting import CacheEntry, Extension, TreeDrafting
 from outrider.sampling import SamplingParams, VerificationMode
@@ -22,6 +21,8 @@ from outrider.settings import SettingsError
 from outrider.tree import TokenTree
 from outrider.wire.frames import TreeLimits
 from tree_kernels.philox import gumbel_words_by_sequence, gumbel_words_of
+from tree_models.layers.decoder import CacheShape
+from tree_models.layers.paged import PagedPass
 
 GREEDY, COUPLED, REJECTION = VerificationMode.GREEDY, VerificationMode.COUPLED, VerificationMode.REJECTION
 TABLE = 4099
@@ -30,7 +31,7 @@ TABLE = 4099
 class PathNetwork:
     """A network whose distribution is looked up by the path: what it carries is the path's code."""
 
-    layers, kv_heads, head_dim = 1, 1, 2
+    successors, cache_shapes = 1, (CacheShape(1, 2, 2),)
     dtype, device = torch.float32, torch.device("cpu")
 
     def __init__(self, vocabulary: int, *, mapped: bool = False, flat: float = 1.5) -> None:
@@ -40,7 +41,7 @@ class PathNetwork:
         if mapped:
             self.token_ids = (np.arange(vocabulary, dtype=np.int32) * 3 + 1).astype(np.int32)
 
-    def forward_rows(self, token_ids: Tensor, carried: Tensor | None, positions: Tensor, attend: Attend) -> RowOutput:  # noqa: ARG002
+    def forward_rows(self, token_ids: Tensor, carried: Tensor | None, positions: Tensor, step: PagedPass) -> RowOutput:  # noqa: ARG002
         assert carried is not None
         codes = (carried[:, 0] * 31 + token_ids + positions) % TABLE
         return RowOutput(codes[:, None], codes[:, None])

@@ -10,6 +10,7 @@ from typing import Any
 
 import pytest
 import torch
+from eagle_heads import CausalPass, beginning
 from huggingface_hub.errors import LocalEntryNotFoundError
 from safetensors.torch import load_file, save_file
 from torch import Tensor
@@ -149,13 +150,7 @@ def target(tmp_path: Path) -> TargetCheckpoint:
 
 def output(head: EagleHead, tokens: Tensor, states: Tensor) -> RowOutput:
     """Causal, without a cache."""
-
-    def attend(_: int, query: Tensor, key: Tensor, value: Tensor) -> Tensor:
-        rows = [part.transpose(0, 1)[None] for part in (query, key, value)]
-        out = torch.nn.functional.scaled_dot_product_attention(*rows, is_causal=True, enable_gqa=True)
-        return out[0].transpose(0, 1)
-
-    return head(tokens, head.project(states), torch.arange(len(tokens)), attend)
+    return head(tokens, head.project(states), torch.arange(len(tokens)), CausalPass())
 
 
 @pytest.mark.parametrize("layout", EAGLE3_LAYOUTS)
@@ -170,7 +165,7 @@ def test_eagle3_loads_from_every_layout(layout: str, tmp_path: Path, target: Tar
     assert config.layers_of(TARGET_LAYERS) == (1, 5, 8)
     assert config.rope["rope_theta"] == 5000.0 and config.rms_norm_eps == 1e-5
     assert head.token_ids is not None and head.token_ids.tolist() == list(range(1, 2 * DRAFT, 2))
-    assert torch.equal(head.embed_tokens.weight, target.embedding())
+    assert torch.equal(head.embedding, target.embedding())
     tokens, states = torch.randint(VOCABULARY, (5,)), torch.randn(5, 3 * HIDDEN)
     assert torch.equal(
         head.logits(output(head, tokens, states).lm_input), reference.logits(output(reference, tokens, states).lm_input)
@@ -186,7 +181,7 @@ def test_eagle1_loads_from_every_layout(layout: str, tmp_path: Path, target: Tar
     assert (config.kind, config.fc_bias, config.input_norm, config.tied_lm_head) == ("eagle", True, False, True)
     # The state after the last norm.
     assert config.layers_of(TARGET_LAYERS) == (TARGET_LAYERS,)
-    assert torch.equal(head.embed_tokens.weight, tensors["embed_tokens.weight"])
+    assert torch.equal(head.embedding, tensors["embed_tokens.weight"])
     assert torch.equal(head.lm_head.weight, target.lm_head())
     states = torch.randn(3, HIDDEN)
     assert torch.equal(head.project(states), states)
@@ -233,8 +228,8 @@ def config_of(**changes: Any) -> HeadConfig:
 @pytest.mark.parametrize("changes", FLAGS.values(), ids=FLAGS)
 def test_what_is_saved_is_what_is_loaded(changes: dict[str, Any], tmp_path: Path, target: TargetCheckpoint) -> None:
     torch.manual_seed(0)
-    head = EagleHead(config_of(**changes), torch.arange(DRAFT) + 7).eval()
-    head.embed_tokens.weight.data.copy_(target.embedding())
+    head = beginning(EagleHead(config_of(**changes), torch.arange(DRAFT) + 7)).requires_grad_(False)
+    head.embedding.copy_(target.embedding())
     folder = save_head(head, tmp_path / "head", {"tokens": 1000})
     loaded = EagleCheckpoint(folder).load(target=target)
     assert loaded.config == head.config
@@ -248,13 +243,13 @@ def test_what_is_saved_is_what_is_loaded(changes: dict[str, Any], tmp_path: Path
 
 def test_the_norm_that_is_fed_back_is_the_one_asked_for() -> None:
     torch.manual_seed(0)
-    plain = EagleHead(config_of(), torch.arange(DRAFT)).eval()
-    normed = EagleHead(config_of(norm_output=True), torch.arange(DRAFT)).eval()
+    plain = beginning(EagleHead(config_of(), torch.arange(DRAFT)))
+    normed = EagleHead(config_of(norm_output=True), torch.arange(DRAFT))
     normed.load_state_dict(plain.state_dict())
     tokens, states = torch.randint(VOCABULARY, (4,)), torch.randn(4, 3 * HIDDEN)
     before, after = output(plain, tokens, states), output(normed, tokens, states)
     assert torch.equal(before.lm_input, after.lm_input) and torch.equal(after.carried, after.lm_input)
-    assert torch.equal(plain.norm(before.carried), before.lm_input)
+    assert plain.norm is not None and torch.equal(plain.norm(before.carried), before.lm_input)
 
 
 def test_a_token_map_cuts_any_head(tmp_path: Path, target: TargetCheckpoint) -> None:
@@ -301,7 +296,7 @@ REFUSED: dict[str, tuple[dict[str, Any], Callable[[Tensors], Tensors], str]] = {
     "a map that is missing": ({}, lambda t: without(t, "d2t"), "d2t"),
     "a map out of range": ({}, lambda t: t | {"d2t": torch.full((DRAFT,), 45)}, "leaves the vocabulary"),
     "a map that says one twice": ({}, lambda t: t | {"d2t": -torch.arange(DRAFT)}, "twice"),
-    "an unknown weight": ({}, lambda t: t | {"midlayer.gate.weight": weight(2)}, "unknown.*gate"),
+    "an unknown weight": ({}, lambda t: t | {"midlayer.gate.weight": weight(2)}, "left over.*gate"),
     "a missing weight": ({}, lambda t: without(t, "norm.weight"), "missing.*norm"),
     "a weight of another shape": ({}, lambda t: t | {"norm.weight": weight(8)}, "shape"),
     "no head": ({}, lambda t: without(t, "fc.weight"), "no EAGLE head"),

@@ -15,12 +15,13 @@ from torch import Tensor
 
 from draft_service.drafters.base import DraftSequence
 from draft_service.neural.network import RowOutput
-from draft_service.neural.tail_attention import Attend
 from draft_service.neural.tree_config import TreeShape
 from draft_service.neural.tree_drafting import CacheEntry, Extension, TreeDrafting
 from outrider.sampling import SamplingParams, VerificationMode
 from outrider.tree import TokenTree
 from tree_kernels.verification import Chance, rejection_walk
+from tree_models.layers.decoder import CacheShape
+from tree_models.layers.paged import PagedPass
 
 pytestmark = pytest.mark.pairs
 
@@ -41,11 +42,11 @@ DRAFT_LOGITS, TARGET_LOGITS = table(1), table(2)
 class PathNetwork:
     """A network whose distribution is looked up by the path: what it carries is the path's code."""
 
-    layers, kv_heads, head_dim = 1, 1, 2
+    successors, cache_shapes = 1, (CacheShape(1, 2, 2),)
     dtype, device = torch.float32, torch.device("cpu")
     token_ids: npt.NDArray[np.int32] | None = None
 
-    def forward_rows(self, token_ids: Tensor, carried: Tensor | None, positions: Tensor, attend: Attend) -> RowOutput:  # noqa: ARG002
+    def forward_rows(self, token_ids: Tensor, carried: Tensor | None, positions: Tensor, step: PagedPass) -> RowOutput:  # noqa: ARG002
         assert carried is not None
         codes = torch.where(carried[:, 0] < 0, torch.ones_like(carried[:, 0]), carried[:, 0] * VOCABULARY + token_ids)
         return RowOutput(codes[:, None], codes[:, None])

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
 import torch
 from eagle_drafting import (
@@ -12,14 +14,18 @@ from eagle_drafting import (
     make_drafter,
     opened,
     same_tree,
+    scores_of,
     sequence_of,
     states_of,
     text,
 )
-from eagle_heads import make_head
+from eagle_heads import MODULES, make_head, make_module
 
+from draft_service.checkpoints.files import fill
+from draft_service.eagle.head import EagleHead
 from draft_service.neural.cuda_graphs.drafting import CapturedDrafting
 from outrider.sampling import LOSSLESS_MODES, VerificationMode
+from tree_models.layers.placing import Placement
 
 pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")]
 # As narrow as Triton's products allow.
@@ -57,6 +63,26 @@ def test_trees_are_those_of_a_cpu(graphs: bool, topk: int, device: str) -> None:
                 length = len(sequences[i].token_ids)
                 sequences[i].token_ids.extend(text(1 + step % 3, step))
                 feed(sequences[i], known[i][length - 1 : length + step % 3], length - 1)
+
+
+@pytest.mark.parametrize("changes", MODULES.values(), ids=MODULES)
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_captured_trees_of_modules_are_those_that_grow_by_level(changes: dict[str, Any], dtype: str) -> None:
+    """Of bf16 near-ties turn: half of the nodes are the same at least."""
+    trees = []
+    for graphs in (False, True):
+        head = make_module(**changes)
+        made = EagleHead(head.config, head.token_ids, Placement(torch.device("cuda"), getattr(torch, dtype)))
+        fill(made.slots(), head.weights())
+        drafter = make_drafter(made, page_size=16, device="cuda", dtype=dtype, cuda_graphs=graphs)
+        sequences = [opened(drafter, sequence_of(text(7 + i, i)), states_of(made, 20, i)) for i in range(3)]
+        trees.append(drafter.propose(sequences))
+    for found, expected in zip(*trees, strict=True):
+        one, other = scores_of(found), scores_of(expected)
+        assert len(other) > 5
+        if dtype == "float32":
+            alike(found, expected)
+        assert len(one.keys() & other.keys()) >= len(other) // 2
 
 
 @pytest.mark.parametrize("mode", [GREEDY, COUPLED], ids=lambda mode: mode.value)

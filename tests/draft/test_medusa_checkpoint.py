@@ -150,9 +150,9 @@ def test_what_are_no_medusa_heads_is_refused(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("change", "reason"),
     [
-        (lambda weights: weights.pop("2.1.weight"), r"missing heads.2.1.weight$"),
+        (lambda weights: weights.pop("2.1.weight"), r"missing are heads.2.1.weight$"),
         (lambda weights: weights.pop("0.1.weight"), "the first of the heads has no lm_head"),
-        (lambda weights: weights.pop("1.0.linear.weight"), r"missing heads.1.0.linear.weight$"),
+        (lambda weights: weights.pop("1.0.linear.weight"), r"missing are heads.1.0.linear.weight$"),
         (lambda weights: weights.update({"3.1.weight": torch.zeros(7, WIDTH)}), "shape"),
         (lambda weights: weights.update({"d2t": torch.zeros(VOCABULARY, dtype=torch.int64)}), "vocab_size"),
     ],

@@ -14,7 +14,6 @@ from transformers import LlamaConfig
 from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 
 from outrider.checkpoints.folder import Checkpoint
-from target_service.model.loading.loader import CheckpointTensors
 from tree_models.building import build
 from tree_models.families import describe
 from tree_models.families.rotary import rotary
@@ -60,7 +59,7 @@ def test_folders_have_the_names_of_the_family(model_type: str, settings: dict[st
     assert len(list(tmp_path.glob("*.safetensors"))) > 1
     description = describe(model.config)
     assert description is not None
-    read = build(description, CheckpointTensors(Checkpoint.of_folder(tmp_path)), CPU)
+    read = build(description, Checkpoint.of_folder(tmp_path), CPU)
     expected = build(description, published_tensors(model), CPU)
     for (name, tensor), own in zip(read.named_parameters(), expected.parameters(), strict=True):
         assert torch.equal(tensor, own), name

@@ -55,6 +55,8 @@ def test_an_eagle1_head_reads_what_the_targets_lm_head_reads(tmp_path: Path) -> 
     ("name", "layer"),
     [
         ("model.layers.12.eh_proj.weight", TARGET_LAYERS),
+        ("mtp.fc.weight", TARGET_LAYERS),
+        ("model.mtp_linear_proj.0.weight", TARGET_LAYERS),
         ("model.mtp_layers.0.input_proj.weight", TARGET_LAYERS - 1),
         ("model.mtp.layers.0.eh_proj.weight", TARGET_LAYERS - 1),
     ],

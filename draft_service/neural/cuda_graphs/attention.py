@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -13,7 +13,6 @@ from torch import Tensor
 from draft_service.neural.paged_cache import DraftCache
 from tree_kernels.attention import AttentionBatch, plan_integers
 from tree_kernels.device_event import DeviceEvent
-from tree_kernels.paging import write_kv
 
 if TYPE_CHECKING:
     # Needs Triton, which a CPU may lack.
@@ -41,28 +40,6 @@ def capacity(sequences: int, tail: int, cache: DraftCache, *, tree: bool) -> Att
         page_size=cache.page_size,
         parents=(chain if tree else None,) * sequences,
     )
-
-
-class StaticAttend:
-    """Attention of a static pass, see `TailAttention`. Callers that write keys and values use `seen` alone."""
-
-    def __init__(self, cache: DraftCache, slots: Tensor, run: Callable[[Tensor, Tensor, Tensor], Tensor]) -> None:
-        """`slots` [R] of the rows, -1 for free rows; `run` attends, given queries and a layer's keys and values."""
-        self.slots = slots
-        self._cache, self._run = cache, run
-
-    def __call__(self, layer: int, query: Tensor, key: Tensor, value: Tensor) -> Tensor:
-        """query [R, Hq, D], key and value [R, Hkv, D] -> [R, Hq, D]."""
-        write_kv(key, value, *self.pools(layer), self.slots)
-        return self.seen(layer, query)
-
-    def pools(self, layer: int) -> tuple[Tensor, Tensor]:
-        """The layer's keys and values, [pages, page_size, Hkv, D] each."""
-        return self._cache.keys[layer], self._cache.values[layer]
-
-    def seen(self, layer: int, query: Tensor) -> Tensor:
-        """[R, Hq, D] -> [R, Hq, D], once the rows' keys and values are in their slots."""
-        return self._run(query, *self.pools(layer))
 
 
 class StaticIntegers:

@@ -12,7 +12,7 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from itertools import groupby
-from typing import TYPE_CHECKING, Any, TypeVar, cast
+from typing import TYPE_CHECKING, TypeVar, cast
 
 import numpy as np
 import torch
@@ -21,14 +21,16 @@ from torch import Tensor
 from draft_service.drafters.base import DraftSequence
 from draft_service.drafters.grown import Pending, in_order
 from draft_service.neural.config import NeuralConfig
-from draft_service.neural.cuda_graphs.attention import StaticAttend, StaticIntegers, capacity
+from draft_service.neural.cuda_graphs.attention import StaticIntegers, capacity
 from draft_service.neural.cuda_graphs.tree_pass import TreePass
 from draft_service.neural.devices import drafting_stream
 from draft_service.neural.network import Network, RowOutput
-from draft_service.neural.tail_attention import PassRows, TailPart, fresh_rows, fresh_slots
+from draft_service.neural.tail_attention import NewRowsAttention, PassRows, TailPart, fresh_rows, fresh_slots
 from draft_service.neural.tree_drafting import TreeDrafting
 from outrider.sampling import LOSSLESS_MODES, VerificationMode
 from outrider.tree import TokenTree
+from tree_kernels.graph_capture import GraphCapture
+from tree_models.layers.paged import PagedPass
 
 if TYPE_CHECKING:
     from tree_kernels.attention.triton_backend import TritonAttention
@@ -99,21 +101,14 @@ class StaticPass:
 
     def compute(self) -> RowOutput:
         """The pass over all rows of the size: outputs [new, ..]."""
-        parts = self._integers.device
-        attend = StaticAttend(self._cache, parts["slots"], self._attend)
-        output = self._network.forward_rows(parts["token_ids"], self._carried, parts["positions"], attend)
+        parts, attention = self._integers.device, self._attention
+        # Of committed rows all are new, and free ones are behind them.
+        own = attention if self.size.committed else NewRowsAttention(attention, parts["places"], self.size.tail)
+        step = PagedPass(own, self.plan, parts["slots"], self._cache)
+        output = self._network.forward_rows(parts["token_ids"], self._carried, parts["positions"], step)
         if self.size.committed:
             self._states.write(parts["states"], output, parts["ends"])
         return output
-
-    def _attend(self, query: Tensor, keys: Tensor, values: Tensor) -> Tensor:
-        if self.size.committed:
-            # All rows of the tails are new, and free ones are behind them.
-            return self._attention.run(self.plan, query, keys, values, query.shape[-1] ** -0.5)
-        tail, places = self.size.tail, self._integers.device["places"]
-        queries = query.new_zeros(tail + 1, *query.shape[1:]).index_copy_(0, places, query)
-        output = self._attention.run(self.plan, queries[:tail], keys, values, query.shape[-1] ** -0.5)
-        return output.index_select(0, places.clamp(max=tail - 1))
 
 
 class CapturedDrafting(TreeDrafting):
@@ -124,7 +119,7 @@ class CapturedDrafting(TreeDrafting):
         self._static = self._capturable()
         self._passes: dict[PassSize, tuple[StaticPass, Callable[[], RowOutput]]] = {}
         self._trees: dict[tuple[int, bool], tuple[TreePass, Sequence[Callable[[], None]]]] = {}
-        self._pool: Any = None
+        self._graphs: GraphCapture | None = None
         # Passes run and nothing is captured or kept, see `rehearsing`.
         self._rehearses = False
 
@@ -230,27 +225,13 @@ class CapturedDrafting(TreeDrafting):
         return captured[1]()
 
     def _capture(self, run: Callable[[], Output], plan: TritonPlan) -> Callable[[], Output]:
-        """`compute` as a graph. It must be repeatable with the same inputs, since it runs several times for the
-        capture."""
+        """What `run` computes as a graph; see `GraphCapture.capture`."""
         if self._rehearses:
             return run
-        device = self.network.device
-        # Kernels of a graph keep the priority of the stream that they were captured on.
-        stream = drafting_stream(device)
-        stream.wait_stream(torch.cuda.current_stream(device))
-        with torch.cuda.stream(stream):
-            # Libraries allocate their workspaces before the capture.
-            for _ in range(2):
-                run()
-        stream.synchronize()
-        # The first layer computes the schedule, which has to be part of the graph.
-        plan.schedules.clear()
-        self._pool = self._pool or torch.cuda.graph_pool_handle()
-        graph = torch.cuda.CUDAGraph()
-        # CUDA calls of other threads, such as allocations of pinned memory, must not invalidate the capture.
-        with torch.cuda.graph(graph, pool=self._pool, stream=stream, capture_error_mode="thread_local"):
-            output = run()
-        torch.cuda.current_stream(device).wait_stream(stream)
+        if self._graphs is None:
+            # Kernels keep the priority of this stream. Other threads, of a target perhaps, allocate meanwhile.
+            self._graphs = GraphCapture(drafting_stream(self.network.device), "thread_local")
+        graph, output = self._graphs.capture(run, plan)
 
         def replay() -> Output:
             graph.replay()

@@ -18,15 +18,33 @@ from draft_service.compiling import Numbers, compiled
 from draft_service.drafters.base import DraftSequence
 from draft_service.drafters.grown import GrownTrees
 from draft_service.neural.candidates import temperature_of
-from draft_service.neural.cuda_graphs.attention import StaticAttend, StaticIntegers, capacity
+from draft_service.neural.cuda_graphs.attention import StaticIntegers, capacity
 from draft_service.neural.level_growth import COUPLED, DEPTH, MODE, NODES, TOP_K
 from draft_service.neural.network import RowOutput
 from draft_service.neural.tree_drafting import CacheEntry, TreeDrafting, rules_of
+from tree_kernels.attention import AttentionPlan, AttentionVariant
 from tree_kernels.device_event import DeviceEvent
 from tree_kernels.growth import Children, GumbelMax, grow, gumbel_max_winners, keep, likeliest, make_growth, make_kept
+from tree_models.layers.paged import PagedPass
 
 if TYPE_CHECKING:
     from tree_kernels.attention.triton_backend import TritonAttention
+
+
+class _LevelAttention:
+    """Attention of the rows of one level of all trees, as `tail_attention.NewRowsAttention`: those of other levels keep
+    their queries, and their output is not used."""
+
+    def __init__(self, work: TreePass, rows: slice) -> None:
+        self._work, self._rows = work, rows
+
+    def run(
+        self, plan: AttentionPlan, query: Tensor, keys: Tensor, values: Tensor, scale: float, variant: AttentionVariant
+    ) -> Tensor:
+        queries, rows = self._work.queries_like(query), self._rows
+        queries[:, rows] = query.view(len(queries), -1, *query.shape[1:])
+        output = self._work.attention.run(plan, queries.flatten(0, 1), keys, values, scale, variant)
+        return output.view(*queries.shape[:2], *output.shape[1:])[:, rows].flatten(0, 1)
 
 
 class _PartTrees:
@@ -51,7 +69,7 @@ class TreePass:
         self.sequences, self.coupled = sequences, coupled
         self._network, self._cache = drafting.network, drafting.cache
         self._shape = shape = drafting.shape.for_sequences(sequences)
-        self._states, self._attention = drafting.states, attention
+        self._states, self.attention = drafting.states, attention
         device, levels, width = drafting.network.device, shape.num_steps, shape.width
         self._tail = 1 + shape.expanded
         batch = capacity(sequences, self._tail, drafting.cache, tree=True)
@@ -83,8 +101,8 @@ class TreePass:
         self.parts = 1 if self._early >= levels else 2
         sizes = (shape.early_nodes, shape.num_draft_tokens)[-self.parts :]
         self._trees = [_PartTrees(make_kept(self._growth, nodes)) for nodes in sizes]
-        # [B, tail, Hq, D], allocated with the first pass.
-        self._queries: Tensor | None = None
+        # [B, tail, Hq, D] by the last two sizes, allocated with the first pass.
+        self._queries: dict[torch.Size, Tensor] = {}
         # The state that the early levels pass on to the rest, in their graph's memory.
         self._carried: Tensor | None = None
         # Number of loads, which identifies the trees that it holds.
@@ -166,7 +184,7 @@ class TreePass:
         self.plan.schedules.clear()
         self.plan.output_rows = 1 + (level - 1) * self._shape.width, 1 + level * self._shape.width
         tokens = self._growth.next_tokens.flatten()
-        return self._network.forward_rows(tokens, rows, positions, self._attend(level))
+        return self._network.forward_rows(tokens, rows, positions, self._step(level))
 
     def send_back(self, part: int) -> None:
         """Copy the trees of a part to the host once they are grown, asynchronously."""
@@ -196,21 +214,19 @@ class TreePass:
         )
         return gumbel_max_winners(*common, gumbel_max, level, shape.race_entrants, shape.race_sharpness)
 
-    def _attend(self, level: int) -> StaticAttend:
-        """Attention of the rows of one level, [B * W, ..]."""
+    def _step(self, level: int) -> PagedPass:
+        """The pass over the rows of one level, [B * W, ..]."""
         sequences, width = self.sequences, self._shape.width
         slots = self._integers.device["slots"].view(-1, sequences * width)[level - 1]
-        rows = slice(1 + (level - 1) * width, 1 + level * width)
+        rows = _LevelAttention(self, slice(1 + (level - 1) * width, 1 + level * width))
+        return PagedPass(rows, self.plan, slots, self._cache)
 
-        def run(query: Tensor, keys: Tensor, values: Tensor) -> Tensor:
-            if self._queries is None:
-                self._queries = query.new_zeros(sequences, self._tail, *query.shape[1:])
-            # The other rows are those of other levels, whose output is not used.
-            self._queries[:, rows] = query.view(sequences, width, *query.shape[1:])
-            output = self._attention.run(self.plan, self._queries.flatten(0, 1), keys, values, query.shape[-1] ** -0.5)
-            return output.reshape(sequences, self._tail, *query.shape[1:])[:, rows].flatten(0, 1)
-
-        return StaticAttend(self._cache, slots, run)
+    def queries_like(self, query: Tensor) -> Tensor:
+        """[B, tail, Hq, D]: the queries of all rows, kept from pass to pass, for layers of this shape."""
+        heads = query.shape[1:]
+        if heads not in self._queries:
+            self._queries[heads] = query.new_zeros(self.sequences, self._tail, *heads)
+        return self._queries[heads]
 
 
 @compiled

@@ -94,7 +94,7 @@ def prepare_layers(
     """Prepare layers, and the last norm and the head behind them, in place and for good; `ahead` as in
     `prepare_decoder`. Returns how many layers are fused. Raises `ValueError` where a layer cannot be made
     `invariant`."""
-    device = stack.place.device
+    device = next(stack.parameters()).device
     linears = row_linears(device, invariant=options.invariant)
     ranges: list[tuple[float, RowLinears]] = [(inf if options.invariant else MAX_ROWS, linears)]
     if not options.invariant:

@@ -25,7 +25,7 @@ from tree_kernels.latent_attention import (
 from tree_kernels.latent_attention.norm_rope import rotated
 from tree_models.layers.linear import Linear
 from tree_models.layers.norm import Normalization
-from tree_models.layers.paged import PagedPass, attend
+from tree_models.layers.paged import PagedPass, UncachedPass, attend
 from tree_models.layers.placing import Placement
 from tree_models.layers.rotary import Angles
 from tree_models.names import WeightNames
@@ -62,7 +62,7 @@ class LatentHeads(nn.Module):
         self.expanding = Linear(spec.latent, [spec.heads * (spec.plain + spec.value)], whole)
         self.out = Linear(spec.heads * spec.value, [hidden_size], place, bias=spec.bias)
 
-    def forward(self, rows: Tensor, angles: Angles | None, step: PagedPass) -> Tensor:
+    def forward(self, rows: Tensor, angles: Angles | None, step: PagedPass | UncachedPass) -> Tensor:
         """[R, H] -> [R, H]."""
         assert angles is not None, "latent attention is described with rotary embedding"
         query, vectors = self._products(rows)
@@ -83,13 +83,13 @@ class LatentHeads(nn.Module):
         return query.view(len(rows), self.spec.heads, -1), vectors
 
     @torch.compiler.disable  # type: ignore[untyped-decorator]
-    def _attend(self, query: Tensor, vectors: Tensor, angles: Angles, step: PagedPass) -> Tensor:
+    def _attend(self, query: Tensor, vectors: Tensor, angles: Angles, step: PagedPass | UncachedPass) -> Tensor:
         """[R, heads * V]. Not compiled: layers differ in their number, and not in the parts around it."""
         half = self.spec.rotary.width // 2
         rotary = RotaryAngles(
             angles.cosines[:, :half], angles.sines[:, :half], self.spec.rotary.interleaved, pairs_out=False
         )
-        if isinstance(step.attention, LatentAttention):
+        if isinstance(step, PagedPass) and isinstance(step.attention, LatentAttention):
             return self._attend_latents(query, vectors, rotary, step)
         return self._attend_expanded(query, vectors, rotary, step)
 
@@ -106,7 +106,9 @@ class LatentHeads(nn.Module):
         attended = step.attention.run(step.plan, absorbed, cache, spec.latent, spec.scaling)
         return expanded_values(attended, projections).flatten(1)
 
-    def _attend_expanded(self, query: Tensor, vectors: Tensor, rotary: RotaryAngles, step: PagedPass) -> Tensor:
+    def _attend_expanded(
+        self, query: Tensor, vectors: Tensor, rotary: RotaryAngles, step: PagedPass | UncachedPass
+    ) -> Tensor:
         spec = self.spec
         query = torch.cat([query[..., : spec.plain], rotated(query[..., spec.plain :], rotary)], dim=-1)
         turned = rotated(vectors[:, spec.latent :], rotary)[:, None].expand(-1, spec.heads, -1)

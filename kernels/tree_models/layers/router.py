@@ -16,7 +16,7 @@ from tree_models.layers.norm import Normalization
 from tree_models.layers.placing import Placement
 from tree_models.names import WeightNames
 from tree_models.slots import Copy, TensorSpec, WeightSlot, in_place
-from tree_models.spec import ExpertsSpec, RouterSpec
+from tree_models.spec import ExpertsSpec, FamilyRefused, RouterSpec
 
 
 class TopKRouter(nn.Module):
@@ -24,6 +24,12 @@ class TopKRouter(nn.Module):
 
     def __init__(self, spec: ExpertsSpec, hidden_size: int, place: Placement) -> None:
         super().__init__()
+        each, rest = divmod(spec.count, spec.router.groups)
+        if rest or spec.top_k > each * spec.router.top_groups:
+            chosen = (
+                f"{spec.top_k} of {spec.count} experts, from {spec.router.top_groups} of {spec.router.groups} groups"
+            )
+            raise FamilyRefused(f"a choice of {chosen} is not served")
         self.spec = spec.router
         # None for the one kind that is no choice by scores.
         self.routing = None if spec.router.scores == "sparsemixer" else _routing(spec.router, spec.top_k)

@@ -23,7 +23,7 @@ from tree_models.spec import (
     RecurrentSpec,
     StateSpaceSpec,
 )
-from tree_models.weights.checkpoint import Stored, TensorSource
+from tree_models.weights.checkpoint import StoredTensor, TensorSource
 
 
 class Cut(Protocol):
@@ -79,7 +79,7 @@ class RankTensors:
         """`whole` has the tensors of the whole decoder, in their shapes; those without a cut are read whole."""
         self._whole, self._cuts = whole, cuts
         self.stored = {
-            name: Stored(cuts[name].shape(one.shape), one.kind) if name in cuts else one
+            name: StoredTensor(cuts[name].shape(one.shape), one.dtype) if name in cuts else one
             for name, one in whole.stored.items()
         }
 

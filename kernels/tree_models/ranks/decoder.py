@@ -65,6 +65,6 @@ def build_rank(description: Description, checkpoint: TensorSource, place: Placem
     decoder = RankDecoder(description.spec, description.names, place)
     decoder.eval()
     # The whole shapes first, as parts of wrong ones may fit.
-    check_names(decoder.whole_specs, checkpoint, description.names)
+    check_names(decoder.whole_specs, checkpoint.stored, description.names)
     load_slots(decoder.slots(), RankTensors(checkpoint, decoder.cuts), description.names)
     return decoder

@@ -36,12 +36,24 @@ class WeightsRefused(ValueError):
     """A checkpoint's tensors are not those of its model, or cannot be read; the message says which, in one line."""
 
 
-@dataclass(frozen=True, slots=True)
-class Stored:
+class Stored(Protocol):
     """What a header has of a tensor: its shape, and its type as safetensors names it."""
 
+    @property
+    def shape(self) -> tuple[int, ...]:
+        """Sizes of all dimensions."""
+
+    @property
+    def dtype(self) -> str:
+        """Such as "BF16"."""
+
+
+@dataclass(frozen=True, slots=True)
+class StoredTensor:
+    """See `Stored`."""
+
     shape: tuple[int, ...]
-    kind: str
+    dtype: str
 
 
 class TensorSource(Protocol):
@@ -60,7 +72,7 @@ class TensorsInMemory:
 
     def __init__(self, tensors: Mapping[str, Tensor]) -> None:
         self._tensors = tensors
-        self.stored = {name: Stored(tuple(tensor.shape), _kind(tensor)) for name, tensor in tensors.items()}
+        self.stored = {name: StoredTensor(tuple(tensor.shape), _kind(tensor)) for name, tensor in tensors.items()}
 
     def read(self, name: str) -> Tensor:
         """See `TensorSource.read`."""

@@ -10,7 +10,7 @@ from torch import Tensor
 
 from tree_models.names import WeightNames
 from tree_models.slots import TensorSpec, WeightSlot, specs_of
-from tree_models.weights.checkpoint import FLOATS, TensorSource, WeightsRefused, some
+from tree_models.weights.checkpoint import FLOATS, Stored, TensorSource, WeightsRefused, some
 
 
 def load_slots(slots: Sequence[WeightSlot], checkpoint: TensorSource, names: WeightNames) -> None:
@@ -25,15 +25,15 @@ def load_slots(slots: Sequence[WeightSlot], checkpoint: TensorSource, names: Wei
         WeightsRefused: tensors are missing, left over, or of another shape or kind of type; tied ones differ. The
             message has the first ten names.
     """
-    check_names(specs_of(slots), checkpoint, names)
+    check_names(specs_of(slots), checkpoint.stored, names)
     with torch.inference_mode():
         for slot in slots:
             slot.write([_read(checkpoint, name, spec) for name, spec in slot.specs.items()])
 
 
-def check_names(wanted: Mapping[str, TensorSpec], checkpoint: TensorSource, names: WeightNames) -> None:
-    """The part of `load_slots` that reads no values."""
-    stored, wrong = checkpoint.stored, []
+def check_names(wanted: Mapping[str, TensorSpec], stored: Mapping[str, Stored], names: WeightNames) -> None:
+    """The part of `load_slots` that reads no values, of what is `stored` by name."""
+    wrong = []
     if missing := [name for name, spec in wanted.items() if name not in stored and spec.tied_to not in stored]:
         wrong.append(f"missing are {some(missing)}")
     unread = re.compile("|".join(f"(?:{pattern})" for pattern in names.ignored))
@@ -51,7 +51,7 @@ def check_names(wanted: Mapping[str, TensorSpec], checkpoint: TensorSource, name
         wrong.append(f"of another shape are {some(shapes)}")
     if wrong:
         raise WeightsRefused(f"its tensors are not those of its config.json: {'; '.join(wrong)}")
-    if kinds := [f"{name} ({one.kind})" for name, (one, _) in both.items() if one.kind not in FLOATS]:
+    if kinds := [f"{name} ({one.dtype})" for name, (one, _) in both.items() if one.dtype not in FLOATS]:
         raise WeightsRefused(f"tensors are no floating point numbers of 16 or 32 bits: {some(kinds)}")
 
 

@@ -9,7 +9,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from tree_models.weights.checkpoint import Stored, TensorSource, WeightsRefused
+from tree_models.weights.checkpoint import Stored, StoredTensor, TensorSource, WeightsRefused
 
 # E2M1 (OCP Microscaling Formats 1.0): a sign, two bits of exponent and one of mantissa.
 _MAGNITUDES = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0)
@@ -57,10 +57,10 @@ def dequantised(blocks: Tensor, scales: Tensor) -> Tensor:
 
 
 def _plain(name: str, blocks: Stored, scales: Stored) -> Stored:
-    if blocks.kind != "U8" or scales.kind != "U8":
-        raise WeightsRefused(f"{name} and its scales are {blocks.kind} and {scales.kind}, expected bytes")
+    if blocks.dtype != "U8" or scales.dtype != "U8":
+        raise WeightsRefused(f"{name} and its scales are {blocks.dtype} and {scales.dtype}, expected bytes")
     if len(blocks.shape) != 4 or blocks.shape[:-1] != scales.shape or blocks.shape[-1] != _BYTES_OF_A_BLOCK:
         shapes = list(blocks.shape), list(scales.shape)
         raise WeightsRefused(f"{name} is {shapes[0]} and its scales are {shapes[1]}, expected [E, out, in / 32, 16]")
     experts, outputs, count, size = blocks.shape
-    return Stored((experts, 2 * size * count, outputs), "BF16")
+    return StoredTensor((experts, 2 * size * count, outputs), "BF16")

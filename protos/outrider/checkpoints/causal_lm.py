@@ -55,8 +55,15 @@ _MEANINGLESS = {
 
 def read_configuration(folder: Path) -> PretrainedConfig:
     """A folder's config.json by transformers' class for it. Raises `CheckpointRefused` in one line."""
+    config = configuration_of(read_json_object(folder / "config.json"))
+    _check_architecture(config)
+    return config
+
+
+def configuration_of(entries: Mapping[str, Any]) -> PretrainedConfig:
+    """The entries of a config.json by transformers' class for them. Raises `CheckpointRefused` in one line."""
     try:
-        config = _configuration(read_json_object(folder / "config.json"))
+        config = _configuration(entries)
         text = config.get_text_config()
     except CheckpointRefused:
         raise
@@ -65,7 +72,6 @@ def read_configuration(folder: Path) -> PretrainedConfig:
         raise CheckpointRefused(f"config.json cannot be used: {said(error)}") from None
     if not isinstance(text, PretrainedConfig):
         raise CheckpointRefused(f"config.json has a text_config, which a {config.model_type} has not")
-    _check_architecture(config)
     return config
 
 

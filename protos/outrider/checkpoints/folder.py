@@ -11,13 +11,16 @@ from collections.abc import Collection, Mapping
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from outrider.checkpoints.config_sizes import check_sizes
 from outrider.checkpoints.formats import quantised_format
 from outrider.checkpoints.headers import TensorEntry, read_header
 from outrider.checkpoints.refusal import CheckpointRefused, some
 from outrider.checkpoints.regular_files import check_regular, read_json_object
+
+if TYPE_CHECKING:
+    from torch import Tensor
 
 WEIGHTS = "model.safetensors"
 INDEX = "model.safetensors.index.json"
@@ -75,6 +78,18 @@ class Checkpoint:
     def numel(self) -> int:
         """Elements of all tensors."""
         return sum(entry.numel for entry in self.tensors.values())
+
+    @property
+    def stored(self) -> Mapping[str, TensorEntry]:
+        """Every tensor's shape and type by its name, for which no values are read."""
+        return self.tensors
+
+    def read(self, name: str) -> Tensor:
+        """A tensor's values, on the CPU."""
+        # Imported here: PyTorch takes a second, and headers do without.
+        from outrider.checkpoints.tensors import read_tensor
+
+        return read_tensor(self.tensors[name])
 
 
 def quantised_refusal(method: str) -> str:

@@ -10,7 +10,7 @@ import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field, fields
 from math import inf
-from typing import Any
+from typing import Literal
 
 import numpy
 import torch
@@ -33,6 +33,7 @@ from target_service.model.rank_link import (
     UseCache,
 )
 from target_service.model.runner import Begin, ModelRunner
+from tree_kernels.graph_capture import GraphCapture
 from tree_kernels.logit_shaping import SequenceTexts
 from tree_kernels.node_table import NodeTable, fill_pending
 from tree_kernels.recurrence import RecurrentPass
@@ -78,8 +79,9 @@ class CapturedRunner(ModelRunner):
         self.buckets = buckets_up_to(self._options.max_rows, self._options.max_sequences)
         self._capturable = len(self.buckets)
         self._captured: dict[Bucket, _Captured] = {}
-        self._pool: Any = torch.cuda.graph_pool_handle()
-        self._stream = torch.cuda.Stream(self.device)  # type: ignore[no-untyped-call]
+        # Threads of NCCL ask for the state of their events meanwhile.
+        mode: Literal["global", "thread_local"] = "global" if runner.link is None else "thread_local"
+        self._graphs = GraphCapture(torch.cuda.Stream(self.device), mode)  # type: ignore[no-untyped-call]
         self.ahead = runner.ahead
         prepare_network(self.network, self._options.layers, self.ahead)
         self.draft_head = runner.draft_head
@@ -297,25 +299,12 @@ class CapturedRunner(ModelRunner):
         link = self.link
         if link is not None:
             link.send(CapturePass(bucket.rows, bucket.sequences))
-        buffer = self._rehearsed(bucket)
-        self._stream.wait_stream(torch.cuda.current_stream(self.device))
-        with torch.cuda.stream(self._stream), torch._dynamo.config.patch(recompile_limit=_RECOMPILE_LIMIT):
-            # Compiles layers, and lets libraries allocate what they keep.
-            for _ in range(2):
-                self._run(buffer)
-        self._stream.synchronize()
-        # The first layer makes the schedule, which has to become part of the graph.
-        buffer.plan.schedules.clear()
-        return _Captured(*self._record(buffer))
+        return _Captured(*self._record(self._rehearsed(bucket)))
 
     def _record(self, buffer: StepBuffer) -> tuple[torch.cuda.CUDAGraph, StepBuffer, Tensor, Tensor, Tensor | None]:
         """The graph of a pass with its buffer and results."""
-        graph = torch.cuda.CUDAGraph()
-        # Threads of NCCL ask for the state of their events meanwhile.
-        mode = "global" if self.link is None else "thread_local"
-        with torch.cuda.graph(graph, pool=self._pool, stream=self._stream, capture_error_mode=mode):
-            results = self._run(buffer)
-        torch.cuda.current_stream(self.device).wait_stream(self._stream)
+        with torch._dynamo.config.patch(recompile_limit=_RECOMPILE_LIMIT):
+            graph, results = self._graphs.capture(lambda: self._run(buffer), buffer.plan)
         return graph, buffer, *results
 
     def _run(self, buffer: StepBuffer) -> tuple[Tensor, Tensor, Tensor | None]:

@@ -17,7 +17,6 @@ from outrider.checkpoints.folder import Checkpoint, check_tokenizer
 from outrider.checkpoints.formats import DEQUANTISED_FORMATS
 from outrider.checkpoints.plain_attention import attention_refusal
 from outrider.checkpoints.refusal import CheckpointRefused
-from outrider.checkpoints.tensors import read_tensor
 from outrider.devices import choose_device
 from outrider.heads import tokenizer_fingerprint
 from outrider.processes.python import module_command
@@ -52,7 +51,7 @@ from tree_models.layers.rank_group import RankGroup
 from tree_models.ranks.decoder import build_rank
 from tree_models.reference import layers_that_differ
 from tree_models.spec import FamilyRefused
-from tree_models.weights.checkpoint import Stored, TensorSource, TextPart, WeightsRefused, WholeNames
+from tree_models.weights.checkpoint import TensorSource, TextPart, WeightsRefused, WholeNames
 from tree_models.weights.mxfp4 import DequantisedExperts
 
 log = logging.getLogger(__name__)
@@ -199,18 +198,6 @@ def _running_transformers() -> Iterator[None]:
         raise CheckpointRefused(f"no model can be run by its config.json: {said(error)}") from error
 
 
-class CheckpointTensors:
-    """A folder's tensors as `tree_models.weights.checkpoint.TensorSource` has them."""
-
-    def __init__(self, checkpoint: Checkpoint) -> None:
-        self._entries = checkpoint.tensors
-        self.stored = {name: Stored(entry.shape, entry.dtype) for name, entry in checkpoint.tensors.items()}
-
-    def read(self, name: str) -> Tensor:
-        """See `TensorSource.read`."""
-        return read_tensor(self._entries[name])
-
-
 def _decoder(
     checkpoint: Checkpoint,
     settings: PretrainedConfig,
@@ -227,7 +214,7 @@ def _decoder(
     latent = config.latent_cache and not config.batch_invariant and takes_latents(backend)
     place = Placement(device, dtype, can_pack(dtype, device), latent, ranks)
     try:
-        source: TensorSource = CheckpointTensors(checkpoint)
+        source: TensorSource = checkpoint
         if is_part:
             source = TextPart(source)
         source = WholeNames(source, description.names)

@@ -1,0 +1,41 @@
+"""Work of a GPU as CUDA graphs: what launches many kernels costs the host one launch from then on."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import TYPE_CHECKING, Any, Literal, TypeVar
+
+import torch
+
+if TYPE_CHECKING:
+    from tree_kernels.attention.triton_planning import TritonPlan
+
+Output = TypeVar("Output")
+
+
+class GraphCapture:
+    """Captures graphs that share the memory of what they compute, so that one of them runs at a time."""
+
+    def __init__(self, stream: torch.cuda.Stream, error_mode: Literal["global", "thread_local"] = "global") -> None:
+        """`stream` of the capture, whose priority the graphs' kernels keep. With "thread_local", calls of other threads
+        meanwhile, such as allocations of pinned memory, do no harm."""
+        self._stream, self._error_mode = stream, error_mode
+        self._pool: Any = torch.cuda.graph_pool_handle()
+
+    def capture(self, run: Callable[[], Output], plan: TritonPlan) -> tuple[torch.cuda.CUDAGraph, Output]:
+        """The graph of `run`, and its output there, which every replay overwrites. It must be repeatable with the same
+        inputs, since it runs several times. `plan` is that of its attention."""
+        current = torch.cuda.current_stream(self._stream.device)
+        self._stream.wait_stream(current)
+        with torch.cuda.stream(self._stream):
+            # Layers are compiled, and libraries allocate what they keep.
+            for _ in range(2):
+                run()
+        self._stream.synchronize()
+        # The first layer makes the schedule, which has to become part of the graph.
+        plan.schedules.clear()
+        graph = torch.cuda.CUDAGraph()
+        with torch.cuda.graph(graph, pool=self._pool, stream=self._stream, capture_error_mode=self._error_mode):
+            output = run()
+        current.wait_stream(self._stream)
+        return graph, output
