@@ -18,14 +18,22 @@ from outrider.weight_updates import RunningRequests, WeightsUpdated
 from target_service.core.sequence import SequenceEvent, StepVerdict
 from target_service.core.weights import WeightUpdate
 from target_service.engine.engine import Engine
+from target_service.model.runner import ModelRunner
 
 
 class Running:
     """The engine, and what its sequences said."""
 
-    def __init__(self, model: PreTrainedModel, *, connect: Connect | None = None, **changes: Any) -> None:
-        """`connect` brings a draft; `changes` are of the engine's configuration."""
-        self.runner = make_runner(copy.deepcopy(model))
+    def __init__(
+        self,
+        model: PreTrainedModel,
+        *,
+        connect: Connect | None = None,
+        runner: ModelRunner | None = None,
+        **changes: Any,
+    ) -> None:
+        """`connect` brings a draft; `runner` is one of the model; `changes` are of the engine's configuration."""
+        self.runner = runner or make_runner(copy.deepcopy(model))
         self.engine = Engine(self.runner, replace(engine_config(), **changes))
         if connect is not None:
             self.engine.drafting.attach(connect(self.engine.drafting))

@@ -26,6 +26,7 @@ from engine_harness import (
 from other_weights import other_weights
 from rank_processes import end_by_a_rank_that_hangs
 from recurrent_models import RECURRENT
+from running_engine import Running
 from scripted_service import byte_tokenizer
 from transformers import PreTrainedModel
 from waits import HUNG_SECONDS, wait_until
@@ -33,10 +34,10 @@ from waits import HUNG_SECONDS, wait_until
 from outrider.errors import OutriderError
 from outrider.processes.python import module_command
 from outrider.sampling import SamplingParams
-from outrider.weight_updates import WeightsUpdated
+from outrider.weight_updates import RunningRequests, WeightsUpdated
 from outrider_client import SyncClient
 from target_service.config import TargetConfig
-from target_service.core.sequence import SequenceRequest
+from target_service.core.sequence import SequenceFinished, SequenceRequest
 from target_service.core.weights import WeightUpdate
 from target_service.engine.exchange import WeightExchange
 from target_service.engine.loop import EngineLoop
@@ -186,6 +187,26 @@ def test_weights_are_exchanged_on_every_rank(
         assert done.bytes == 4 * sum(weight.numel() for weight in model.parameters())
         expected = [plain(served, one) for one in wanted]
         assert [outcome.token_ids for outcome in run(runner, wanted)] == expected
+
+
+def test_cancelled_requests_and_weights_between_steps(
+    runner: ModelRunner, model: PreTrainedModel, folder: Path
+) -> None:
+    """Through the engine's own thread: what one request holds is freed, and the others go on."""
+    cancelled, wanted, _ = requests(SAMPLINGS["greedy"])
+    running = Running(model, runner=runner)
+    try:
+        first = running.engine.submit(replace(cancelled, max_tokens=40))
+        second = running.engine.submit(wanted)
+        running.wait_said(first, 3)
+        running.engine.cancel(first)
+        running.update(folder, RunningRequests.CONTINUE)
+        assert running.result().model_version == 2
+        assert isinstance(running.wait_last(second), SequenceFinished)
+        assert tuple(running.said(second)) == plain(model, wanted)
+    finally:
+        running.engine.stop()
+    assert runner.cache.used_pages == 0
 
 
 def test_a_model_that_cannot_be_divided_is_refused(folder: Path) -> None:
