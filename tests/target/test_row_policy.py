@@ -471,7 +471,7 @@ def test_steps_have_only_so_many_rows(policies: Policies, max_rows: int, costed:
         ({"max_tokens": 1}, (63, 0)),
         ({"external": True}, (0, 63)),
         ({"mode": VerificationMode.REJECTION}, (0, 63)),
-        ({"sampling": SamplingParams(structured_output=StructuredOutput(regex="a+"))}, (0, 63)),
+        ({"sampling": SamplingParams(structured_output=StructuredOutput(regex="a+"))}, (63, 63)),
         ({"sampling": SamplingParams(repetition_penalty=1.2, logprobs=3)}, (63, 63)),
     ],
 )
