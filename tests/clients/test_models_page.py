@@ -10,6 +10,7 @@ import pytest
 from conftest import make_tiny
 from recurrent_models import RECURRENT
 from transformers import LlamaConfig
+from windowed_models import WINDOWED
 
 from draft_service.drafters.base import DRAFTERS
 from outrider.checkpoints import causal_lm, config_sizes, folder, formats, plain_attention, tensors
@@ -40,7 +41,7 @@ OLDER = {"gpt2", "gpt_neox", "opt", "persimmon", "deepseek_v3"}
 
 @pytest.mark.parametrize("family", FAMILIES)
 def test_a_family_that_is_named_is_served(family: str) -> None:
-    own_settings = next((settings for kind, settings in RECURRENT.values() if kind == family), {})
+    own_settings = next((settings for kind, settings in (RECURRENT | WINDOWED).values() if kind == family), {})
     model = make_tiny(family, **({"num_key_value_heads": 4} if family in OLDER else own_settings))
     check_supported(model.config, model)
     own = own_logits(model)
