@@ -25,7 +25,6 @@ from engine_harness import (
 )
 from other_weights import other_weights
 from rank_processes import end_by_a_rank_that_hangs
-from recurrent_models import RECURRENT
 from running_engine import Running
 from scripted_service import byte_tokenizer
 from transformers import PreTrainedModel
@@ -133,38 +132,6 @@ def test_a_trie_changes_nothing(runner: ModelRunner, model: PreTrainedModel) -> 
         tried = run(runner, [*wanted, *wanted], connect=connect, stagger=24)
     assert [outcome.token_ids for outcome in tried] == [*expected, *expected]
     assert sum(outcome.finished.totals.accepted_tokens for outcome in tried) > 10
-
-
-@pytest.mark.parametrize("kind", [pytest.param("lfm2", marks=pytest.mark.full), "qwen3_next, dense"])
-def test_layers_with_states(kind: str, tmp_path: Path) -> None:
-    """Accepted inputs move on every rank, by the host or behind the pass; states are copied where texts part."""
-    model_type, settings = RECURRENT[kind]
-    model = make_tiny(model_type, **settings)
-    model.save_pretrained(tmp_path)
-    byte_tokenizer().save_pretrained(tmp_path)
-    config = TargetConfig(
-        model=str(tmp_path),
-        dtype="float32",
-        tensor_parallel=2,
-        kv_tokens=256,
-        page_size=4,
-        max_running=4,
-        kept_states=4,
-    )
-    divided, link = load_ranks(config)
-    try:
-        wanted = requests(SAMPLINGS["seeded"])
-        expected = [plain(model, one) for one in wanted]
-        whole = [(*one.token_ids, *output) for one, output in zip(wanted, expected, strict=True)]
-        propose = knowing_tree(whole, VOCABULARY, 12, right=0.8)
-        for on_device in (False, True):
-            settings = {"config": engine_config(max_running=4), "on_device": on_device, "stagger": 9}
-            outcomes = run(divided, wanted * 2, propose=propose, **settings)
-            assert [outcome.token_ids for outcome in outcomes] == expected * 2
-            assert sum(outcome.finished.totals.accepted_tokens for outcome in outcomes) > 5
-            assert sum(outcome.finished.totals.cached_tokens for outcome in outcomes) > 0
-    finally:
-        link.close()
 
 
 def test_weights_are_exchanged_on_every_rank(

@@ -1,0 +1,53 @@
+"""Layers that keep states, divided over two processes: drafts change nothing (fp32)."""
+
+from __future__ import annotations
+
+import random
+from pathlib import Path
+
+import pytest
+from conftest import make_tiny
+from engine_harness import engine_config, knowing_tree, plain, request, run
+from recurrent_models import RECURRENT
+from scripted_service import byte_tokenizer
+
+from outrider.sampling import SamplingParams
+from target_service.config import TargetConfig
+from target_service.model.ranks.leading import load_ranks
+
+VOCABULARY, MAX_TOKENS = 211, 14
+
+
+@pytest.mark.parametrize("kind", [pytest.param("lfm2", marks=pytest.mark.full), "qwen3_next, dense"])
+def test_layers_with_states(kind: str, tmp_path: Path) -> None:
+    """Accepted inputs move on every rank, by the host or behind the pass; states are copied where texts part."""
+    model_type, settings = RECURRENT[kind]
+    model = make_tiny(model_type, **settings)
+    model.save_pretrained(tmp_path)
+    byte_tokenizer().save_pretrained(tmp_path)
+    config = TargetConfig(
+        model=str(tmp_path),
+        dtype="float32",
+        tensor_parallel=2,
+        kv_tokens=256,
+        page_size=4,
+        max_running=4,
+        kept_states=4,
+    )
+    divided, link = load_ranks(config)
+    try:
+        rng = random.Random(3)
+        sampling = SamplingParams(temperature=0.8, top_p=0.9, seed=99, ignore_eos=True)
+        prompts = [[rng.randrange(3, VOCABULARY) for _ in range(length)] for length in (5, 17)]
+        wanted = [request(prompt, MAX_TOKENS, sampling=sampling) for prompt in (*prompts, prompts[0] * 6)]
+        expected = [plain(model, one) for one in wanted]
+        whole = [(*one.token_ids, *output) for one, output in zip(wanted, expected, strict=True)]
+        propose = knowing_tree(whole, VOCABULARY, 12, right=0.8)
+        for on_device in (False, True):
+            settings = {"config": engine_config(max_running=4), "on_device": on_device, "stagger": 9}
+            outcomes = run(divided, wanted * 2, propose=propose, **settings)
+            assert [outcome.token_ids for outcome in outcomes] == expected * 2
+            assert sum(outcome.finished.totals.accepted_tokens for outcome in outcomes) > 5
+            assert sum(outcome.finished.totals.cached_tokens for outcome in outcomes) > 0
+    finally:
+        link.close()
