@@ -27,8 +27,9 @@ def fleet(args: Mapping[str, Any]) -> serve.Application:
     config = FleetConfig.of(args)
     drafts = []
     if config.draft is not None:
-        drafts = [_deployment(DraftReplica, "Draft", _processors(config.draft)).bind(config)]
-    target = _deployment(TargetReplica, "Target", _processors(config.target)).bind(config, *drafts)
+        resources = _resources(config.draft, *config.drafters.values())
+        drafts = [_deployment(DraftReplica, "Draft", resources).bind(config)]
+    target = _deployment(TargetReplica, "Target", _resources(config.target)).bind(config, *drafts)
     gateway = serve.deployment(
         serve.ingress()(GatewayReplica),
         name="Gateway",
@@ -52,11 +53,11 @@ def _deployment(replica: type, name: str, resources: Mapping[str, float]) -> Any
     )
 
 
-def _processors(settings: Mapping[str, Any]) -> dict[str, float]:
-    """What a replica reserves unless the config file says otherwise. Ranks share a host, so N of them are N GPUs of one
-    bundle."""
-    on_gpu = str(settings.get("device", "cpu")).startswith("cuda")
+def _resources(*tables: Mapping[str, Any]) -> dict[str, float]:
+    """What a replica with these settings reserves unless the config file says otherwise. Ranks share a host, so N of
+    them are N GPUs of one bundle; drafters of one service share one."""
+    on_gpu = any(str(table.get("device", "")).startswith("cuda") for table in tables)
     return {
-        "num_cpus": float(settings.get("threads") or 1),
-        "num_gpus": float(settings.get("tensor_parallel", 1)) if on_gpu else 0.0,
+        "num_cpus": float(max(table.get("threads") or 1 for table in tables)),
+        "num_gpus": float(tables[0].get("tensor_parallel", 1)) if on_gpu else 0.0,
     }

@@ -7,17 +7,22 @@ import threading
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 from http.server import BaseHTTPRequestHandler, HTTPServer
+from pathlib import Path
 from typing import Any
 
 import pytest
+import yaml
 
-from outrider.settings import SettingsError
+from draft_service.config import DraftConfig
+from draft_service.eagle.config import EagleConfig
+from outrider.settings import SettingsError, load
 from outrider.weight_updates import RunningRequests
 from outrider_ray.config import FleetConfig, ServedWeights
 from outrider_ray.figures import ServiceFigures, draft_figures, target_figures
 from outrider_ray.replicas import RunningReplicas
 from outrider_ray.scaling import FleetScaling
 from outrider_ray.weights import RolloutFailed, update_weights
+from target_service.config import TargetConfig
 
 MODEL = {"target": {"model": "m"}}
 
@@ -49,6 +54,20 @@ def test_settings_reach_services_as_their_environment() -> None:
 def test_settings_that_are_refused(args: dict[str, Any], problem: str) -> None:
     with pytest.raises(SettingsError, match=problem):
         FleetConfig.of(args)
+
+
+def test_the_file_to_copy_names_settings_that_exist() -> None:
+    stack = Path(__file__).parents[2] / "target_service/stack/ray/fleet.yaml"
+    (application,) = yaml.safe_load(stack.read_text())["applications"]
+    config = FleetConfig.of(application["args"])
+    environment = {**config.target_environment(), **config.draft_environment()}
+    load(TargetConfig, "target", None, environment)
+    load(DraftConfig, "draft", None, environment)
+    load(EagleConfig, "eagle", None, environment)
+    FleetScaling(**application["autoscaling_policy"]["policy_kwargs"])
+    deployments = {each["name"]: each for each in application["deployments"]}
+    assert deployments.keys() == {"Target", "Draft", "Gateway"}
+    assert ServedWeights.of(deployments["Target"]["user_config"]) is None
 
 
 def test_the_weights_that_an_application_names() -> None:
