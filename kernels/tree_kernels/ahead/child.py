@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import importlib
 import json
+import os
 import sys
 from collections.abc import Mapping
 from typing import Any
@@ -52,8 +53,12 @@ def main() -> None:
         # Told to whoever asked, who compiles it where it is launched.
         except Exception as error:
             answer = f"{type(error).__name__}: {error}".replace("\n", " ")
-        answers.write(answer + "\n")
-        answers.flush()
+        try:
+            answers.write(answer + "\n")
+            answers.flush()
+        except BrokenPipeError:
+            # Whoever asked has ended.
+            os._exit(0)
 
 
 if __name__ == "__main__":
