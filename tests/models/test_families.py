@@ -22,6 +22,7 @@ from tree_kernels.recurrence import RecurrentPass, RecurrentStates, TreeRecurren
 from tree_models.building import build
 from tree_models.families import FAMILIES, describe
 from tree_models.layers.decoder import Decoder
+from tree_models.layers.paged import PagedPass
 from tree_models.layers.placing import Placement
 from tree_models.ranks.decoder import build_rank
 from tree_models.ranks.share import rank_share
@@ -145,16 +146,6 @@ class Cache:
 
 
 @dataclass
-class Pass:
-    attention: Any
-    plan: Any
-    slots: Tensor
-    cache: Cache
-    recurrent: RecurrentPass | None
-    windowed: Any = None
-
-
-@dataclass
 class Served:
     """A decoder with pages of its own, in a random order."""
 
@@ -188,7 +179,7 @@ class Served:
         recurrent = None
         if self.states is not None:
             recurrent = RecurrentPass(self.recurrence, self.recurrence.plan(batch, (1,), self.states), self.states)
-        step = Pass(self.attention, self.attention.plan(batch), torch.tensor(slots), self.cache, recurrent)
+        step = PagedPass(self.attention, self.attention.plan(batch), torch.tensor(slots), self.cache, recurrent)
         with torch.inference_mode():
             logits: Tensor = self.decoder(torch.tensor(tokens), start + torch.tensor(depths), step)
         return logits
