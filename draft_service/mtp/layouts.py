@@ -189,6 +189,9 @@ def mtp_config(layout: MtpLayout, config: Mapping[str, Any], names: Collection[s
     _refuse_foreign(text, names)
     if layout.family:
         text["model_type"] = layout.family
+    if layout.family == "qwen2" and f"{_LAYER}self_attn.q_proj.bias" not in names:
+        # Its layers are Qwen2's but for their biases, which config.json may not tell.
+        text |= {"model_type": "llama", "attention_bias": False}
     described = _described(text)
     spec, family = described.spec, described.names
     return ModuleConfig(
