@@ -22,7 +22,6 @@ from draft_service.neural.devices import launching_on
 from draft_service.neural.network import Network
 from draft_service.neural.tree_config import TreeShape
 from draft_service.neural.tree_drafting import TreeDrafting
-from outrider.busy_polling import usable_cores
 from outrider.devices import check_device
 from outrider.processes.python import module_command
 from outrider.runtime import in_passing_thread
@@ -32,15 +31,10 @@ from tree_kernels.ahead import CHILD, AheadCompiler
 from tree_models.layers.linear import can_pack
 from tree_models.layers.placing import Placement
 
-# Processes that compile a drafter's kernels at the start: a quarter of the cores, since its target compiles too, and so
-# many at most. Chosen.
-_MOST_COMPILERS = 4
-
 
 def ahead_compiler(config: NetworkConfig) -> AheadCompiler:
     """What compiles the kernels of a captured drafter; nothing for others."""
-    captures = isinstance(config, NeuralConfig) and config.cuda_graphs and config.device.startswith("cuda")
-    count = min(_MOST_COMPILERS, int(usable_cores()) // 4) if captures else 0
+    count = config.compilers if isinstance(config, NeuralConfig) and config.device.startswith("cuda") else 0
     return AheadCompiler(module_command(CHILD), count)
 
 

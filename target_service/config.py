@@ -150,9 +150,11 @@ class TargetConfig(ServiceSettings):
     capture_seconds: float = setting(
         120.0, "time at start for capturing steps as CUDA graphs; 0 runs them eagerly", ge=0
     )
+    # Not by the cores, which no GPU's start was measured with.
     compile_processes: int = setting(
-        -1,
-        "processes that compile kernels at start, beside each other; 0: none, -1: by the cores",
+        0,
+        "processes that compile kernels at start, beside each other; 0: none, each kernel is compiled where it is "
+        "first launched, -1: by the cores",
         ge=-1,
         le=64,
         rare=True,

@@ -26,7 +26,7 @@ SETTINGS: dict[str, Any] = {
     "topk": 3,
     "num_draft_tokens": 14,
     "min_score": 0.0,
-    "race_entrants": VOCABULARY,
+    "gumbel_candidates": VOCABULARY,
     "projection": "draft",
     "feature_dtype": "float32",
     "dtype": "float32",

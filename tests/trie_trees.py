@@ -5,7 +5,7 @@ from __future__ import annotations
 import numpy as np
 
 from draft_service.drafters.base import DraftSequence
-from draft_service.ngram.config import RACE_SHARPNESS
+from draft_service.ngram.config import GUMBEL_SHARPNESS
 from draft_service.ngram.drawn_growth import draw_tree
 from draft_service.ngram.growth import TreeBounds, grow
 from draft_service.ngram.prediction import MAX_MATCH, Evidence, Tries
@@ -20,7 +20,7 @@ def build_tree(
     greedy, coupled = (sequence.mode is mode for mode in (VerificationMode.GREEDY, VerificationMode.COUPLED))
     # Temperatures of tests are above the coldest.
     power = 1.0 if greedy else 1.0 / (sequence.sampling.temperature or 1.0)
-    shape = TreeBounds(limits.max_nodes, limits.max_depth, breadth, floor, coupled, power, RACE_SHARPNESS)
+    shape = TreeBounds(limits.max_nodes, limits.max_depth, breadth, floor, coupled, power, GUMBEL_SHARPNESS)
     if sequence.mode is VerificationMode.REJECTION:
         return draw_tree(tries, sequence, evidence, shape)
     context = np.array(sequence.token_ids[-int(evidence.rules[MAX_MATCH]) :], np.int32)

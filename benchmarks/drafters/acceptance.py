@@ -89,7 +89,7 @@ def measure(options: argparse.Namespace, conversations: Sequence[PromptTurns]) -
         options.tree_steps,
         options.topk,
         options.cuda_graphs,
-        options.race_sharpness,
+        options.gumbel_sharpness,
         options.medusa,
     )
     results = []
@@ -149,7 +149,7 @@ def parse(arguments: Sequence[str] | None = None) -> argparse.Namespace:
     parser.add_argument("--chain-steps", type=int, default=DrafterSet.chain_steps)
     parser.add_argument("--tree-steps", type=int, default=DrafterSet.tree_steps)
     parser.add_argument("--topk", type=int, default=DrafterSet.topk)
-    parser.add_argument("--race-sharpness", type=float, default=DrafterSet.race_sharpness, help="of COUPLED trees")
+    parser.add_argument("--gumbel-sharpness", type=float, default=DrafterSet.gumbel_sharpness, help="of COUPLED trees")
     parser.add_argument("--draft-device", default="", help="of the head; the target's when empty")
     parser.add_argument("--cuda-graphs", action="store_true", help="draft with captured passes")
     parser.add_argument("--target", default="{}", type=json.loads, help="more settings of the target, as JSON")

@@ -42,7 +42,7 @@ class DrafterSet:
         chain_steps: nodes of a chain.
         tree_steps, topk: levels of a tree, and nodes that each expands.
         medusa: folder of the Medusa heads; empty when none are needed.
-        race_sharpness: of COUPLED trees; see `EagleConfig`.
+        gumbel_sharpness: of COUPLED trees; see `EagleConfig`.
     """
 
     head: str
@@ -53,7 +53,7 @@ class DrafterSet:
     tree_steps: int = 7
     topk: int = 10
     cuda_graphs: bool = False
-    race_sharpness: float = EagleConfig.race_sharpness
+    gumbel_sharpness: float = EagleConfig.gumbel_sharpness
     medusa: str = ""
     _loaded: EagleHead | None = None
     _started: dict[str, EagleDrafter | MedusaDrafter] = field(default_factory=dict)
@@ -91,7 +91,7 @@ class DrafterSet:
                 topk=topk,
                 num_draft_tokens=nodes,
                 min_score=0.0,
-                race_sharpness=self.race_sharpness,
+                gumbel_sharpness=self.gumbel_sharpness,
                 kv_tokens=_CACHE_TOKENS,
                 dtype=self.dtype,
                 device=self.device,
@@ -110,7 +110,7 @@ class DrafterSet:
                 topk=topk,
                 num_draft_tokens=TREE_NODES,
                 min_score=0.0,
-                race_sharpness=self.race_sharpness,
+                gumbel_sharpness=self.gumbel_sharpness,
                 dtype=self.dtype,
                 device=self.device,
             )

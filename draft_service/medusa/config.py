@@ -34,5 +34,5 @@ class MedusaConfig(HeadSettings, NetworkConfig):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        if self.race_entrants < self.topk:
-            raise SettingsError("race_entrants must be at least topk")
+        if self.gumbel_candidates < self.topk:
+            raise SettingsError("gumbel_candidates must be at least topk")

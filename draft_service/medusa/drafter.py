@@ -91,8 +91,8 @@ def _tree_shape(config: MedusaConfig, shape: MedusaShape, tree: FixedTree | None
         topk=config.topk if tree is None else 1 + int(tree.ranks.max()),
         num_draft_tokens=config.num_draft_tokens if tree is None else len(tree.parents) - 1,
         min_score=config.min_score,
-        race_entrants=config.race_entrants,
-        race_sharpness=config.race_sharpness,
+        gumbel_candidates=config.gumbel_candidates,
+        gumbel_sharpness=config.gumbel_sharpness,
     )
 
 

@@ -48,7 +48,7 @@ class MedusaDrafting:
         logits = self._heads(states.to(place.device, place.dtype))[: shape.num_steps]
         rows = logits.transpose(0, 1).flatten(0, 1)
         temperatures = torch.tensor([temperature_of(one) for one in sequences]).repeat_interleave(shape.num_steps)
-        count = max(candidates_wanted(one.mode, shape.topk, shape.race_entrants) for one in sequences)
+        count = max(candidates_wanted(one.mode, shape.topk, shape.gumbel_candidates) for one in sequences)
         candidates = most_probable(rows, temperatures.to(place.device), count, self._token_ids)
         tokens, probs = (part.reshape(len(sequences), shape.num_steps, -1) for part in candidates)
         return tokens, probs

@@ -22,11 +22,11 @@ def temperature_of(sequence: DraftSequence) -> float:
     return max(sequence.sampling.temperature or 1.0, _COLDEST)
 
 
-def candidates_wanted(mode: VerificationMode, breadth: int, entrants: int) -> int:
-    """Candidates of a row that a mode needs; `entrants` take part in COUPLED's Gumbel-max draw."""
+def candidates_wanted(mode: VerificationMode, breadth: int, candidates: int) -> int:
+    """Candidates of a row that a mode needs; `candidates` take part in COUPLED's Gumbel-max draw."""
     if mode is VerificationMode.GREEDY:
         return breadth
-    return entrants if mode is VerificationMode.COUPLED else MAX_DISTRIBUTION_SUPPORT
+    return candidates if mode is VerificationMode.COUPLED else MAX_DISTRIBUTION_SUPPORT
 
 
 def most_probable(

@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 
 from draft_service.neural.tree_config import TreeShape
+from outrider.busy_polling import usable_cores
 from outrider.settings import Settings, SettingsError, setting
 from outrider.wire.frames import MAX_NODES
 
@@ -14,10 +15,10 @@ class NetworkConfig(Settings):
     """Where a drafting network runs, and how its predictions are scored."""
 
     min_score: float = setting(0.001, "least probability of the path to a node that is worth drafting", ge=0, le=1)
-    race_entrants: int = setting(
+    gumbel_candidates: int = setting(
         128, "tokens of a node that take part in the shared Gumbel-max draw of COUPLED requests", ge=1
     )
-    race_sharpness: float = setting(
+    gumbel_sharpness: float = setting(
         1.0, "how far the Gumbel-max draw over the draft's distribution is taken for the target's own", gt=0
     )
 
@@ -37,6 +38,8 @@ class HeadSettings(Settings):
     )
 
 
+# Processes that compile kernels at the start, at most. Chosen.
+_MOST_COMPILERS = 4
 # Values for settings that are 0, or -1. Trees that a target waits for, and captured ones, which are drafted while the
 # target verifies their predecessors and so must also cover what will follow these. The latter by
 # `benchmarks/running_ahead/simulate.py`: where a tree is waited for, four levels are nearly as good as more; one pass
@@ -47,7 +50,9 @@ class HeadSettings(Settings):
 # table's size and the floor are those of `2026-11-25-cpu-table-sizes.md`. The former are what pays beside a small
 # target on a CPU: six levels and 32 nodes made 0.84 × plain decoding there (docs/drafter_figures.md). Gumbel-max draws
 # are always as set.
-_PLAIN = TreeShape(num_steps=3, topk=4, num_draft_tokens=12, min_score=1e-3, race_entrants=128, race_sharpness=1.0)
+_PLAIN = TreeShape(
+    num_steps=3, topk=4, num_draft_tokens=12, min_score=1e-3, gumbel_candidates=128, gumbel_sharpness=1.0
+)
 _CAPTURED = replace(
     _PLAIN, num_steps=8, topk=8, num_draft_tokens=1007, min_score=3e-5, frontier=32, rows_per_level=64, early_levels=4
 )
@@ -90,6 +95,15 @@ class NeuralConfig(NetworkConfig):
     captured_sequences: int = setting(
         8, "sequences that graphs are captured for at the start; for more when first met", ge=1
     )
+    # Not by the cores, which no GPU's start was measured with.
+    compile_processes: int = setting(
+        0,
+        "processes that compile the kernels of captured passes at the start; 0: none, -1: a quarter of the cores, at "
+        f"most {_MOST_COMPILERS}, since a target compiles too",
+        ge=-1,
+        le=64,
+        rare=True,
+    )
     kv_tokens: int = setting(65536, "tokens of all sequences in the cache; what does not fit is not drafted for", ge=1)
     page_size: int = setting(64, "tokens of a page of the cache", ge=1)
     prefix_cache: bool = setting(True, "keep what was read, for sequences of the same tenant that begin with it")
@@ -103,6 +117,13 @@ class NeuralConfig(NetworkConfig):
             raise SettingsError("kv_tokens must be a page at least")
 
     @property
+    def compilers(self) -> int:
+        """Processes that compile kernels at the start, -1 resolved."""
+        if not self.cuda_graphs or self.compile_processes >= 0:
+            return self.compile_processes if self.cuda_graphs else 0
+        return min(_MOST_COMPILERS, int(usable_cores()) // 4)
+
+    @property
     def tree(self) -> TreeShape:
         own = _CAPTURED if self.cuda_graphs else _PLAIN
         steps = self.num_steps or own.num_steps
@@ -111,8 +132,8 @@ class NeuralConfig(NetworkConfig):
             topk=self.topk or own.topk,
             num_draft_tokens=self.num_draft_tokens or own.num_draft_tokens,
             min_score=own.min_score if self.min_score < 0 else self.min_score,
-            race_entrants=self.race_entrants,
-            race_sharpness=self.race_sharpness,
+            gumbel_candidates=self.gumbel_candidates,
+            gumbel_sharpness=self.gumbel_sharpness,
             frontier=self.frontier or (0 if self.topk else own.frontier),
             rows_per_level=self.rows_per_level or own.rows_per_level,
             early_levels=min(self.early_levels or own.early_levels, steps),

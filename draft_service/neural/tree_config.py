@@ -31,8 +31,8 @@ class TreeShape:
     topk: int  # children of a node; 1 drafts a chain
     num_draft_tokens: int  # nodes of the whole tree, without the root
     min_score: float  # least path probability of a node
-    race_entrants: int  # tokens that take part in COUPLED's Gumbel-max draw at each node
-    race_sharpness: float  # how far the Gumbel-max draw over the drafter's distribution is taken for the target's
+    gumbel_candidates: int  # tokens that take part in COUPLED's Gumbel-max draw at each node
+    gumbel_sharpness: float  # how far the Gumbel-max draw over the drafter's distribution is taken for the target's
     frontier: int = 0  # nodes that a level expands; 0 is topk
     rows_per_level: int = 0  # most rows of a level over all sequences, see `for_sequences`; 0 is no bound
     early_levels: int = 0  # levels that are sent while the others are grown, for one sequence; 0 sends whole trees only
@@ -40,8 +40,8 @@ class TreeShape:
     def __post_init__(self) -> None:
         if 1 + self.expanded > MAX_ROWS:
             raise SettingsError(f"(num_steps - 1) * frontier, or topk without one, must stay below {MAX_ROWS}")
-        if self.race_entrants < self.topk:
-            raise SettingsError("race_entrants must be at least topk")
+        if self.gumbel_candidates < self.topk:
+            raise SettingsError("gumbel_candidates must be at least topk")
 
     @property
     def limits(self) -> TreeLimits:

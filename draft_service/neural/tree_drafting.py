@@ -165,7 +165,7 @@ class TreeDrafting:
         drawn = any(one.mode is VerificationMode.REJECTION for one in sequences)
         rules = self._rules(sequences, shape)
         forest = make_forest(len(sequences), shape.num_steps, shape.width, shape.topk, drawn=drawn)
-        count = max(candidates_wanted(one.mode, shape.topk, shape.race_entrants) for one in sequences)
+        count = max(candidates_wanted(one.mode, shape.topk, shape.gumbel_candidates) for one in sequences)
         temperatures = np.array([temperature_of(one) for one in sequences], dtype=np.float32)
         carried, lm_input = self.states.read_of([one.state.slot for one in sequences])
         logits = self._network_of(0).logits(lm_input)
@@ -250,7 +250,7 @@ def rules_of(sequences: Sequence[DraftSequence], shape: TreeShape) -> Rules:
         width=shape.width,
         breadth=shape.topk,
         floor=shape.min_score,
-        sharpness=shape.race_sharpness,
+        sharpness=shape.gumbel_sharpness,
     )
 
 

@@ -101,4 +101,4 @@ SPREAD = 1.25
 # tokens. A sequence ends long before, and the clock has 32 bits.
 NEVER_LOG2 = 30
 # How far the Gumbel-max draw over relative frequencies is trusted to be the target's. Fitted likewise.
-RACE_SHARPNESS = 0.5
+GUMBEL_SHARPNESS = 0.5

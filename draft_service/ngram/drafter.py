@@ -16,7 +16,7 @@ from draft_service.drafters.grown import GrownTrees, Pending, in_order
 from draft_service.ngram import snapshot
 from draft_service.ngram.arrays import Tokens
 from draft_service.ngram.batch import BREADTH, FLOOR, HALF_LIFE, ROOM, SHARPNESS, TRIE_DEPTH, Asked, TrieBatch
-from draft_service.ngram.config import NEVER_LOG2, RACE_SHARPNESS, TrieConfig
+from draft_service.ngram.config import GUMBEL_SHARPNESS, NEVER_LOG2, TrieConfig
 from draft_service.ngram.corpora import Corpora
 from draft_service.ngram.drawn_growth import draw_tree
 from draft_service.ngram.growth import TreeBounds
@@ -218,13 +218,13 @@ class NgramDrafter(Drafter):
         """A tree whose nodes are drawn, with the fresh tokens inserted already."""
         limits = tree_limits(self.limits, sequence.limits)
         bounds = limits.max_nodes, limits.max_depth, self._config.breadth, self._config.min_score
-        shape = TreeBounds(*bounds, coupled=False, power=_gumbel_max_power(sequence), sharpness=RACE_SHARPNESS)
+        shape = TreeBounds(*bounds, coupled=False, power=_gumbel_max_power(sequence), sharpness=GUMBEL_SHARPNESS)
         return draw_tree((own.arrays(), tenant.arrays(), shared.arrays()), sequence, self._evidence, shape)
 
     def _rules(self) -> Reals:
         rules, config = np.zeros(5), self._config
         rules[[FLOOR, BREADTH, TRIE_DEPTH]] = config.min_score, config.breadth, config.depth
-        rules[[HALF_LIFE, SHARPNESS]] = NEVER_LOG2, RACE_SHARPNESS
+        rules[[HALF_LIFE, SHARPNESS]] = NEVER_LOG2, GUMBEL_SHARPNESS
         return rules
 
     def _insert_new(self, sequence: DraftSequence) -> None:

@@ -30,7 +30,7 @@ DRAFTERS = ("trie", "head", "merged")
 PLACEMENTS = ("shared", "own")
 # A snapshot every so often, so that a full disk meets one.
 _TRIE = ("--num-draft-tokens", "8", "--breadth", "2", "--snapshot-seconds", "1", "--min-score", "0.1")
-_HEAD = ("--dtype", "float32", "--num-steps", "4", "--topk", "2", "--race-sharpness", "2.0")
+_HEAD = ("--dtype", "float32", "--num-steps", "4", "--topk", "2", "--gumbel-sharpness", "2.0")
 _POLL_SECONDS = 0.02
 # Of the first start, which may compile. Chosen.
 _START_SECONDS = 600.0

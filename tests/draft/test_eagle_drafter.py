@@ -73,7 +73,7 @@ def test_coupled_trees_run_the_shared_race(sharpness: float) -> None:
     head = make_head()
     tokens, states = text(12), states_of(head, 12)
     seed = 2**63 + 5
-    found = draft(make_drafter(head, race_sharpness=sharpness), tokens, states, COUPLED, seed=seed)
+    found = draft(make_drafter(head, gumbel_sharpness=sharpness), tokens, states, COUPLED, seed=seed)
     expected = plain_tree(head, tokens, states, score=race_of(seed, len(tokens), sharpness))
     same_tree(found, expected)
 
@@ -83,7 +83,7 @@ def test_a_sharp_race_drafts_the_token_that_the_target_will_draw() -> None:
     head = make_head(draft_vocab_size=VOCABULARY)
     tokens, states = text(12), states_of(head, 12)
     for seed in range(20):
-        tree = draft(make_drafter(head, race_sharpness=8.0, topk=1), tokens, states, COUPLED, seed=seed)
+        tree = draft(make_drafter(head, gumbel_sharpness=8.0, topk=1), tokens, states, COUPLED, seed=seed)
         plain = PlainHead(head)
         plain.read(tokens, states[:-1])
         row, visible = len(plain.rows) - 1, list(range(len(plain.rows)))
@@ -205,7 +205,7 @@ def test_it_is_a_drafter_that_wants_features() -> None:
         {"num_steps": 40, "topk": 8},
         {"min_score": 2.0},
         {"page_size": 0},
-        {"race_entrants": 1},
+        {"gumbel_candidates": 1},
     ],
     ids=lambda settings: next(iter(settings)),
 )

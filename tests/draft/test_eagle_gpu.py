@@ -105,7 +105,7 @@ def test_captured_trees_of_every_shape(
     steps: int, topk: int, frontier: int, rows: int, nodes: int, mode: VerificationMode
 ) -> None:
     """The device's noise is that of the host, tails fill more than a word of a mask, and pages end anywhere."""
-    settings = {"topk": topk, "num_steps": steps, "num_draft_tokens": nodes, "page_size": 16, "race_entrants": 40}
+    settings = {"topk": topk, "num_steps": steps, "num_draft_tokens": nodes, "page_size": 16, "gumbel_candidates": 40}
     settings |= {"frontier": frontier, "rows_per_level": rows or 1 << 16, "kv_tokens": 8192}
     drafters = [
         make_drafter(make_head(**SHAPE).cuda(), device="cuda", cuda_graphs=graphs, **settings)

@@ -33,7 +33,7 @@ SETTINGS: dict[str, Any] = {
     "topk": 3,
     "num_draft_tokens": 14,
     "min_score": 0.0,
-    "race_entrants": VOCABULARY,
+    "gumbel_candidates": VOCABULARY,
     "feature_dtype": "float32",
     "dtype": "float32",
 }
@@ -285,5 +285,5 @@ def test_more_levels_than_heads_and_no_heads_are_refused() -> None:
         make_drafter(num_steps=HEADS + 1)
     with pytest.raises(SettingsError, match="--head"):
         MedusaDrafter(MedusaConfig())
-    with pytest.raises(SettingsError, match="race_entrants"):
-        MedusaConfig(race_entrants=3)
+    with pytest.raises(SettingsError, match="gumbel_candidates"):
+        MedusaConfig(gumbel_candidates=3)

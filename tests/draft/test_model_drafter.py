@@ -199,7 +199,7 @@ def test_the_targets_own_twin_is_right_all_the_way(
     said = [plain(make_tiny(), one) for one in wanted]
 
     def connect(events: DraftEvents) -> DraftLink:
-        drafter = make_drafter(folders["llama"], topk=1, race_sharpness=8.0, race_entrants=VOCABULARY)
+        drafter = make_drafter(folders["llama"], topk=1, gumbel_sharpness=8.0, gumbel_candidates=VOCABULARY)
         if at_once:
             own = drafter._drafting
             assert own is not None

@@ -45,7 +45,7 @@ def folder(head: EagleHead, tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def made(head: EagleHead, drafters: list[EagleDrafter] | None = None, **settings: object) -> Connect:
-    defaults: dict[str, object] = {"num_steps": 4, "dtype": "float32", "race_sharpness": 2.0}
+    defaults: dict[str, object] = {"num_steps": 4, "dtype": "float32", "gumbel_sharpness": 2.0}
     config = EagleConfig(**(defaults | settings))  # type: ignore[arg-type]
     return drafting(lambda: EagleDrafter(config, head), [] if drafters is None else drafters)
 

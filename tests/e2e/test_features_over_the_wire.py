@@ -18,7 +18,7 @@ from outrider.sampling import SamplingParams
 from target_service.model.head_projection import read_draft_head
 
 TOKENS = 40
-HEAD_SETTINGS = ("--dtype", "float32", "--num-steps", "4", "--race-sharpness", "2.0")
+HEAD_SETTINGS = ("--dtype", "float32", "--num-steps", "4", "--gumbel-sharpness", "2.0")
 
 
 @pytest.fixture(scope="module")

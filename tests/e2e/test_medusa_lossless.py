@@ -46,7 +46,7 @@ def folder(heads: MedusaHead, tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def made(heads: MedusaHead, drafters: list[MedusaDrafter] | None = None, **settings: object) -> Connect:
-    defaults: dict[str, object] = {"dtype": "float32", "race_sharpness": 2.0}
+    defaults: dict[str, object] = {"dtype": "float32", "gumbel_sharpness": 2.0}
     config = MedusaConfig(**(defaults | settings))  # type: ignore[arg-type]
     return drafting(lambda: MedusaDrafter(config, heads), [] if drafters is None else drafters)
 

@@ -75,7 +75,7 @@ def with_modules(model: PreTrainedModel, folder: Path, modules: dict[str, Tensor
 
 
 def made(checkpoint: Path, drafters: list[MtpDrafter] | None = None, **settings: Any) -> Connect:
-    defaults = {"base_model": str(checkpoint), "num_steps": 4, "dtype": "float32", "race_sharpness": 2.0}
+    defaults = {"base_model": str(checkpoint), "num_steps": 4, "dtype": "float32", "gumbel_sharpness": 2.0}
     config = MtpConfig(**(defaults | settings))
     return drafting(lambda: MtpDrafter(config), [] if drafters is None else drafters)
 

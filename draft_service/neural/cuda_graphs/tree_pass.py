@@ -212,7 +212,7 @@ class TreePass:
         gumbel_max = GumbelMax(
             *(parts[name] for name in ("coupled", "top_k", "top_p", "min_p", "seeds", "noise_positions"))
         )
-        return gumbel_max_winners(*common, gumbel_max, level, shape.race_entrants, shape.race_sharpness)
+        return gumbel_max_winners(*common, gumbel_max, level, shape.gumbel_candidates, shape.gumbel_sharpness)
 
     def _step(self, level: int) -> PagedPass:
         """The pass over the rows of one level, [B * W, ..]."""
