@@ -83,6 +83,7 @@ RUN_ELSEWHERE = {
 NO_COMMANDS = {
     ("docs/architecture.md", "host    schedule  wait for drafts"): "a drawing",
     ("docs/architecture.md", "RUN_AHEAD"): "a drawing",
+    ("docs/fleet.md", "serve deploy"): "a command of Ray, which `make test-ray` needs",
     ("docs/observability.md", "outrider.v1.TargetService/Generate"): "spans of a trace",
     ("docs/observability.md", "request call=Generate"): "lines of a log",
     ("docs/protocol.md", "p > min(epsilon, delta * exp(-H))"): "a formula",

@@ -428,5 +428,5 @@ def test_a_broken_tokenizer_of_a_target_is_refused_by_its_name(tmp_path: Path) -
     target_config = LAYER_CONFIG | {"model_type": "llama", "num_hidden_layers": TARGET_LAYERS}
     folder = write(tmp_path / "target", target_config, {"model.embed_tokens.weight": weight(2, 2)})
     (folder / "tokenizer.json").write_text("[]")
-    with pytest.raises(HeadRefused, match=r"tokenizer\.json: "):
+    with pytest.raises(HeadRefused, match=r"tokenizer\.json cannot be read: "):
         TargetCheckpoint(folder).fingerprint()

@@ -17,7 +17,7 @@ from outrider.settings import SettingsError
 from outrider_client.terminal.options import AccessOptions
 from outrider_gateway.config import GatewayConfig
 from outrider_gateway.hosts import HostCheck, host_check
-from outrider_gateway.server import GatewayServer
+from outrider_gateway.server import GatewayServer, log_address
 
 TEXT = {"model": "counter", "prompt": "a", "max_tokens": 3, "temperature": 0}
 EVIL = {"host": "evil.example:8000"}
@@ -111,10 +111,11 @@ def test_where_names_are_not_checked(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize(("listen", "warns"), [("127.0.0.1:0", False), ("127.0.0.2:0", False), ("0.0.0.0:0", True)])
 async def test_warning_of_tokens_without_tls(listen: str, warns: bool, caplog: pytest.LogCaptureFixture) -> None:
-    async with GatewayServer(GatewayConfig(listen=listen), AccessOptions()) as server:
+    config = GatewayConfig(listen=listen)
+    async with GatewayServer(config, AccessOptions()) as server:
         caplog.clear()
         caplog.set_level("INFO", "outrider_gateway.server")
-        server.log_address()
+        log_address(config, server.address)
     records = [record for record in caplog.records if record.name == "outrider_gateway.server"]
     assert [record.levelname for record in records] == ["INFO", "WARNING"][: 1 + warns]
 

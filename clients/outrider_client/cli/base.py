@@ -132,6 +132,9 @@ def run_command(command: Command, parser: argparse.ArgumentParser, arguments: ar
     except SettingsError as error:
         parser.error(str(error))
     except OutriderError as error:
+        # The client names its own argument, which a user of the command line has not given.
+        if isinstance(error.__context__, UnicodeEncodeError):
+            return _fail(_no_utf8(error.__context__))
         return _fail(failure_line(error, command.service))
     except ServiceUnreachable as error:
         return _fail(f"{error}\n{advice(error)}")
@@ -144,8 +147,7 @@ def run_command(command: Command, parser: argparse.ArgumentParser, arguments: ar
             raise
         return _fail(missing)
     except UnicodeEncodeError as error:
-        # Arguments that were no UTF-8 have what stands for their bytes; a path may, but nothing that is sent.
-        return _fail(f"this text is no UTF-8: {one_line(error.object[:_SHOWN_CHARACTERS])}")
+        return _fail(_no_utf8(error))
     except OSError as error:
         if error.filename is None:
             # Most likely of the standard output, which `exit_status` reports.
@@ -153,6 +155,11 @@ def run_command(command: Command, parser: argparse.ArgumentParser, arguments: ar
         return _fail(unreadable(error.filename, error))
     except KeyboardInterrupt:
         return INTERRUPTED
+
+
+def _no_utf8(error: UnicodeEncodeError) -> str:
+    """Arguments that were no UTF-8 have what stands for their bytes; a path may, but nothing that is sent."""
+    return f"this text is no UTF-8: {one_line(error.object[:_SHOWN_CHARACTERS])}"
 
 
 def _fail(message: str) -> int:
