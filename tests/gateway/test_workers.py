@@ -174,15 +174,16 @@ async def test_a_worker_that_dies_takes_its_own_streams_only(gateways: Any) -> N
         victim, survivor = workers.children
         ports = {writer.get_extra_info("sockname")[1]: reader for reader, writer in streams}
         lost, kept = (ports.keys() & workers.connections_of(one) for one in (victim, survivor))
-        assert len(lost) == len(kept) == 3
+        # Connections that are about to close count where they are, so the streams may part otherwise than by halves.
+        assert lost and kept and len(lost) + len(kept) == len(streams)
         os.kill(victim.pid, signal.SIGKILL)
         # Its streams end without their last event, at once.
         for port in lost:
             ended = await asyncio.wait_for(_read_to_the_end(ports[port]), HUNG_SECONDS)
             assert b"[DONE]" not in ended
-        # Their places are free, for three others.
-        await until(lambda: any("is lost, with 3 connections" in line for line in workers.lines))
-        others = await held_streams(workers.url, 3)
+        # Their places are free, for as many others.
+        await until(lambda: any("is lost, with" in line for line in workers.lines))
+        others = await held_streams(workers.url, len(lost))
         assert (await client.post("/v1/completions", json=TEXT, headers=ALONE)).status_code == 429
         engine.tick = FAST
         for reader in [*(ports[port] for port in kept), *(reader for reader, _ in others)]:
