@@ -38,7 +38,7 @@ class HeadSettings(Settings):
     )
 
 
-# Processes that compile kernels at the start, at most. Chosen.
+# Processes that compile kernels at the start, at most. Chosen, since a target on the same host compiles too.
 _MOST_COMPILERS = 4
 # Values for settings that are 0, or -1. Trees that a target waits for, and captured ones, which are drafted while the
 # target verifies their predecessors and so must also cover what will follow these. The latter by
@@ -53,6 +53,7 @@ _MOST_COMPILERS = 4
 _PLAIN = TreeShape(
     num_steps=3, topk=4, num_draft_tokens=12, min_score=1e-3, gumbel_candidates=128, gumbel_sharpness=1.0
 )
+# Eight levels of 32 nodes, and as many nodes as a table holds: of the simulation and the H200 runs named above.
 _CAPTURED = replace(
     _PLAIN, num_steps=8, topk=8, num_draft_tokens=1007, min_score=3e-5, frontier=32, rows_per_level=64, early_levels=4
 )
