@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 
 import torch
+from torch import Tensor
 
 from draft_service.checkpoints.files import check_weights
 from draft_service.checkpoints.target import EMBEDDING, LM_HEAD, TargetCheckpoint
@@ -19,6 +20,7 @@ from outrider.weights import Weights
 from tree_models.layers.placing import Placement
 from tree_models.spec import FamilyRefused
 from tree_models.weights.checkpoint import StoredTensor
+from tree_models.weights.separate_experts import separated
 
 
 class MtpCheckpoint:
@@ -52,7 +54,8 @@ class MtpCheckpoint:
         their own share the target's. A `token_map` of target ids limits the draft vocabulary."""
         heads: list[EagleHead] = []
         for config, names in [*zip(self.configs, self._names, strict=True)][:most]:
-            tensors = self._weights.tensors(names)
+            source = separated(_Published(self._weights, names), config.names)
+            tensors = {name: source.read(name) for name in source.stored}
             if self._layout.state_first:
                 state, embedding = tensors["fc.weight"].chunk(2, dim=1)
                 tensors["fc.weight"] = torch.cat([embedding, state], dim=1)
@@ -72,7 +75,19 @@ class MtpCheckpoint:
             skeleton = EagleHead(config, place=replace(IN_FP32, device=torch.device("meta")))
         except FamilyRefused as refused:
             raise HeadRefused(str(refused)) from None
-        weights = self._weights
-        stored = {name: StoredTensor(weights.shape(own), weights.kind(own)) for name, own in every.items()}
-        check_weights(skeleton.slots(), stored)
+        source = separated(_Published(self._weights, every), config.names)
+        check_weights(skeleton.slots(), source.stored)
         return config
+
+
+class _Published:
+    """Published tensors by other names. A `TensorSource`."""
+
+    def __init__(self, weights: Weights, names: Mapping[str, str]) -> None:
+        """`names` maps the other names to published ones."""
+        self._weights, self._names = weights, names
+        self.stored = {name: StoredTensor(weights.shape(own), weights.kind(own)) for name, own in names.items()}
+
+    def read(self, name: str) -> Tensor:
+        """See `TensorSource.read`."""
+        return self._weights.tensor(self._names[name])

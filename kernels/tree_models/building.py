@@ -12,6 +12,7 @@ from tree_models.layers.placing import Placement
 from tree_models.slots import specs_of
 from tree_models.weights.checkpoint import TensorSource
 from tree_models.weights.loading import check_names, load_slots
+from tree_models.weights.separate_experts import separated
 
 
 def build(description: Description, checkpoint: TensorSource, place: Placement) -> Decoder:
@@ -22,6 +23,7 @@ def build(description: Description, checkpoint: TensorSource, place: Placement) 
         WeightsRefused: the checkpoint's tensors are not the decoder's.
     """
     spec, names = description.spec, description.names
+    checkpoint = separated(checkpoint, names)
     # Before any memory is taken, since a configuration may describe more than there is.
     skeleton = Decoder(spec, names, replace(place, device=torch.device("meta")))
     check_names(specs_of(skeleton.slots()), checkpoint.stored, names)

@@ -20,7 +20,7 @@ from tree_models.families.rotary import rotary
 from tree_models.layers.decoder import Decoder
 from tree_models.layers.linear import Linear
 from tree_models.layers.placing import Placement
-from tree_models.reference import published_tensors
+from tree_models.reference import layers_that_differ, published_tensors
 from tree_models.spec import FamilyRefused
 from tree_models.weights.checkpoint import TensorsInMemory, TextPart, WeightsRefused, WholeNames
 
@@ -161,6 +161,24 @@ def test_a_body_that_was_written_by_itself_has_names_without_its_prefix(model_ty
     del bare["norm.weight"]
     with pytest.raises(WeightsRefused, match=r"missing are model\.norm\.weight$"):
         read(bare)
+
+
+def test_experts_may_be_one_tensor() -> None:
+    """As transformers keeps them in memory and Qwen3.5's are published."""
+    model = make_tiny("qwen3_moe", head_dim=16, **EXPERTS)
+    tensors = tensors_of(model)
+    expected = decoder_of(model.config, tensors)
+    joined = {name: one.clone() for name, one in model.state_dict().items()}
+    assert joined["model.layers.1.mlp.experts.gate_up_proj"].shape == (4, 48, 48)
+    found = decoder_of(model.config, joined)
+    assert all(torch.equal(one, own) for one, own in zip(found.parameters(), expected.parameters(), strict=True))
+    assert layers_that_differ(found, model.config, TensorsInMemory(joined)) == []
+    # Some layers so, others not.
+    mixed = {name: one for name, one in tensors.items() if ".layers.0." in name or ".experts." not in name}
+    decoder_of(model.config, mixed | {name: one for name, one in joined.items() if ".layers.1.mlp.experts." in name})
+    short = joined | {"model.layers.1.mlp.experts.down_proj": torch.zeros(3, 48, 24)}
+    with pytest.raises(WeightsRefused, match=r"missing are model\.layers\.1\.mlp\.experts\.3\.down_proj\.weight$"):
+        decoder_of(model.config, short)
 
 
 @pytest.mark.parametrize("prefix", ["model.language_model.", "language_model.model.", "model.text_model."])

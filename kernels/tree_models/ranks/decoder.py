@@ -20,6 +20,7 @@ from tree_models.slots import TensorSpec, specs_of
 from tree_models.spec import DecoderSpec
 from tree_models.weights.checkpoint import TensorSource
 from tree_models.weights.loading import check_names, load_slots
+from tree_models.weights.separate_experts import separated
 
 
 class RankDecoder(Decoder):
@@ -64,6 +65,7 @@ def build_rank(description: Description, checkpoint: TensorSource, place: Placem
     """
     decoder = RankDecoder(description.spec, description.names, place)
     decoder.eval()
+    checkpoint = separated(checkpoint, description.names)
     # The whole shapes first, as parts of wrong ones may fit.
     check_names(decoder.whole_specs, checkpoint.stored, description.names)
     load_slots(decoder.slots(), RankTensors(checkpoint, decoder.cuts), description.names)

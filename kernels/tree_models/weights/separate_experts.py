@@ -1,0 +1,67 @@
+"""Experts that a checkpoint has in one tensor, under the names of one tensor for each expert.
+
+Qwen3.5's layers are published so and Qwen3-MoE's are not, and a checkpoint may differ from its own MTP module. Of all
+experts there are `gate_up_proj` [E, 2 * I, H], in which the rows of gate come first, and `down_proj` [E, H, I].
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from torch import Tensor
+
+from tree_models.names import WeightNames
+from tree_models.weights.checkpoint import Stored, StoredTensor, TensorSource
+
+_PARTS = {".experts.gate_up_proj": ("gate_proj", "up_proj"), ".experts.down_proj": ("down_proj",)}
+
+
+@dataclass(frozen=True, slots=True)
+class _Slice:
+    """An expert's rows of a tensor of all."""
+
+    whole: str
+    expert: int
+    start: int
+    end: int
+
+
+class SeparateExperts:
+    """A checkpoint with a tensor for each expert's gate, up and down. A `TensorSource`."""
+
+    def __init__(self, checkpoint: TensorSource) -> None:
+        self._checkpoint, self.stored = checkpoint, dict[str, Stored](checkpoint.stored)
+        self._slices: dict[str, _Slice] = {}
+        # Of the tensor read last, since its experts are asked for one after another.
+        self._last: tuple[str, Tensor] | None = None
+        for whole, stored in checkpoint.stored.items():
+            ending = next((ending for ending in _PARTS if whole.endswith(ending)), None)
+            if ending is not None and len(stored.shape) == 3 and stored.shape[1] % len(_PARTS[ending]) == 0:
+                del self.stored[whole]
+                self._separate(whole, whole.removesuffix(ending), _PARTS[ending], stored)
+
+    def _separate(self, whole: str, prefix: str, parts: tuple[str, ...], stored: Stored) -> None:
+        experts, rows, columns = stored.shape
+        each = rows // len(parts)
+        for expert in range(experts):
+            for number, part in enumerate(parts):
+                name = f"{prefix}.experts.{expert}.{part}.weight"
+                self._slices[name] = _Slice(whole, expert, number * each, (number + 1) * each)
+                self.stored[name] = StoredTensor((each, columns), stored.dtype)
+
+    def read(self, name: str) -> Tensor:
+        """See `TensorSource.read`."""
+        own = self._slices.get(name)
+        if own is None:
+            return self._checkpoint.read(name)
+        if self._last is None or self._last[0] != own.whole:
+            # The one before goes before this one is read.
+            self._last = None
+            self._last = own.whole, self._checkpoint.read(own.whole)
+        return self._last[1][own.expert, own.start : own.end]
+
+
+def separated(checkpoint: TensorSource, names: WeightNames) -> TensorSource:
+    """The checkpoint as a family with these names reads it."""
+    apart = names.expert_gate_up == WeightNames().expert_gate_up
+    return SeparateExperts(checkpoint) if apart else checkpoint
