@@ -22,6 +22,11 @@ if TYPE_CHECKING:
 _MOST_FORCED, _UNSURE = 512, 4
 # Texts whose tokens are kept, of up to as many bytes. Chosen.
 _CUT_TEXTS = 4096
+# A string of JSON with room for n characters more allows all tokens of as many that need no escape: those of the
+# longest of these lengths that fit are allowed at once, and only the others looked at one by one. llguidance's own
+# are 10 and 30, with which a mask within a string of at most 30 characters took 235 us of 49,152 tokens, now 75.
+_SLICED_LENGTHS = (4, 8, 12, 16, 20, 30)
+_UNESCAPED, _WHITESPACE = r'[^"\\\x00-\x1F\x7F]', r"[\x20\x0A\x0D\x09]+"
 
 
 @functools.lru_cache(maxsize=2)
@@ -36,7 +41,8 @@ def grammar_tokenizer(tokenizer: ModelTokenizer, vocabulary_size: int, end_token
     if not end_token_ids:
         raise NotSupported("the model has no end token, with which structured_output ends")
     words = token_words(tokenizer, vocabulary_size, end_token_ids)
-    return LLTokenizer(TokenizerWrapper(words), n_vocab=vocabulary_size, eos_token=list(end_token_ids))
+    slices = [_WHITESPACE, *[f"{_UNESCAPED}{{1,{length}}}" for length in _SLICED_LENGTHS], f"{_UNESCAPED}+"]
+    return LLTokenizer(TokenizerWrapper(words), n_vocab=vocabulary_size, eos_token=list(end_token_ids), slices=slices)
 
 
 @functools.lru_cache(maxsize=2)
