@@ -6,9 +6,9 @@ of the same requests without.
 
 The engine runs in this process, without clients. Waves of as many requests as the concurrency get the same prompts of
 the shared file in every case; a wave's rate is all its tokens over the time from the first request to the last token,
-prompts included. `plain` decodes without drafts, `lookup` with what the device drafts by itself. Of each case one wave
-is not measured, in which graphs are captured; then the cases take turns until `--seconds` of a part have passed, each
-once at least. The parts:
+prompts included. `plain` decodes without drafts, `lookup` with what the device drafts by itself. Graphs are captured
+first, as an idle target does, and of each case one wave is not measured; then the cases take turns until `--seconds` of
+a part have passed, each once at least. The parts:
 
 - `all`: every request of a wave has the parameter; the ratio is to the same without.
 - `beside`: one request of a wave has it, and the ratio is that of the others' rates.
@@ -125,6 +125,10 @@ class MeasuredEngine:
         self._first: dict[int, float] = {}
         self._last: dict[int, float] = {}
         self._events = EngineEvents(self._count)
+        begin = time.monotonic()
+        while engine.use_pause():
+            pass
+        show(f"captured what some requests need in {time.monotonic() - begin:.1f} s")
         engine.start(self._events.deliver)
 
     def _count(self, verdict: StepVerdict) -> None:

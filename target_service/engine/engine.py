@@ -69,6 +69,10 @@ class Engine(EngineFront):
         """Information from the draft service; None while it is not connected."""
         return self.drafting.info
 
+    def use_pause(self) -> bool:
+        """See `Steps.use_pause`. Only before `start`, behind which the engine's thread does this while nothing runs."""
+        return self._loop.steps.use_pause()
+
     def start(self, deliver: Callable[[list[SequenceEvent]], None]) -> None:
         """Start the loop. `deliver` receives all events of a step at once, in the engine's thread."""
         self._deliver = deliver

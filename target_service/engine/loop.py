@@ -90,16 +90,16 @@ class EngineLoop:
             # Kernels of typical acceptance are compiled at start where requests may ask for it.
             typical, most_rows = config.allow_lossy, config.step_rows
             steps = best_steps(runner, max_sequences=config.max_running, max_rows=most_rows, typical=typical)
-        self._steps = steps or HostSteps(runner)
+        self.steps = steps or HostSteps(runner)
         self._observer = observer
         self.features = Features(runner, config.feature_window if config.speculates else 0)
-        self.drafting = DraftTrees(config, runner.vocabulary_size, self.features, self._steps.tables)
+        self.drafting = DraftTrees(config, runner.vocabulary_size, self.features, self.steps.tables)
         self.scheduler = Scheduler(config, runner.cache, runner.pass_sizes, step_cost)
         self.scheduler.pages.states = SharedPrefixStates(self.features, self._is_drafted) if config.speculates else None
         self.live: dict[int, LiveSequence] = {}
         self.grammars = Grammars(runner.tokenizer, runner.vocabulary_size, runner.end_token_ids)
         # Batch-invariant drafts are chains, which the host cuts.
-        device_chooses = self._steps.tables is not None and not (config.batch_invariant and config.speculates)
+        device_chooses = self.steps.tables is not None and not (config.batch_invariant and config.speculates)
         most = config.max_draft_nodes if device_chooses else 0
         self._policy = RowPolicy(most, step_cost, self.live, config.speculative_disable_queue_size)
         lookup_tokens = runner.node_table.lookup_tokens if runner.node_table is not None else 0
@@ -120,7 +120,7 @@ class EngineLoop:
         self._launching = RunningTime(_LAUNCH_SHARE)
         self._policy_updates = PolicyUpdates(
             gathering=self.gathering,
-            tables=self._steps.tables,
+            tables=self.steps.tables,
             multi_step=multi_step or MultiStep(),
             lookup_baseline=LookupBaseline(lookup_tokens),
         )
@@ -193,7 +193,7 @@ class EngineLoop:
         step = self._ahead or self._launch()
         if step is None:
             self._ended_ns = 0
-            self._steps.use_pause()
+            self.steps.use_pause()
             return self._take_failed() or None
         self._ahead = None if self.settling else self._launch_after(step)
         self.drafting.open_added()
@@ -298,7 +298,7 @@ class EngineLoop:
 
     def _feed(self, step: Step) -> None:
         """While a step runs, publish drafts as they arrive: the device reads them when it begins the next one."""
-        drafting, tables, self._seen_running = self.drafting, self._steps.tables, True
+        drafting, tables, self._seen_running = self.drafting, self.steps.tables, True
         if (
             self._ahead is None
             or self._ahead.batch.device_rows is None
@@ -327,17 +327,17 @@ class EngineLoop:
             sequences = [item.sequence for item in batch.items[batch.input.laid_out :]]
             most = _WAIT_IN_ANSWERS * self.drafting.latency.answer_seconds or _FIRST_WAIT_SECONDS
             clock.draft_wait_ns = self.drafting.wait_for(sequences, most)
-        if self._steps.tables is not None:
-            self._steps.tables.trust = self._policy.trust
+        if self.steps.tables is not None:
+            self.steps.tables.trust = self._policy.trust
         clock.planned = time.monotonic_ns()
 
     def _begin(self, schedule: Schedule, gathered: Gathered, clock: StepClock, *, behind: Step | None = None) -> Step:
         passes, device_rows = self._passes(schedule, gathered, behind)
         batch = lay_out(schedule.chunks, gathered.trees, self._runner.cache, passes, device_rows)
         verifiers = [self.live[item.sequence.sequence_id].verifier for item in batch.items]
-        if device_rows is not None and self._steps.tables is not None:
-            graft_predictions((item.sequence for item in batch.items), self.live, self._steps.tables)
-        launched = self._steps.launch(batch, verifiers, passes, lambda: self._before_launch(behind, batch, clock))
+        if device_rows is not None and self.steps.tables is not None:
+            graft_predictions((item.sequence for item in batch.items), self.live, self.steps.tables)
+        launched = self.steps.launch(batch, verifiers, passes, lambda: self._before_launch(behind, batch, clock))
         self.scheduler.count_launched(schedule)
         if behind is not None:
             # Without the hold: the host's time alone.
@@ -374,8 +374,8 @@ class EngineLoop:
         launched.mask([item.sequence.sequence_id in self.live and item.tree is not None for item in batch.items])
         if launched.span is not None:
             launched.span.record_end()
-        if self._steps.tables is not None:
-            graft_expected((item.sequence for item in batch.items), self.live, self._steps.tables)
+        if self.steps.tables is not None:
+            graft_expected((item.sequence for item in batch.items), self.live, self.steps.tables)
 
     def _mask_ahead(self) -> None:
         """The same of the step that was launched while the last one ran. Where the device has no memory for it, its
@@ -428,7 +428,7 @@ class EngineLoop:
         # Of all passes of the step: its tokens arrive together, and others wait for its end.
         seconds = (step.clock.committed - (ended_ns or step.clock.begun)) * 1e-9
         # A device's steps do not share their processors with other tenants' calls.
-        own = step.own and not self._steps.in_background
+        own = step.own and not self.steps.in_background
         self.scheduler.times.observe_step(*step.work, seconds, own=own)
         period = (self._ended_ns - ended_ns) * 1e-9 if ended_ns else 0.0
         self._policy_updates.observe_step(step, stats, verdicts, period, seen_running=self._seen_running)
@@ -443,7 +443,7 @@ class EngineLoop:
             self._policy_updates.forget_draft()
         if self.gathering.update_drafting() and self._observer is not None:
             self._observer.on_speculation(self.drafting.active)
-        if not self._steps.in_background:
+        if not self.steps.in_background:
             # Otherwise this happens while a step runs, so that a draft in this process does not delay the device.
             self.drafting.open_added()
 
@@ -475,7 +475,7 @@ class EngineLoop:
     def _commit(self, step: Step, outcomes: SequenceOf[Verified | None]) -> list[StepVerdict]:
         """Commit the outcomes. Sequences that ended since the launch are skipped."""
         compute_ns, answered = step.clock.verified - step.clock.begun, step.gathered.answered
-        version, tables, observes = self.model_version, self._steps.tables, answered or step.batch.drafted
+        version, tables, observes = self.model_version, self.steps.tables, answered or step.batch.drafted
         verdicts: list[StepVerdict] = []
         for item, outcome in zip(step.batch.items, outcomes, strict=True):
             live, tree = self.live.get(item.sequence.sequence_id), item.tree
