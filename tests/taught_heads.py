@@ -30,6 +30,8 @@ KINDS: dict[str, dict[str, Any]] = {
     "eagle-3.1": {"kind": "eagle3", "num_features": 2, "feature_layers": (0, 2), "fc_norm": True, "norm_output": True},
     "eagle-1": {"kind": "eagle", "num_features": 1, "feature_layers": (2,), "fc_bias": True},
 }
+# Which reads one state as it is: tried with fewer tests.
+WITHOUT_FC: dict[str, Any] = {"kind": "eagle3", "num_features": 1, "has_fc": False}
 # A target's own module, which speaks through the target's embedding and lm_head as they are.
 MTP: dict[str, Any] = {"kind": "mtp", "num_features": 1, "input_norm": True}
 MAX_TOKENS = 24
@@ -78,8 +80,9 @@ def taught_head(
 ) -> EagleHead:
     """A head that has seen what the teacher says to every prompt in every way of sampling. Made once for all tests of a
     process, none of which changes it."""
-    made = new_head(teacher, KINDS[kind])
-    _train(made, _texts(teacher, max_tokens, samplings, made.config.feature_layers or ()), steps)
+    made = new_head(teacher, (KINDS | {"without fc": WITHOUT_FC})[kind])
+    layers = made.config.layers_of(teacher.config.num_hidden_layers)
+    _train(made, _texts(teacher, max_tokens, samplings, layers), steps)
     return made.requires_grad_(False).eval()
 
 

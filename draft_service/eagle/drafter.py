@@ -51,7 +51,7 @@ class EagleDrafter(HeadDrafter):
             if self._target is None:
                 raise HeadRefused("the layers that the head reads depend on its target: name it (embeddings)")
             layers = shape.layers_of(self._target.num_layers)
-        projected = config.projection == "target" and shape.kind == "eagle3"
+        projected = config.projection == "target" and shape.is_projected
         width = shape.hidden_size if projected else shape.num_features * shape.target_hidden_size
         found = self._given
         copied = found.projection_fingerprint() if projected and isinstance(found, EagleCheckpoint) else ""

@@ -42,7 +42,7 @@ class Projection(nn.Module):
         super().__init__()
         self.input_width = joined = config.num_features * config.target_hidden_size
         self._features = config.num_features
-        fused = config.kind == "eagle3"
+        fused = config.is_projected
         self.fc = Linear(joined, [config.hidden_size], place, bias=config.fc_bias) if fused else None
         self.input_norm = Normalization(config.norm, joined, place) if config.norm_before_fc else None
         norms = range(config.num_features if config.fc_norm else 0)

@@ -38,15 +38,16 @@ class LayeredShape(HeadShape):
     fc_norm: bool = False  # EAGLE-3.1: an RMSNorm for each captured state before `fc`
     norm_before_fc: bool = False  # one RMSNorm over the joined states before `fc`
     norm_before_residual: bool = False  # the first layer's residual is the normed feature, in EAGLE-3
+    has_fc: bool = True  # an EAGLE-3 head without it reads one state, that after the target's last norm
     fc_bias: bool = False
     tied_lm_head: bool = False  # the lm_head is the target's, as in EAGLE-1 and EAGLE-2 and some EAGLE-3 heads
 
     def __post_init__(self) -> None:
         if not 1 <= self.draft_vocab_size <= self.vocab_size:
             raise HeadRefused(f"a draft vocabulary of {self.draft_vocab_size} does not lie in one of {self.vocab_size}")
-        if self.kind != "eagle3" and (self.num_features != 1 or self.target_hidden_size != self.hidden_size):
+        if not self.is_projected and (self.num_features != 1 or self.target_hidden_size != self.hidden_size):
             raise HeadRefused(
-                "an EAGLE-1 or EAGLE-2 head, or an MTP module, reads one hidden state, as wide as its own"
+                "an EAGLE-1 or EAGLE-2 head, one without fc, or an MTP module reads one state, as wide as its own"
             )
         if self.feature_layers is not None and len(self.feature_layers) != self.num_features:
             raise HeadRefused(
@@ -68,6 +69,11 @@ class LayeredShape(HeadShape):
     def names(self) -> WeightNames:
         """Of the layers' weights in `EagleHead`."""
 
+    @property
+    def is_projected(self) -> bool:
+        """Whether captured states are fused before the head reads them."""
+        return self.kind == "eagle3" and self.has_fc
+
     def layers_of(self, target_layers: int) -> tuple[int, ...]:
         """The layers to capture in a target with `target_layers` layers, counted as in `feature_layers`.
 
@@ -76,7 +82,7 @@ class LayeredShape(HeadShape):
         """
         layers = self.feature_layers
         if layers is None:
-            layers = (1, target_layers // 2 - 1, target_layers - 4) if self.kind == "eagle3" else (target_layers,)
+            layers = (1, target_layers // 2 - 1, target_layers - 4) if self.is_projected else (target_layers,)
         if any(not 0 <= layer <= target_layers for layer in layers) or len(layers) != self.num_features:
             raise HeadRefused(f"the head reads layers {layers} of a target that has {target_layers}")
         return layers

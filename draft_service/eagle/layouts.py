@@ -5,6 +5,7 @@
 - SGLang and SpecForge: `architectures` LlamaForCausalLMEagle or LlamaForCausalLMEagle3, `draft_vocab_size`,
   `eagle_config.eagle_aux_hidden_state_layer_ids` counting the outputs of layers; `midlayer.` or `layers.0.`, with a
   prefix `model.` or without.
+- NVIDIA: as SGLang's; with `eagle_config.use_aux_hidden_state` false a head has no `fc`.
 - speculators: `speculators_model_type`, the layer's settings in `transformer_layer_config`, and
   `eagle_aux_hidden_state_layer_ids` counting the inputs of layers, so one more; EAGLE-1 with `fusion_fc` and
   `transformer.*`.
@@ -46,7 +47,7 @@ def head_config(config: Mapping[str, Any], shapes: Shapes) -> HeadConfig:
     `HeadRefused` if it is not an EAGLE head, or of a kind that is not supported."""
     layer, feature_layers, target = _by_layout(config)
     _refuse_foreign(config, shapes)
-    fused = "layers.0.hidden_norm.weight" in shapes
+    fused, has_fc = "layers.0.hidden_norm.weight" in shapes, "fc.weight" in shapes
     sizes = _sizes(layer, shapes)
     drafted = next((shapes[name][0] for name in ("lm_head.weight", "d2t") if name in shapes), None)
     target_hidden = int(config.get("target_hidden_size") or sizes["hidden_size"]) if fused else sizes["hidden_size"]
@@ -55,8 +56,9 @@ def head_config(config: Mapping[str, Any], shapes: Shapes) -> HeadConfig:
         draft_vocab_size=drafted or int(config.get("draft_vocab_size") or sizes["vocab_size"]),
         target_hidden_size=target_hidden,
         num_layers=1 + max(int(name.split(".")[1]) for name in shapes if name.startswith("layers.")),
-        num_features=shapes["fc.weight"][1] // target_hidden if fused else 1,
-        feature_layers=feature_layers if fused else None,
+        num_features=shapes["fc.weight"][1] // target_hidden if fused and has_fc else 1,
+        feature_layers=feature_layers if fused and has_fc else None,
+        has_fc=has_fc,
         rope=_rope(layer),
         norm_output=bool(config.get("norm_output", False)),
         norm_before_residual=bool(config.get("norm_before_residual", False)),
@@ -108,8 +110,8 @@ def _by_layout(config: Mapping[str, Any]) -> tuple[Mapping[str, Any], tuple[int,
     if kind not in (None, "eagle", "eagle3"):
         raise HeadRefused(f"speculators of type {kind!r} are not served")
     named = ((config.get("eagle_config") or {}) if kind is None else config).get("eagle_aux_hidden_state_layer_ids")
-    # speculators count inputs, which is one more.
-    layers = None if named is None else tuple(int(layer) - (kind is not None) for layer in named)
+    # speculators count inputs, which is one more. Where none are named they are the usual ones.
+    layers = None if not named else tuple(int(layer) - (kind is not None) for layer in named)
     if kind is None:
         return config, layers, str((config.get("outrider") or {}).get("target", ""))
     verifier = (config.get("speculators_config") or {}).get("verifier") or {}
@@ -117,7 +119,8 @@ def _by_layout(config: Mapping[str, Any]) -> tuple[Mapping[str, Any], tuple[int,
 
 
 def _refuse_foreign(config: Mapping[str, Any], shapes: Shapes) -> None:
-    if "fc.weight" not in shapes or "layers.0.self_attn.q_proj.weight" not in shapes:
+    fuses = (config.get("eagle_config") or {}).get("use_aux_hidden_state", True)
+    if (fuses and "fc.weight" not in shapes) or "layers.0.self_attn.q_proj.weight" not in shapes:
         architectures = architectures_of(config)
         raise HeadRefused(f"no EAGLE head of Llama's layers: {architectures}, and no fc or no layer among its weights")
     if config.get("layernorms") or "embed_layernorm.weight" in shapes or "embedding_layernorm.weight" in shapes:
@@ -156,7 +159,9 @@ def published_config(config: HeadConfig) -> dict[str, Any]:
         published["num_aux_hidden_states"] = config.num_features
         for flag in ("fc_norm", "norm_before_fc", "norm_output", "norm_before_residual"):
             published[flag] = getattr(config, flag)
-    if config.feature_layers is not None:
+    if fused and not config.has_fc:
+        published["eagle_config"] = {"use_aux_hidden_state": False}
+    elif config.feature_layers is not None:
         published["eagle_config"] = {
             "eagle_aux_hidden_state_layer_ids": list(config.feature_layers),
             "use_aux_hidden_state": True,

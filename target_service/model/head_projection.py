@@ -91,11 +91,15 @@ def read_draft_head(source: str, target_layers: int, target_hidden: int) -> Draf
     published = Weights(model_source(source) if "@" in source else head_source(source), _FILES)
     published.check_files()
     names, config = published.names, published.config
+    # An EAGLE-3 head without fc says so.
+    whole = (config.get("eagle_config") or {}).get("use_aux_hidden_state", True) is False
+    has_fc = any(name.endswith("fc.weight") for name in names)
     is_head = any(_has(names, pattern) for pattern in (_MEDUSA, _MTP_NORMED, _MTP_UNNORMED))
-    if not is_head and not any(name.endswith("fc.weight") for name in names):
+    if not (is_head or has_fc or whole):
         raise NotSupported(f"{source}: no EAGLE head, for it has no fc, no Medusa heads and no MTP module")
-    if not any(name.endswith(".hidden_norm.weight") for name in names):
-        # EAGLE-1, EAGLE-2 and Medusa heads and DeepSeek's MTP modules read what the target's lm_head reads.
+    if not has_fc or not any(name.endswith(".hidden_norm.weight") for name in names):
+        # EAGLE-1, EAGLE-2 and Medusa heads, EAGLE-3 heads without fc and DeepSeek's MTP modules read what the target's
+        # lm_head reads.
         unnormed = _has(names, _MTP_UNNORMED) and not _has(names, _MTP_NORMED)
         return DraftHead((target_layers - unnormed,), None)
     plain = {name.removeprefix("model."): name for name in names}
@@ -132,7 +136,7 @@ def _layers(config: Mapping[str, Any], target_layers: int) -> tuple[int, ...]:
     speculators = "speculators_model_type" in config
     holder = config if speculators else config.get("eagle_config") or {}
     layers = holder.get("eagle_aux_hidden_state_layer_ids")
-    if layers is None:
+    if not layers:
         return (1, target_layers // 2 - 1, target_layers - 4)
     return tuple(int(layer) - speculators for layer in layers)
 

@@ -192,6 +192,7 @@ FLAGS: dict[str, dict[str, Any]] = {
     "one norm before fc": {"norm_before_fc": True, "norm_before_residual": True},
     "biases": {"qkv_bias": True, "fc_bias": True, "qk_norm": True},
     "two layers": {"num_layers": 2},
+    "no fc": {"has_fc": False, "num_features": 1, "feature_layers": None},
     "llama3 positions": {
         "rope": {
             "rope_type": "llama3",

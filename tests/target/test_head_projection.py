@@ -51,6 +51,29 @@ def test_an_eagle1_head_reads_what_the_targets_lm_head_reads(tmp_path: Path) -> 
     assert read.layers == (TARGET_LAYERS,) and read.projection is None
 
 
+def test_a_head_without_fc_reads_what_the_targets_lm_head_reads(tmp_path: Path) -> None:
+    """As NVIDIA's throughput heads of gpt-oss."""
+    folder = saved(tmp_path, "eagle-3", has_fc=False, num_features=1, feature_layers=None)
+    read, own = read_draft_head(str(folder), TARGET_LAYERS, HIDDEN), EagleCheckpoint(folder).load()
+    assert read.layers == own.config.layers_of(TARGET_LAYERS) == (TARGET_LAYERS,) and read.projection is None
+    states = torch.randn(3, HIDDEN)
+    assert torch.equal(own.project(states), states)
+    config = json.loads((folder / "config.json").read_text())
+    rewritten(folder, config | {"eagle_config": {}})
+    for refuse in (lambda: EagleCheckpoint(folder), lambda: read_draft_head(str(folder), TARGET_LAYERS, HIDDEN)):
+        with pytest.raises(NotSupported, match="no fc"):
+            refuse()
+
+
+def test_layers_that_are_not_named_are_the_usual_ones(tmp_path: Path) -> None:
+    """NVIDIA's heads have an empty list."""
+    folder = saved(tmp_path, "eagle-3")
+    config = json.loads((folder / "config.json").read_text())
+    rewritten(folder, config | {"eagle_config": {"eagle_aux_hidden_state_layer_ids": []}})
+    assert read_draft_head(str(folder), TARGET_LAYERS, HIDDEN).layers == (1, 5, 8)
+    assert EagleCheckpoint(folder).config.layers_of(TARGET_LAYERS) == (1, 5, 8)
+
+
 @pytest.mark.parametrize(
     ("name", "layer"),
     [

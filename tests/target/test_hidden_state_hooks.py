@@ -14,8 +14,10 @@ from conftest import make_tiny
 from eagle_heads import make_head
 from engine_harness import plain, request
 from hidden_states import states_of
+from recurrent_models import RECURRENT
 from transformers import PreTrainedModel
 from waits import HUNG_SECONDS
+from windowed_models import WINDOWED
 
 from draft_service.eagle.checkpoint import save_head
 from outrider.errors import NotSupported
@@ -58,6 +60,31 @@ def test_states_are_those_that_transformers_tells_of(model_type: str) -> None:
         tokens = list(range(3, 3 + length))
         forward(runner, tokens)
         torch.testing.assert_close(taken(hooks, length), states_of(model, tokens, (2, 0, 4)), rtol=1e-4, atol=1e-4)
+
+
+NEWER = {
+    "gpt_oss": WINDOWED["gpt_oss"],
+    "gemma4": WINDOWED["gemma4"],
+    "gemma4, experts": WINDOWED["gemma4, experts"],
+    "qwen3_moe": WINDOWED["qwen3_moe, windows"],
+    "qwen3_next": RECURRENT["qwen3_next"],
+    "nemotron_h": RECURRENT["nemotron_h"],
+    "lfm2": RECURRENT["lfm2"],
+}
+
+
+@pytest.mark.parametrize("name", NEWER)
+def test_states_of_newer_families_are_those_that_transformers_tells_of(name: str) -> None:
+    """Windows, sinks, experts, added inputs, states and layers of one half; of each the first layer, one within, and
+    what the last norm makes."""
+    model_type, settings = NEWER[name]
+    model = make_tiny(model_type, **settings)
+    layers = (0, model.config.num_hidden_layers // 2, model.config.num_hidden_layers)
+    runner = runner_of(copy.deepcopy(model))
+    hooks = LayerHooks(runner.network, layers, max_rows=16)
+    tokens = list(range(3, 12))
+    forward(runner, tokens)
+    torch.testing.assert_close(taken(hooks, 9), states_of(model, tokens, layers), rtol=1e-4, atol=1e-4)
 
 
 def test_what_was_taken_is_not_overwritten_by_the_next_pass() -> None:
