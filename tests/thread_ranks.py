@@ -12,6 +12,10 @@ import torch
 from torch import Tensor
 from waits import HUNG_SECONDS
 
+from tree_kernels.linear import Norm, ScaledRows, SumForm
+from tree_kernels.rank_sums import added_parts
+from tree_models.layers.rank_group import RowSums
+
 Result = TypeVar("Result")
 
 
@@ -33,10 +37,21 @@ class ThreadRank:
     rank: int
     exchange: Exchange
     calls: list[tuple[int, ...]] = field(default_factory=list)
+    most_rows: int = 4
 
     @property
     def size(self) -> int:
         return self.exchange.size
+
+    def sums_of(self, residual: Tensor) -> RowSums | None:
+        """For rows of which there are few."""
+        return self if len(residual) <= self.most_rows else None
+
+    def place(self, rows: int, width: int) -> Tensor:
+        return torch.empty(rows, width)
+
+    def add(self, part: Tensor, residual: Tensor, norm: Norm | None, form: SumForm) -> tuple[Tensor, ScaledRows | None]:
+        return added_parts(self._parts(part), residual, norm, form)
 
     def summed(self, part: Tensor) -> Tensor:
         parts = self._parts(part)

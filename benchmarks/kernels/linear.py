@@ -66,6 +66,11 @@ LAYERS = (
     LinearLayer("8b gate_up", "gated", 28672, 4096),
     LinearLayer("8b down", "add", 4096, 14336),
     LinearLayer("8b lm_head", "plain", 128256, 4096),
+    # Of one of two ranks, whose sums have the residual and the norm.
+    LinearLayer("half 8b qkv", "rotary", 3072, 4096, kv_heads=4),
+    LinearLayer("half 8b o", "plain", 4096, 2048),
+    LinearLayer("half 8b gate_up", "gated", 14336, 4096),
+    LinearLayer("half 8b down", "plain", 4096, 7168),
     LinearLayer("qwen3 8b qkv", "rotary", 6144, 4096, normed=True),
     LinearLayer("qwen3 8b gate_up", "gated", 24576, 4096),
     LinearLayer("qwen3 8b down", "add", 4096, 12288),

@@ -1,4 +1,5 @@
-"""Time of summing up rows over two or more GPUs of one host, within a CUDA graph: NCCL and PyTorch's symmetric memory.
+"""Time of summing up rows over two or more GPUs of one host, within a CUDA graph: by NCCL, and by one launch that adds
+a residual and norms too (`tree_kernels.rank_sums`).
 
     python -m benchmarks.ranks.all_reduce --ranks 2 --json FILE
 
@@ -18,8 +19,11 @@ from torch import Tensor
 from torch.multiprocessing.spawn import spawn
 
 from benchmarks.shared.report import median_and_spread, parser_of, show, write_json
+from target_service.model.ranks.one_shot import one_shot_sums
+from tree_kernels.linear import Norm
+from tree_kernels.rank_sums import added_parts
 
-ROWS, WIDTH, SUMS, REPLAYS = (1, 8, 32, 64, 256), 4096, 64, 20
+ROWS, WIDTH, SUMS, REPLAYS, CHECKED = (1, 8, 32, 64, 256), 4096, 64, 20, 50
 
 
 def replayed_us(launch: Callable[[], object]) -> float:
@@ -48,24 +52,21 @@ def by_nccl(rows: Tensor) -> Callable[[], object]:
     return lambda: distributed.all_reduce(rows)
 
 
-def by_symmetric_memory(rows: Tensor) -> Callable[[], object]:
-    """Each rank reads the others' rows, which it copied to where they can."""
-    import torch.distributed._symmetric_memory as symmetric
-
-    shared = symmetric.empty(rows.shape, dtype=rows.dtype, device=rows.device)
-    group = distributed.group.WORLD
-    assert group is not None
-    symmetric.rendezvous(shared, group=group.group_name)
-
-    def launch() -> Tensor:
-        shared.copy_(rows)
-        summed: Tensor = torch.ops.symm_mem.one_shot_all_reduce(shared, "sum", group.group_name)
-        return summed
-
-    result, expected = launch(), rows.clone()
-    distributed.all_reduce(expected)
-    torch.testing.assert_close(result, expected)
-    return launch
+def in_one_shot(rows: Tensor) -> Callable[[], object]:
+    """Each rank reads the others' rows, which a product has written to where they can. Sums are compared first."""
+    sums = one_shot_sums(rows.dtype, rows.device)
+    norm = Norm(torch.ones(WIDTH, dtype=rows.dtype, device=rows.device), 1e-5)
+    for count in range(CHECKED):
+        residual, own = rows * count, rows + count % 7
+        parts = [torch.empty_like(own) for _ in range(distributed.get_world_size())]
+        distributed.all_gather(parts, own)
+        expected, normed = added_parts(parts, residual, norm)
+        found, scaled = sums.add(sums.place(*rows.shape).copy_(own), residual, norm)
+        assert scaled is not None and normed is not None
+        torch.testing.assert_close(found, expected, rtol=0.0, atol=0.0)
+        torch.testing.assert_close(scaled.rows, normed.rows)
+        torch.testing.assert_close(sums.summed(own), added_parts(parts)[0], rtol=0.0, atol=0.0)
+    return lambda: sums.add(sums.place(*rows.shape), rows, norm)
 
 
 def work(rank: int, ranks: int, port: int, path: Any) -> None:
@@ -76,9 +77,10 @@ def work(rank: int, ranks: int, port: int, path: Any) -> None:
     device = torch.device("cuda", rank)
     distributed.init_process_group("nccl", where, rank=rank, world_size=ranks, device_id=device)
     results: list[dict[str, Any]] = []
-    for name, kind in (("nccl", by_nccl), ("symmetric memory", by_symmetric_memory)):
+    for name, kind in (("nccl", by_nccl), ("one shot", in_one_shot)):
         for rows in ROWS:
-            numbers = torch.full((rows, WIDTH), 0.5, dtype=torch.bfloat16, device=device)
+            generator = torch.Generator(device).manual_seed(rank)
+            numbers = torch.randn(rows, WIDTH, generator=generator, device=device).bfloat16()
             took = replayed_us(kind(numbers))
             results.append({"by": name, "rows": rows, "us": took})
             if rank == 0:

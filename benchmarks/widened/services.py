@@ -160,7 +160,7 @@ def started(plan: SweepPlan, subject: Subject) -> Iterator[RunningTarget]:
         folder = Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="widened-")))
         draft = draft_settings(plan, subject) if subject.mode in DRAFTERS else None
         addresses: dict[str, Any] = {"listen": f"unix:{folder}/target", "metrics_listen": f"127.0.0.1:{free_port()}"}
-        environment = {"CUDA_VISIBLE_DEVICES": visible_device(plan.device if plan.on_gpu else "cpu")}
+        environment = {"CUDA_VISIBLE_DEVICES": _visible_devices(plan)}
         running = {}
         if draft is not None and subject.placement == IN_PROCESS:
             addresses["draft"] = f"inprocess:{draft.drafter}"
@@ -184,6 +184,15 @@ def started(plan: SweepPlan, subject: Subject) -> Iterator[RunningTarget]:
         for message in (one for one in log.read_text(errors="replace").splitlines() if "captur" in one):
             show(f"    {message}")
         yield service
+
+
+def _visible_devices(plan: SweepPlan) -> str:
+    """Those of the target: one for each of its ranks, from the plan's on."""
+    if not plan.on_gpu:
+        return visible_device("cpu")
+    kind, _, index = plan.device.partition(":")
+    ranks = range(int(plan.target.get("tensor_parallel", 1)))
+    return ",".join(visible_device(f"{kind}:{int(index or 0) + rank}") for rank in ranks)
 
 
 def _draft_address(plan: SweepPlan, folder: Path, stack: ExitStack) -> str:

@@ -3,7 +3,7 @@
 import torch
 from torch import Tensor
 
-from tree_kernels.linear.forms import NO_ACTIVATION, Activation, ActivationKind, GateForm, HeadForm, SumForm
+from tree_kernels.linear.forms import NO_ACTIVATION, PLAIN_SUM, Activation, ActivationKind, GateForm, HeadForm, SumForm
 from tree_kernels.linear.int8_weight import Int8Weight, Weight
 from tree_kernels.linear.layers import RowLinears
 from tree_kernels.linear.rows import HeadInput, HeadInputs, HeadRows, Norm, ScaledRows
@@ -11,6 +11,7 @@ from tree_kernels.linear.vector_tiling import choose_vector_tiling
 
 __all__ = [
     "NO_ACTIVATION",
+    "PLAIN_SUM",
     "Activation",
     "ActivationKind",
     "GateForm",

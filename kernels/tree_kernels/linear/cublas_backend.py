@@ -7,6 +7,7 @@ that is one rounding more, in fp32 none. So that products fit float16, a norm is
 
 from __future__ import annotations
 
+import torch
 import triton
 from torch import Tensor
 from torch.nn import functional
@@ -45,9 +46,10 @@ class CublasLinears(TritonLinears):
         norm: Norm | None = None,
         following: Weight | None = None,  # noqa: ARG002
         form: SumForm = PLAIN_SUM,
+        into: Tensor | None = None,
     ) -> tuple[Tensor, ScaledRows | None]:
         check_sum(bias, residual, norm, form)
-        output = _product(rows, weight)
+        output = _product(rows, weight, into)
         if bias is None and residual is None and norm is None and form == PLAIN_SUM:
             return output, None
         return self._finish_sum(output, bias, residual, norm, form, output)
@@ -97,9 +99,9 @@ def _normed_product(rows: ScaledRows, weight: Weight) -> Tensor:
     return _product(rows.rows, weight)
 
 
-def _product(rows: Tensor, weight: Weight) -> Tensor:
-    """[R, N] of rows [R, K]."""
+def _product(rows: Tensor, weight: Weight, into: Tensor | None = None) -> Tensor:
+    """[R, N] of rows [R, K], in new memory or `into` [R, N]."""
     if isinstance(weight, Int8Weight):
         raise ValueError("expected a weight of the rows' dtype: cuBLAS has no product with int8 weights")
     check_product(rows, weight)
-    return functional.linear(rows, weight)
+    return functional.linear(rows, weight) if into is None else torch.mm(rows, weight.t(), out=into)

@@ -73,6 +73,7 @@ class RowLinears:
         norm: Norm | None = None,
         following: Weight | None = None,  # noqa: ARG002
         form: SumForm = PLAIN_SUM,
+        into: Tensor | None = None,
     ) -> tuple[Tensor, ScaledRows | None]:
         """A linear layer, the residual added, and the first half of the norm that reads the sum next: [R, N] in the
         rows' dtype, and its `ScaledRows` where a norm was given. Raises `ValueError` for dtypes or strides that do not
@@ -85,14 +86,18 @@ class RowLinears:
             residual: [R, N], contiguous.
             norm: over N.
             form: how product and residual are added.
+            into: [R, N], where the output is written; None for new memory.
         """
-        total = _product(rows, weight, bias)
-        if form.norm is not None:
-            total = normed(total, form.norm)
-        total = total * form.multiplier
-        if residual is not None:
-            total = total + residual
-        output = total.to(rows.dtype)
+        output = _sum(_product(rows, weight, bias), residual, form).to(rows.dtype)
+        if into is not None:
+            output = into.copy_(output)
+        return output, None if norm is None else self.scale_rows(output, norm)
+
+    def add_rows(
+        self, rows: Tensor, residual: Tensor | None = None, norm: Norm | None = None, form: SumForm = PLAIN_SUM
+    ) -> tuple[Tensor, ScaledRows | None]:
+        """What `add_linear` does to a product, of a product [R, N] that is made; the norm behind it may be whole."""
+        output = _sum(rows.float(), residual, form).to(rows.dtype)
         return output, None if norm is None else self.scale_rows(output, norm)
 
     def gated_linear(
@@ -137,6 +142,14 @@ class RowLinears:
         )
         write_kv(key, value.to(rows.rows.dtype), heads.key_cache, heads.value_cache, heads.slots)
         return query
+
+
+def _sum(total: Tensor, residual: Tensor | None, form: SumForm) -> Tensor:
+    """A product [R, N] in fp32, joined to the residual [R, N]."""
+    if form.norm is not None:
+        total = normed(total, form.norm)
+    total = total * form.multiplier
+    return total if residual is None else total + residual
 
 
 def normed(rows: Tensor, norm: Norm) -> Tensor:

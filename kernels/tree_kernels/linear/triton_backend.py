@@ -98,15 +98,24 @@ class TritonLinears(RowLinears):
         norm: Norm | None = None,
         following: Weight | None = None,
         form: SumForm = PLAIN_SUM,
+        into: Tensor | None = None,
     ) -> tuple[Tensor, ScaledRows | None]:
         check_sum(bias, residual, norm, form)
+        check_contiguous(into=into)
+        output = rows.new_empty(len(rows), weight.shape[0]) if into is None else into
         if form.norm is not None or (norm is not None and not norm.halves):
             # These need a whole row, of which a tile has a part.
             product = rows.new_empty(len(rows), weight.shape[0], dtype=torch.float32)
             self._add(rows, weight, product, following=following)
-            return self._finish_sum(product, bias, residual, norm, form, torch.empty_like(product, dtype=rows.dtype))
-        output = rows.new_empty(len(rows), weight.shape[0])
+            return self._finish_sum(product, bias, residual, norm, form, output)
         return output, self._add(rows, weight, output, bias, residual, norm, following, form.multiplier)
+
+    def add_rows(
+        self, rows: Tensor, residual: Tensor | None = None, norm: Norm | None = None, form: SumForm = PLAIN_SUM
+    ) -> tuple[Tensor, ScaledRows | None]:
+        check_sum(None, residual, norm, form)
+        check_contiguous(rows=rows)
+        return self._finish_sum(rows, None, residual, norm, form, torch.empty_like(rows))
 
     def gated_linear(
         self, rows: ScaledRows, weight: Weight, bias: Tensor | None = None, activation: Activation = SILU

@@ -10,11 +10,10 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 from typing import Any
 
-import torch
 from torch import Tensor
 
 from tree_kernels.experts import ExpertWeights, RowExperts
-from tree_kernels.linear import Activation, ActivationKind, Norm, RowLinears, ScaledRows, SumForm
+from tree_kernels.linear import PLAIN_SUM, Activation, ActivationKind, Norm, RowLinears, ScaledRows, SumForm
 from tree_models.fused.mixers import (
     AttentionMixer,
     ConvolutionMixer,
@@ -183,34 +182,30 @@ class FusedForm:
         weight, bias, ranks = product.weight, product.bias, self.ranks
         if ranks is None:
             return linears.add_linear(rows, weight, bias, residual, norm, None, form)
-        if form.norm is None:
-            # One rank's part has the residual, which costs no launch of its own.
-            own = residual if ranks.rank == 0 else None
-            hidden = ranks.summed(linears.add_linear(rows, weight, bias, own, None, None, form)[0])
-        else:
-            total = ranks.summed(linears.add_linear(rows, weight, bias)[0])
-            hidden = residual + linears.norm_rows(total, form.norm) * form.multiplier
-        return hidden, None if norm is None else linears.scale_rows(hidden, norm)
+        sums = ranks.sums_of(residual)
+        part, _ = linears.add_linear(rows, weight, bias, into=None if sums is None else sums.place(*residual.shape))
+        if sums is not None:
+            return sums.add(part, residual, norm, form)
+        return linears.add_rows(ranks.summed(part), residual, norm, form)
 
     def _mixed(
         self, linears: RowLinears, parts: ExpertParts, scaled: ScaledRows, hidden: Tensor
     ) -> tuple[Tensor, ScaledRows | None]:
         """The residual with what experts add, and with what the MLP for every row adds before."""
-        sum_form, shared, ranks = self.parts.mlp_sum, parts.shared, self.ranks
-        if ranks is not None and ranks.rank:
-            # The first rank's part has the residual.
-            hidden = torch.zeros_like(hidden)
+        sum_form, shared, ranks, norm = self.parts.mlp_sum, parts.shared, self.ranks, self.next_norm
+        # Of ranks each makes a part without the residual, which their sum adds.
+        before, form = (hidden, sum_form) if ranks is None else (None, PLAIN_SUM)
         if shared is not None:
             activated = _activated(linears, shared, scaled)
-            hidden, _ = linears.add_linear(
-                activated, shared.down.weight, shared.down.bias, hidden, None, None, sum_form
-            )
-        chosen, norm = parts.router.choose(scaled, self.experts), self.next_norm
+            before, _ = linears.add_linear(activated, shared.down.weight, shared.down.bias, before, None, None, form)
+        chosen = parts.router.choose(scaled, self.experts)
         if ranks is None:
-            return self.experts.mix(scaled, chosen, parts.weights, hidden, norm, sum_form.multiplier)
-        part, _ = self.experts.mix(scaled, chosen, parts.weights, hidden, None, sum_form.multiplier)
-        hidden = ranks.summed(part)
-        return hidden, None if norm is None else linears.scale_rows(hidden, norm)
+            return self.experts.mix(scaled, chosen, parts.weights, before, norm, form.multiplier)
+        part, _ = self.experts.mix(scaled, chosen, parts.weights, before)
+        sums = ranks.sums_of(hidden)
+        if sums is not None:
+            return sums.add(sums.place(*part.shape).copy_(part), hidden, norm, sum_form)
+        return linears.add_rows(ranks.summed(part), hidden, norm, sum_form)
 
 
 class QuantizedForm:

@@ -6,13 +6,18 @@ import os
 import sys
 from datetime import timedelta
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 import torch
 import torch.distributed as distributed
 from torch import Tensor
 
 from target_service.config import TargetConfig
-from target_service.model.ranks.one_shot import OneShotSums, faster_sums
+from target_service.model.ranks.one_shot import faster_sums
+from tree_models.layers.rank_group import RowSums
+
+if TYPE_CHECKING:
+    from tree_kernels.rank_sums.triton_backend import TritonRankSums
 
 # While ranks load, each waits for the slowest reader of weights. Chosen: longer than a disk takes for any model.
 _LOADING = timedelta(hours=1)
@@ -41,7 +46,7 @@ class DistributedRanks:
         distributed.init_process_group(backends, f"file://{store}", _LOADING, self.size, rank)
         self._group = distributed.group.WORLD
         self._serving: distributed.ProcessGroup | None = None
-        self._one_shot: OneShotSums | None = None
+        self._one_shot: TritonRankSums | None = None
         if self._on_gpu:
             # The communicator is made by the first call, which no graph can hold.
             self.summed(torch.zeros(1, device=device))
@@ -60,6 +65,11 @@ class DistributedRanks:
         if not self._on_gpu:
             # NCCL would wait for the graphs that hold its calls, and for ranks that are gone; it ends with the process.
             distributed.destroy_process_group()
+
+    def sums_of(self, residual: Tensor) -> RowSums | None:
+        """See `RankGroup.sums_of`."""
+        fits = self._one_shot is not None and self._one_shot.can_sum(residual)
+        return self._one_shot if fits else None
 
     # The compiler would look into the calls and take them apart.
     @torch.compiler.disable  # type: ignore[untyped-decorator]

@@ -1,5 +1,5 @@
-"""Sums of few rows over GPUs that read each other's memory: each rank copies its rows to where all can read them, and
-adds up everybody's in one launch. NCCL is faster where there are many rows.
+"""Sums of few rows over GPUs that read each other's memory, by `tree_kernels.rank_sums`, for the sizes for which they
+are faster than NCCL's.
 
 On two H100 with NVLink a sum of 1 to 64 rows of 4,096 took 10 to 13 us in a graph, by NCCL 13 to 17
 (`benchmarks/ranks/all_reduce.py`).
@@ -10,76 +10,81 @@ from __future__ import annotations
 import logging
 from collections.abc import Callable
 from functools import partial
+from typing import TYPE_CHECKING
 
 import torch
 import torch.distributed as distributed
 from torch import Tensor
 
+from tree_kernels.rank_sums import PLACES, SharedParts
+
+if TYPE_CHECKING:
+    from tree_kernels.rank_sums.triton_backend import TritonRankSums
+
 log = logging.getLogger(__name__)
-# Of which PyTorch's kernel reads all ranks' numbers in one order, so that all get the same sum.
-_RANKS = (2, 4, 8)
-# Bytes for which both ways are timed, rising; the last one is the size of the shared memory.
-_TIMED = (1 << 13, 1 << 16, 1 << 19, 1 << 21)
+# Rows of 8 KB for which both ways are timed, rising; parts of the most are the size of the shared memory.
+_TIMED, _ROW_BYTES = (1, 8, 64, 256), 1 << 13
+# Fewer than a device that serves models has processors: those of all ranks must run at the same time.
+_PROGRAMS = 64
 # Sums in a timed graph, and how often it is run. Chosen: some milliseconds in all.
 _SUMS, _REPLAYS = 64, 20
-# Loads of 16 bytes.
-_ALIGNMENT = 16
 
 
-class OneShotSums:
-    """Sums of tensors of one type on one GPU of each rank. Every rank makes and uses them alike."""
+def one_shot_sums(dtype: torch.dtype, device: torch.device) -> TritonRankSums:
+    """Sums of this type on one GPU of each rank, for parts of any size that is timed. Raises `RuntimeError` where GPUs
+    cannot read each other's memory, and `ImportError` where there is no Triton."""
+    from tree_kernels.rank_sums.triton_backend import TritonRankSums
 
-    def __init__(self, dtype: torch.dtype, device: torch.device) -> None:
-        """Raises `RuntimeError` where GPUs cannot read each other's memory."""
-        # Only here: a module of PyTorch that has no public name yet.
-        from torch.distributed import _symmetric_memory as symmetric
-
-        group = distributed.group.WORLD
-        assert group is not None, "ranks have met"
-        self._group_name: str = group.group_name
-        self._shared = symmetric.empty(_TIMED[-1] // dtype.itemsize, dtype=dtype, device=device)
-        symmetric.rendezvous(self._shared, group=self._group_name)
-        self.most_bytes = _TIMED[-1]
-
-    def can_sum(self, part: Tensor) -> bool:
-        """Whether a part of this size and type is summed here."""
-        size = part.nbytes
-        return part.dtype == self._shared.dtype and 0 < size <= self.most_bytes and size % _ALIGNMENT == 0
-
-    def summed(self, part: Tensor) -> Tensor:
-        """[..] a new tensor: the sum of all ranks' parts [..]."""
-        shared = self._shared[: part.numel()].view(part.shape)
-        shared.copy_(part)
-        total: Tensor = torch.ops.symm_mem.one_shot_all_reduce(shared, "sum", self._group_name)
-        return total
+    parts = _shared((PLACES, _TIMED[-1] * _ROW_BYTES // dtype.itemsize), dtype, device)
+    signals = _shared((_PROGRAMS, distributed.get_world_size()), torch.int32, device)
+    return TritonRankSums(SharedParts(distributed.get_rank(), parts, signals))
 
 
 def faster_sums(
     dtype: torch.dtype, device: torch.device, by_nccl: Callable[[Tensor], Tensor], least: Callable[[int], int]
-) -> OneShotSums | None:
+) -> TritonRankSums | None:
     """One-shot sums for the sizes for which they are right, and faster than `by_nccl` in a graph; None where there are
     none. `least` gives the smallest of all ranks' numbers, so that all decide alike."""
-    made, size = None, distributed.get_world_size()
-    if size in _RANKS:
-        try:
-            made = OneShotSums(dtype, device)
-        except RuntimeError as error:
-            log.warning("ranks sum up by NCCL alone, for their GPUs cannot read each other's memory: %s", error)
+    made = None
+    try:
+        made = one_shot_sums(dtype, device)
+    except (ImportError, RuntimeError) as error:
+        log.warning("ranks sum up by NCCL alone, for their GPUs cannot read each other's memory: %s", error)
     if not least(int(made is not None)) or made is None:
         return None
-    most = 0
-    for count in _TIMED:
-        own = torch.arange(count // dtype.itemsize, device=device).remainder(7).to(dtype) + distributed.get_rank()
+    most, width = 0, _ROW_BYTES // dtype.itemsize
+    for rows in _TIMED:
+        own = torch.arange(rows * width, device=device).remainder(7).to(dtype).view(rows, width)
+        own += distributed.get_rank()
         right = torch.equal(made.summed(own), by_nccl(own.clone()))
-        graphs = [_graph_of(partial(way, own)) for way in (made.summed, by_nccl)]
+        graphs = [_graph_of(partial(way, own)) for way in (partial(_added, made), by_nccl)]
         # By turns, since a device that was idle is slow at first.
         times = [min(each) for each in zip(*([_us(graph) for graph in graphs] for _ in range(_REPLAYS)), strict=True)]
-        log.info("a sum of %d bytes: %.1f us in one shot, %.1f by NCCL", count, *times)
+        log.info("a sum of %d rows of %d: %.1f us in one shot, %.1f by NCCL", rows, width, *times)
         if not least(int(right and times[0] < times[1])):
             break
-        most = count
+        most = own.nbytes
     made.most_bytes = most
     return made if most else None
+
+
+def _added(sums: TritonRankSums, own: Tensor) -> Tensor:
+    """As a layer sums up, whose part lies where others read it."""
+    return sums.add(sums.place(*own.shape), own)[0]
+
+
+def _shared(shape: tuple[int, int], dtype: torch.dtype, device: torch.device) -> tuple[Tensor, ...]:
+    """Zeros of each rank, in their order, that all can read and write."""
+    # Only here: a module of PyTorch that has no public name yet.
+    from torch.distributed import _symmetric_memory as symmetric
+
+    own = symmetric.empty(*shape, dtype=dtype, device=device).zero_()
+    torch.cuda.synchronize(device)
+    assert distributed.group.WORLD is not None, "ranks have met"
+    # All have their zeros once it returns.
+    memory = symmetric.rendezvous(own, group=distributed.group.WORLD.group_name)
+    ranks = range(distributed.get_world_size())
+    return tuple(own if rank == memory.rank else memory.get_buffer(rank, own.shape, dtype) for rank in ranks)
 
 
 def _graph_of(launch: Callable[[], object]) -> torch.cuda.CUDAGraph:
