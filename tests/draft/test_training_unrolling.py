@@ -122,7 +122,7 @@ def test_a_head_in_half_precision_keeps_its_rotary_frequencies() -> None:
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=["float32", "bfloat16"])
 def test_a_gpu_unrolls_and_learns_as_a_cpu_does(dtype: torch.dtype) -> None:
-    """Heads as wide as fused kernels take them; in half precision, losses to its rounding."""
+    """Heads as wide as fused kernels take them; in half precision, as near to full precision as a CPU comes in it."""
     head = make_head(head_dim=16, num_heads=4, num_kv_heads=2).requires_grad_(True)
     length, steps = 128, 3
     tokens, states = torch.tensor([text(length)]), states_of(head, length)[None]
@@ -130,7 +130,7 @@ def test_a_gpu_unrolls_and_learns_as_a_cpu_does(dtype: torch.dtype) -> None:
     distributions, weights = torch.arange(100).repeat(steps), torch.full((100 * steps,), 0.01)
     rows = torch.cat([step * length + torch.arange(100) for step in range(steps)])
     found = []
-    for device, kind in (("cpu", torch.float32), ("cuda", dtype)):
+    for device, kind in (("cpu", torch.float32), ("cpu", dtype), ("cuda", dtype)):
         head.zero_grad()
         own = head.to(device=device, dtype=kind)
         lm_input = unroll(own, states.to(device, kind), tokens.to(device), steps).flatten(0, 2)[rows.to(device)]
@@ -142,7 +142,7 @@ def test_a_gpu_unrolls_and_learns_as_a_cpu_does(dtype: torch.dtype) -> None:
         gradient = gradient_of(own)
         assert gradient is not None
         found.append((row_losses.cpu(), gradient.float().cpu()))
-    tolerance = 1e-3 if dtype == torch.float32 else 0.1
-    (rows_there, grad_there), (rows_here, grad_here) = found
-    assert (rows_here - rows_there).norm() <= tolerance * rows_there.norm()
-    assert (grad_here - grad_there).norm() <= 3 * tolerance * grad_there.norm()
+    (rows_exact, gradient_exact), of_cpu, of_gpu = found
+    # Rounding to 8 bits of mantissa, three steps deep, moves gradients by 0.3 of their norm on a CPU too.
+    for exact, here, there in zip((rows_exact, gradient_exact), of_cpu, of_gpu, strict=True):
+        assert (there - exact).norm() <= 1.5 * (here - exact).norm() + 1e-3 * exact.norm()
