@@ -11,7 +11,7 @@ from tree_models.layers.decoder import Decoder
 from tree_models.layers.placing import Placement
 from tree_models.slots import specs_of
 from tree_models.weights.checkpoint import TensorSource
-from tree_models.weights.loading import check_names, load_slots
+from tree_models.weights.loading import check_names, load_slots, readers_for
 from tree_models.weights.separate_experts import separated
 
 
@@ -28,5 +28,5 @@ def build(description: Description, checkpoint: TensorSource, place: Placement) 
     skeleton = Decoder(spec, names, replace(place, device=torch.device("meta")))
     check_names(specs_of(skeleton.slots()), checkpoint.stored, names)
     decoder = Decoder(spec, names, place).eval()
-    load_slots(decoder.slots(), checkpoint, names)
+    load_slots(decoder.slots(), checkpoint, names, readers_for(place.device))
     return decoder

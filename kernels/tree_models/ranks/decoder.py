@@ -19,7 +19,7 @@ from tree_models.ranks.share import rank_share
 from tree_models.slots import TensorSpec, specs_of
 from tree_models.spec import DecoderSpec
 from tree_models.weights.checkpoint import TensorSource
-from tree_models.weights.loading import check_names, load_slots
+from tree_models.weights.loading import check_names, load_slots, readers_for
 from tree_models.weights.separate_experts import separated
 
 
@@ -68,5 +68,6 @@ def build_rank(description: Description, checkpoint: TensorSource, place: Placem
     checkpoint = separated(checkpoint, description.names)
     # The whole shapes first, as parts of wrong ones may fit.
     check_names(decoder.whole_specs, checkpoint.stored, description.names)
-    load_slots(decoder.slots(), RankTensors(checkpoint, decoder.cuts), description.names)
+    tensors = RankTensors(checkpoint, decoder.cuts)
+    load_slots(decoder.slots(), tensors, description.names, readers_for(place.device))
     return decoder

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import re
+import threading
 from collections.abc import Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
 
 import torch
 from torch import Tensor
@@ -12,23 +14,70 @@ from tree_models.names import WeightNames
 from tree_models.slots import TensorSpec, WeightSlot, specs_of
 from tree_models.weights.checkpoint import FLOATS, Stored, TensorSource, WeightsRefused, some
 
+# Threads that read weights for a GPU: copies out of the system's cache and to the device take a core each. Chosen.
+_READERS = 8
+# Bytes of weights in host memory at once; one slot that has more is read alone. Chosen: four embeddings of an 8B model.
+_UNDER_WAY = 4 << 30
 
-def load_slots(slots: Sequence[WeightSlot], checkpoint: TensorSource, names: WeightNames) -> None:
-    """Write every slot, one tensor at a time. Of two that are tied one may be missing.
+
+def readers_for(device: torch.device) -> int:
+    """How many threads read weights: on a CPU one, whose operations take all cores."""
+    return _READERS if device.type == "cuda" else 1
+
+
+def load_slots(slots: Sequence[WeightSlot], checkpoint: TensorSource, names: WeightNames, readers: int = 1) -> None:
+    """Write every slot. Of two that are tied one may be missing.
 
     Args:
         slots: of all tensors of a model.
-        checkpoint: what they are read from.
+        checkpoint: what they are read from, by any thread.
         names: which of them may be left over.
+        readers: threads, each of which reads and writes one slot at a time.
 
     Raises:
         WeightsRefused: tensors are missing, left over, or of another shape or kind of type; tied ones differ. The
             message has the first ten names.
     """
     check_names(specs_of(slots), checkpoint.stored, names)
-    with torch.inference_mode():
+    room, failures = _Room(_UNDER_WAY), list[BaseException]()
+
+    def write(slot: WeightSlot, size: int) -> None:
+        try:
+            # Of this thread alone. What cannot be read ends the rest.
+            with torch.inference_mode():
+                if not failures:
+                    slot.write([_read(checkpoint, name, spec) for name, spec in slot.specs.items()])
+        except BaseException as error:
+            failures.append(error)
+        finally:
+            room.leave(size)
+
+    with ThreadPoolExecutor(readers, thread_name_prefix="weights") as threads:
         for slot in slots:
-            slot.write([_read(checkpoint, name, spec) for name, spec in slot.specs.items()])
+            size = sum(spec.nbytes for spec in slot.specs.values())
+            room.enter(size)
+            threads.submit(write, slot, size)
+    if failures:
+        raise failures[0]
+
+
+class _Room:
+    """Host memory of so many bytes, which threads share."""
+
+    def __init__(self, size: int) -> None:
+        self._size, self._used, self._left = size, 0, threading.Condition()
+
+    def enter(self, size: int) -> None:
+        """Wait until there is room for `size` bytes, or for anything else nothing is there."""
+        with self._left:
+            self._left.wait_for(lambda: not self._used or self._used + size <= self._size)
+            self._used += size
+
+    def leave(self, size: int) -> None:
+        """Give the bytes back."""
+        with self._left:
+            self._used -= size
+            self._left.notify_all()
 
 
 def check_names(wanted: Mapping[str, TensorSpec], stored: Mapping[str, Stored], names: WeightNames) -> None:
