@@ -13,9 +13,12 @@ from tree_models.names import WeightNames
 from tree_models.slots import in_place
 from tree_models.weights import loading
 from tree_models.weights.checkpoint import StoredTensor, WeightsRefused
+from tree_models.weights.separate_experts import SeparateExperts
 
 NAMES = WeightNames(ignored=(), joining="")
 SECONDS = 30.0
+# Of gate, up and down of experts together: [E, 2 * I, H] and [E, H, I].
+WHOLE = {"gate_up_proj": (6, 4, 2), "down_proj": (6, 2, 2)}
 
 
 class Source:
@@ -75,3 +78,24 @@ def test_what_cannot_be_read_ends_the_rest() -> None:
     with pytest.raises(WeightsRefused, match="it changed"):
         load(Source(100, refuse), 1)
     assert read == ["0", "1"]
+
+
+def test_a_tensor_of_all_experts_is_read_once_by_several_readers() -> None:
+    read = list[str]()
+    stored = {f"model.layers.0.mlp.experts.{name}": StoredTensor(shape, "F32") for name, shape in WHOLE.items()}
+
+    class Experts:
+        def __init__(self) -> None:
+            self.stored = stored
+
+        def read(self, name: str) -> Tensor:
+            read.append(name)
+            shape = stored[name].shape
+            return torch.arange(float(torch.Size(shape).numel())).view(shape)
+
+    apart = SeparateExperts(Experts())
+    memory = {name: torch.empty(one.shape) for name, one in apart.stored.items()}
+    slots = [in_place(name, tensor, Tensor.copy_) for name, tensor in memory.items()]
+    loading.load_slots(slots, apart, NAMES, 4)
+    assert sorted(read) == sorted(stored)
+    assert torch.equal(memory["model.layers.0.mlp.experts.2.up_proj.weight"], torch.arange(20.0, 24.0).view(2, 2))

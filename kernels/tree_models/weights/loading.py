@@ -47,6 +47,7 @@ def load_slots(slots: Sequence[WeightSlot], checkpoint: TensorSource, names: Wei
             with torch.inference_mode():
                 if not failures:
                     slot.write([_read(checkpoint, name, spec) for name, spec in slot.specs.items()])
+        # Raised by the thread that waits for all.
         except BaseException as error:
             failures.append(error)
         finally:

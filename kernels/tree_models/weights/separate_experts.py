@@ -6,6 +6,7 @@ experts there are `gate_up_proj` [E, 2 * I, H], in which the rows of gate come f
 
 from __future__ import annotations
 
+import threading
 from dataclasses import dataclass
 
 from torch import Tensor
@@ -14,6 +15,8 @@ from tree_models.names import WeightNames
 from tree_models.weights.checkpoint import Stored, StoredTensor, TensorSource
 
 _PARTS = {".experts.gate_up_proj": ("gate_proj", "up_proj"), ".experts.down_proj": ("down_proj",)}
+# Tensors of all experts that are in memory at once, each of which may have gigabytes.
+_KEPT = 2
 
 
 @dataclass(frozen=True, slots=True)
@@ -32,8 +35,10 @@ class SeparateExperts:
     def __init__(self, checkpoint: TensorSource) -> None:
         self._checkpoint, self.stored = checkpoint, dict[str, Stored](checkpoint.stored)
         self._slices: dict[str, _Slice] = {}
-        # Of the tensor read last, since its experts are asked for one after another.
-        self._last: tuple[str, Tensor] | None = None
+        # The tensors read last, since their experts are asked for one after another: by several threads, of which some
+        # may be at the next tensor already.
+        self._kept: dict[str, Tensor] = {}
+        self._reading = threading.Lock()
         for whole, stored in checkpoint.stored.items():
             ending = next((ending for ending in _PARTS if whole.endswith(ending)), None)
             if ending is not None and len(stored.shape) == 3 and stored.shape[1] % len(_PARTS[ending]) == 0:
@@ -54,11 +59,14 @@ class SeparateExperts:
         own = self._slices.get(name)
         if own is None:
             return self._checkpoint.read(name)
-        if self._last is None or self._last[0] != own.whole:
-            # The one before goes before this one is read.
-            self._last = None
-            self._last = own.whole, self._checkpoint.read(own.whole)
-        return self._last[1][own.expert, own.start : own.end]
+        with self._reading:
+            whole = self._kept.get(own.whole)
+            if whole is None:
+                # The first one goes before this one is read.
+                for name in list(self._kept)[: 1 - _KEPT]:
+                    del self._kept[name]
+                whole = self._kept[own.whole] = self._checkpoint.read(own.whole)
+        return whole[own.expert, own.start : own.end]
 
 
 def separated(checkpoint: TensorSource, names: WeightNames) -> TensorSource:
