@@ -26,7 +26,7 @@ HYBRID = MAMBA | {
 
 NEMOTRON: dict[str, Any] = {
     "layers_block_type": ["linear_attention", "moe", "full_attention", "mlp", "linear_attention"], "head_dim": 16,
-    "mamba_num_heads": 6, "mamba_head_dim": 8, "ssm_state_size": 8, "n_groups": 2, "n_routed_experts": 4,
+    "mamba_num_heads": 12, "mamba_head_dim": 8, "ssm_state_size": 8, "n_groups": 2, "n_routed_experts": 4,
     "moe_intermediate_size": 24, "moe_shared_expert_intermediate_size": 24, "routed_scaling_factor": 2.5,
 }  # fmt: skip
 

@@ -161,7 +161,11 @@ def _outputs(own: Any, inner: Any, config: Any, decoder: Decoder, index: int) ->
         if isinstance(spec, AttentionSpec) and spec.keys_of is not None:
             kept = [torch.randn(one[place].shape, generator=generator).to(hidden) for one in (cache.keys, cache.values)]
             cache.keys[place], cache.values[place] = kept
-            given["shared_kv_states"][config.layer_types[index]] = tuple(one.transpose(1, 2) for one in kept)
+            # Heads of all ranks, which are alike.
+            ranks = decoder.place.ranks
+            whole = spec.heads * (1 if ranks is None else ranks.size) // own.self_attn.num_key_value_groups
+            every = [one.repeat(1, 1, whole // spec.kv_heads, 1) for one in kept]
+            given["shared_kv_states"][config.layer_types[index]] = tuple(one.transpose(1, 2) for one in every)
     seen = sequence_mask(_batch(), 0, getattr(spec, "window", None)).to(decoder.device)
     mask = torch.zeros(seen.shape, device=decoder.device, dtype=decoder.dtype)
     mask.masked_fill_(~seen, torch.finfo(decoder.dtype).min)

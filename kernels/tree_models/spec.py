@@ -166,7 +166,8 @@ class StateSpaceSpec:
     bias: bool = False  # of the products
     convolution_bias: bool = True
     step_limits: tuple[float, float] = (0.0, float("inf"))  # of the factor of a token and of its decay
-    norm_groups: int = 1  # of heads, each normed by itself; 1 for all heads together
+    # Of heads, each normed by itself, and 1 for all together; also where ranks have some of the heads each.
+    norm_groups: int = 1
 
     @property
     def rotary(self) -> None:

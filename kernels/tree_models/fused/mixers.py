@@ -198,7 +198,7 @@ def _is_launched(spec: AttentionSpec) -> bool:
 
 
 def _head_form(attention: HeadAttention) -> HeadForm | None:
-    """What is done to heads before attention; None for norms with weights of each head's own."""
+    """What is done to heads before attention; None for norms with weights of each head's own, or over all ranks'."""
     if attention.query_norm is None or attention.key_norm is None:
         return HeadForm()
     query, key = _head_norm(attention.query_norm), _head_norm(attention.key_norm)
@@ -206,5 +206,7 @@ def _head_form(attention: HeadAttention) -> HeadForm | None:
 
 
 def _head_norm(norm: HeadNorm) -> Norm | None:
+    if norm.ranks is not None:
+        return None
     found = norm_of(norm.norm)
     return None if found is None or found.weight.dim() > 1 else found

@@ -96,14 +96,15 @@ class DecoderLayer(nn.Module):
         if not self.spec.parallel:
             rows = hidden if self.before_mlp is None else self.before_mlp(hidden)
         if self.mlp is not None:
-            hidden = self._added(hidden, self.mlp(rows), self.after_mlp)
+            summed = isinstance(self.mlp, DenseAndExperts)
+            hidden = self._added(hidden, self.mlp(rows), self.after_mlp, summed=summed)
         if self.added_input is not None:
             hidden = self.added_input(hidden, vectors)
         return hidden if self.scale is None else hidden * self.scale
 
-    def _added(self, residual: Tensor, output: Tensor, norm: Normalization | None) -> Tensor:
-        """The residual with what attention or MLP adds, of which each rank has made a part."""
-        if self._ranks is not None:
+    def _added(self, residual: Tensor, output: Tensor, norm: Normalization | None, *, summed: bool = False) -> Tensor:
+        """The residual with what attention or MLP adds, of which each rank has made a part unless it is `summed`."""
+        if self._ranks is not None and not summed:
             output = self._ranks.summed(output)
         if norm is not None:
             output = norm(output)

@@ -117,17 +117,20 @@ class DenseAndExperts(nn.Module):
 
     def __init__(self, spec: DenseAndExpertsSpec, hidden_size: int, layer: int, place: Placement) -> None:
         super().__init__()
-        self.spec, self._layer = spec, layer
+        self.spec, self._layer, self._ranks = spec, layer, place.ranks
         self.dense = MLP(spec.dense, hidden_size, place)
         self.experts = MixtureOfExperts(spec.experts, hidden_size, layer, place)
         norms = (Normalization(spec.norm, hidden_size, place) for _ in range(4))
         self.before_dense, self.after_dense, self.before_experts, self.after_experts = norms
 
     def forward(self, hidden: Tensor) -> Tensor:
-        """[R, H] -> [R, H]."""
-        dense: Tensor = self.after_dense(self.dense(self.before_dense(hidden)))
-        mixed: Tensor = self.after_experts(self.experts(self.before_experts(hidden), hidden))
-        return dense + mixed
+        """[R, H] -> [R, H], of ranks the whole and no part."""
+        dense: Tensor = self.dense(self.before_dense(hidden))
+        mixed: Tensor = self.experts(self.before_experts(hidden), hidden)
+        if self._ranks is not None:
+            dense, mixed = self._ranks.summed(torch.cat([dense, mixed])).chunk(2)
+        output: Tensor = self.after_dense(dense) + self.after_experts(mixed)
+        return output
 
     def slots(self, names: WeightNames, copy: Copy) -> Iterator[WeightSlot]:
         """Slots of the layer's tensors."""

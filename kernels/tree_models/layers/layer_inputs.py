@@ -6,12 +6,12 @@ from collections.abc import Iterator
 
 import torch
 from torch import Tensor, nn
-from torch.nn import functional
 
 from tree_models.layers.linear import Linear
 from tree_models.layers.mlp import FUNCTIONS
 from tree_models.layers.norm import Normalization
 from tree_models.layers.placing import Placement
+from tree_models.layers.rank_group import looked_up
 from tree_models.names import WeightNames
 from tree_models.slots import Copy, WeightSlot, in_place
 from tree_models.spec import AddedInputSpec, LayerInputsSpec
@@ -22,7 +22,7 @@ class LayerInputs(nn.Module):
 
     def __init__(self, spec: LayerInputsSpec, hidden_size: int, place: Placement) -> None:
         super().__init__()
-        self._shape = spec.layers, spec.width
+        self._shape, self._ranks = (spec.layers, spec.width), place.ranks
         self.table = place.empty(spec.vocabulary_size, spec.layers * spec.width)
         self.projection = Linear(hidden_size, [spec.layers * spec.width], place)
         self.norm = Normalization(spec.norm, spec.width, place)
@@ -32,10 +32,10 @@ class LayerInputs(nn.Module):
 
     def forward(self, token_ids: Tensor, embedded: Tensor) -> Tensor:
         """[R, layers, width] of token ids [R] and their embeddings [R, H]."""
-        looked_up = functional.embedding(token_ids, self.table) * self._scale
+        own = looked_up(self.table, token_ids, self._ranks) * self._scale
         projected: Tensor = self.projection(embedded) * self._projection_scale
         normed: Tensor = self.norm(projected.view(-1, *self._shape))
-        return (normed + looked_up.view_as(normed)) * 2**-0.5
+        return (normed + own.view_as(normed)) * 2**-0.5
 
     def slots(self, names: WeightNames, copy: Copy) -> Iterator[WeightSlot]:
         """Slots of the module's tensors."""

@@ -10,8 +10,9 @@ from torch import Tensor, nn
 from torch.nn import functional
 
 from tree_models.layers.placing import Placement
+from tree_models.layers.rank_group import rms_over_ranks
 from tree_models.slots import Copy, TensorSpec, WeightSlot
-from tree_models.spec import HeadNormSpec, NormSpec
+from tree_models.spec import FamilyRefused, HeadNormSpec, NormSpec
 
 
 class Normalization(nn.Module):
@@ -66,13 +67,23 @@ class HeadNorm(nn.Module):
         shapes = {"head": width, "each_head": (heads, width), "all_heads": heads * width}
         self.norm = Normalization(spec.norm, shapes[spec.scope], place)  # type: ignore[arg-type]
         self._shape = heads, width
+        # Those that share a norm of all heads.
+        self.ranks = place.ranks if self._joined else None
+        if self.ranks is not None and spec.norm.kind != "rms":
+            raise FamilyRefused(f"{self.ranks.size} ranks: a mean over all heads is not divided")
 
     def forward(self, heads: Tensor) -> Tensor:
         """[R, heads, D] -> [R, heads, D]."""
         if not self._joined:
             normed: Tensor = self.norm(heads)
             return normed
-        flat: Tensor = self.norm(heads.reshape(len(heads), prod(self._shape)))
+        flat = heads.reshape(len(heads), prod(self._shape))
+        if self.ranks is not None:
+            weight = self.norm.weight
+            assert weight is not None, "no family norms heads without weights"
+            flat = (rms_over_ranks(flat, self.norm.spec.epsilon, self.ranks) * weight.float()).to(heads.dtype)
+        else:
+            flat = self.norm(flat)
         return flat.view(-1, *self._shape)
 
     def slots(self, name: str, copy: Copy, order: Tensor | None) -> Iterator[WeightSlot]:

@@ -1,10 +1,12 @@
-"""What the layers of a rank need of the other ranks."""
+"""What the layers of a rank need of the other ranks, and what they do with it."""
 
 from __future__ import annotations
 
 from typing import Protocol
 
+import torch
 from torch import Tensor
+from torch.nn import functional
 
 from tree_kernels.linear import Norm, ScaledRows, SumForm
 
@@ -42,3 +44,25 @@ class RankGroup(Protocol):
 
     def least(self, number: int) -> int:
         """The smallest of all ranks' numbers."""
+
+
+def looked_up(table: Tensor, token_ids: Tensor, ranks: RankGroup | None) -> Tensor:
+    """[R, W] of token ids [R], in a table of which each rank has so many rows [V', W], all of it where there is one:
+    a token's row is one rank's, to which the others add zeros."""
+    if ranks is None:
+        return functional.embedding(token_ids, table)
+    held = len(table)
+    own = token_ids - ranks.rank * held
+    elsewhere = (own < 0) | (own >= held)
+    rows = functional.embedding(own.clamp(0, held - 1), table)
+    return ranks.summed(rows.masked_fill_(elsewhere[:, None], 0.0))
+
+
+def rms_over_ranks(rows: Tensor, epsilon: float, ranks: RankGroup, groups: int = 1) -> Tensor:
+    """[R, W] in fp32: rows without their root mean square over all ranks' numbers, or those of ranks in turn that are
+    in one of so many groups. Numbers that several ranks have in common count for each."""
+    own, wide = ranks.rank * groups // ranks.size, rows.float()
+    squares = wide.new_zeros(len(rows), groups)
+    squares[:, own] = wide.square().sum(-1)
+    mean = ranks.summed(squares)[:, own, None] * groups / (ranks.size * rows.shape[1])
+    return wide * torch.rsqrt(mean + epsilon)

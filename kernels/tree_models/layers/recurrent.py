@@ -21,6 +21,7 @@ from tree_kernels.recurrence import (
 from tree_models.layers.linear import Linear
 from tree_models.layers.paged import PagedPass
 from tree_models.layers.placing import Placement
+from tree_models.layers.rank_group import rms_over_ranks
 from tree_models.layers.rotary import Angles
 from tree_models.names import WeightNames
 from tree_models.slots import Copy, TensorSpec, WeightSlot, in_place
@@ -126,7 +127,7 @@ class StateSpace(nn.Module):
     def __init__(self, spec: StateSpaceSpec, hidden_size: int, layer: int, place: Placement, state_layer: int) -> None:
         """`state_layer` counts layers with states."""
         super().__init__()
-        self.spec, self.layer, self.state_layer = spec, layer, state_layer
+        self.spec, self.layer, self.state_layer, self._ranks = spec, layer, state_layer, place.ranks
         keys, values = spec.groups * spec.state_width, spec.heads * spec.value_width
         channels = values + 2 * keys
         self.products = Linear(hidden_size, [values, channels, spec.heads], place, bias=spec.bias)
@@ -152,11 +153,17 @@ class StateSpace(nn.Module):
         own = convolved[:, :values].float().view_as(mixed)
         skipped = (mixed.float() + self.skip[:, None] * own).to(rows.dtype).flatten(1)
         gated = skipped.float() * functional.silu(gate.float())
-        grouped = gated.view(len(rows), spec.norm_groups, -1)
-        normed = functional.rms_norm(grouped, grouped.shape[-1:], None, spec.epsilon).flatten(1)
-        normed = self.norm * normed.to(rows.dtype)
-        output: Tensor = self.out(normed)
+        output: Tensor = self.out(self.norm * self._normed(gated).to(rows.dtype))
         return output
+
+    def _normed(self, gated: Tensor) -> Tensor:
+        """[R, heads * value width] fp32, each group of heads normed by itself; of ranks each has some of them, or a
+        part of one."""
+        groups, ranks = self.spec.norm_groups, self._ranks
+        if ranks is not None and groups % ranks.size:
+            return rms_over_ranks(gated, self.spec.epsilon, ranks, groups)
+        grouped = gated.view(len(gated), groups // (1 if ranks is None else ranks.size), -1)
+        return functional.rms_norm(grouped, grouped.shape[-1:], None, self.spec.epsilon).flatten(1)
 
     @torch.compiler.disable  # type: ignore[untyped-decorator]
     def _mixed(self, inputs: Tensor, gates: Tensor, step: PagedPass) -> tuple[Tensor, Tensor]:

@@ -7,15 +7,14 @@ from dataclasses import replace
 
 import torch
 from torch import Tensor
-from torch.nn import functional
 
 from tree_models.families import Description
 from tree_models.layers.decoder import Decoder
 from tree_models.layers.placing import Placement
-from tree_models.layers.rank_group import RankGroup
+from tree_models.layers.rank_group import RankGroup, looked_up
 from tree_models.names import WeightNames
-from tree_models.ranks.cuts import Cut, RankTensors, cuts_of
-from tree_models.ranks.share import rank_share
+from tree_models.ranks.cuts import Cut, RankTensors
+from tree_models.ranks.share import share_of
 from tree_models.slots import TensorSpec, specs_of
 from tree_models.spec import DecoderSpec
 from tree_models.weights.checkpoint import TensorSource
@@ -30,13 +29,14 @@ class RankDecoder(Decoder):
     def __init__(self, spec: DecoderSpec, names: WeightNames, place: Placement) -> None:
         """`spec` is of the whole decoder; `place` has the ranks. Raises `FamilyRefused` where they cannot share it."""
         assert place.ranks is not None, "a decoder without ranks is a `Decoder`"
-        super().__init__(rank_share(spec, place.ranks.size), names, place)
+        share = share_of(spec, names, place.ranks.rank, place.ranks.size)
+        super().__init__(share.spec, names, place)
         self._ranks: RankGroup = place.ranks
         self._vocabulary_size = spec.vocabulary_size
         # The whole decoder's shapes.
         skeleton = Decoder(spec, names, replace(place, device=torch.device("meta"), ranks=None))
         self.whole_specs: Mapping[str, TensorSpec] = specs_of(skeleton.slots())
-        self.cuts: Mapping[str, Cut] = cuts_of(spec, names, place.ranks.rank, place.ranks.size)
+        self.cuts: Mapping[str, Cut] = share.cuts
 
     @property
     def vocabulary_size(self) -> int:
@@ -44,12 +44,8 @@ class RankDecoder(Decoder):
         return self._vocabulary_size
 
     def embedding_rows(self, token_ids: Tensor) -> Tensor:
-        """[R, H] of token ids [R]: each is one rank's, to which the others add zeros."""
-        held = len(self.embedding)
-        own = token_ids - self._ranks.rank * held
-        elsewhere = (own < 0) | (own >= held)
-        rows = functional.embedding(own.clamp(0, held - 1), self.embedding)
-        return self._ranks.summed(rows.masked_fill_(elsewhere[:, None], 0.0))
+        """See `Decoder.embedding_rows`."""
+        return looked_up(self.embedding, token_ids, self._ranks)
 
     def logits(self, hidden: Tensor) -> Tensor:
         """[.., V] of rows [.., H] after the last norm."""

@@ -1,16 +1,21 @@
-"""The description of what one rank computes: the whole decoder's with fewer heads, narrower MLPs and fewer tokens.
+"""What one rank computes, and what it reads for it: the whole decoder with fewer heads, narrower MLPs and fewer tokens.
 
 Every rank's share is alike, so all ranks run the same shapes. Where there are fewer key heads than ranks, several ranks
-have the same one. Norms of hidden rows, routers and gates are whole on every rank.
+have the same one. Norms of hidden rows, routers, gates, products to and from a latent, and what a layer adds of its own
+vector are whole on every rank.
 """
 
 from __future__ import annotations
 
-from dataclasses import replace
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
 
+from tree_models.names import WeightNames
+from tree_models.ranks.cuts import Cut, Spans, Zeros
 from tree_models.spec import (
     AttentionSpec,
     DecoderSpec,
+    DeltaNetSpec,
     DenseAndExpertsSpec,
     ExpertsSpec,
     FamilyRefused,
@@ -22,71 +27,232 @@ from tree_models.spec import (
     StateSpaceSpec,
 )
 
-
-def rank_share(spec: DecoderSpec, ranks: int) -> DecoderSpec:
-    """What each of so many ranks computes. Raises `FamilyRefused` where the decoder cannot be divided so."""
-    layers = {layer: _layer(layer, spec.hidden_size, ranks) for layer in dict.fromkeys(spec.layers)}
-    return replace(
-        spec,
-        # The last rank's rows are filled up with zeros.
-        vocabulary_size=-(-spec.vocabulary_size // ranks),
-        layers=tuple(layers[layer] for layer in spec.layers),
-    )
+# Cuts by names, of tensors that a checkpoint may have.
+_Cuts = Iterable[tuple[str, Cut]]
+_MixerSpec = AttentionSpec | LatentSpec | RecurrentSpec
+_FeedForwardSpec = MLPSpec | ExpertsSpec | DenseAndExpertsSpec
 
 
-def kv_heads_of(heads: int, rank: int, ranks: int) -> range:
-    """Which of the whole decoder's key heads a rank has."""
-    if heads % ranks == 0:
-        each = heads // ranks
-        return range(rank * each, (rank + 1) * each)
-    return range(rank * heads // ranks, rank * heads // ranks + 1)
+@dataclass(frozen=True, slots=True)
+class RankShare:
+    """A rank's part of a decoder: its description, and the cuts of tensors by their whole names."""
+
+    spec: DecoderSpec
+    cuts: Mapping[str, Cut]
 
 
-def _layer(layer: LayerSpec, hidden_size: int, ranks: int) -> LayerSpec:
-    kind = layer.attention
-    if kind is None or layer.mlp is None:
-        raise FamilyRefused(f"{ranks} ranks: layers of one half are not divided")
-    mixing = _recurrent(kind, hidden_size, ranks) if isinstance(kind, RecurrentSpec) else _attention(kind, ranks)
-    return replace(layer, attention=mixing, mlp=_mlp(layer.mlp, ranks))
+def share_of(spec: DecoderSpec, names: WeightNames, rank: int, ranks: int) -> RankShare:
+    """The share of a rank of so many. Raises `FamilyRefused` where the decoder cannot be divided so."""
+    divider = _Divider(names, rank, ranks, spec.hidden_size)
+    tokens, cut = divider.tokens(spec.vocabulary_size)
+    cuts: dict[str, Cut] = {
+        f"{names.embedding}.weight": cut,
+        f"{names.head}.weight": cut,
+        f"{names.head}.bias": cut,
+    }
+    inputs = spec.layer_inputs
+    if inputs is not None:
+        rows, cuts[f"{names.layer_inputs}.weight"] = divider.tokens(inputs.vocabulary_size)
+        inputs = replace(inputs, vocabulary_size=rows)
+    divided = {layer: divider.layer(layer) for layer in dict.fromkeys(spec.layers)}
+    for index, layer in enumerate(spec.layers):
+        for name, cut in divided[layer][1]:
+            cuts |= {names.in_layer(name, index, expert): cut for expert in _experts(layer.mlp, name)}
+    layers = tuple(divided[layer][0] for layer in spec.layers)
+    return RankShare(replace(spec, vocabulary_size=tokens, layers=layers, layer_inputs=inputs), cuts)
 
 
-def _recurrent(spec: RecurrentSpec, hidden_size: int, ranks: int) -> RecurrentSpec:
-    if isinstance(spec, StateSpaceSpec):
-        raise FamilyRefused(f"{ranks} ranks: outputs of Mamba2 are normed over all heads together")
-    if isinstance(spec, GatedConvolutionSpec):
-        return replace(spec, width=_divided(hidden_size, ranks, "numbers of a convolution"))
-    # Heads of values stay with their head of keys.
-    keys = _divided(spec.key_heads, ranks, "key heads of a delta net")
-    return replace(spec, key_heads=keys, heads=spec.heads // ranks)
+def _experts(mlp: _FeedForwardSpec | None, name: str) -> range:
+    experts = mlp.experts if isinstance(mlp, DenseAndExpertsSpec) else mlp
+    return range(experts.count if isinstance(experts, ExpertsSpec) and "{expert}" in name else 1)
 
 
-def _attention(spec: AttentionSpec | LatentSpec, ranks: int) -> AttentionSpec | LatentSpec:
-    heads = _divided(spec.heads, ranks, "attention heads")
-    if isinstance(spec, LatentSpec):
-        return replace(spec, heads=heads)
-    if spec.keys_are_values or spec.keys_of is not None:
-        raise FamilyRefused(f"{ranks} ranks: layers that share keys are not divided")
-    if spec.head_norm is not None and spec.head_norm.scope == "all_heads":
-        raise FamilyRefused(f"{ranks} ranks: queries are normed over all heads together")
-    if spec.kv_heads % ranks and ranks % spec.kv_heads:
-        raise FamilyRefused(f"{ranks} ranks: {spec.kv_heads} key heads can neither be divided nor repeated")
-    return replace(spec, heads=heads, kv_heads=len(kv_heads_of(spec.kv_heads, 0, ranks)))
+@dataclass(frozen=True, slots=True)
+class _Divider:
+    """A rank's part of each kind of description, with the cuts of its tensors by their names within a layer."""
+
+    names: WeightNames
+    rank: int
+    ranks: int
+    hidden_size: int
+
+    def tokens(self, count: int) -> tuple[int, Cut]:
+        """How many rows of a table of `count` tokens each rank has; the last one's are filled up with zeros."""
+        rows = -(-count // self.ranks)
+        own = range(min(count, self.rank * rows), min(count, (self.rank + 1) * rows))
+        return rows, Spans(0, (own,), rows - len(own))
+
+    def layer(self, layer: LayerSpec) -> tuple[LayerSpec, list[tuple[str, Cut]]]:
+        mixer, mlp, cuts = layer.attention, layer.mlp, list[tuple[str, Cut]]()
+        if mixer is not None:
+            mixer, of_mixer = self._mixer(mixer)
+            cuts += of_mixer
+        if mlp is not None:
+            mlp, of_mlp = self._mlp(mlp)
+            cuts += of_mlp
+        return replace(layer, attention=mixer, mlp=mlp), cuts
+
+    def _mixer(self, spec: _MixerSpec) -> tuple[_MixerSpec, _Cuts]:
+        if isinstance(spec, AttentionSpec):
+            return self._attention(spec)
+        if isinstance(spec, LatentSpec):
+            return self._latent(spec)
+        if isinstance(spec, GatedConvolutionSpec):
+            return self._convolution(spec)
+        return self._delta_net(spec) if isinstance(spec, DeltaNetSpec) else self._state_space(spec)
+
+    def _attention(self, spec: AttentionSpec) -> tuple[AttentionSpec, _Cuts]:
+        names, heads = self.names, self._block(spec.heads, "attention heads")
+        keys = self._shared_heads(spec.kv_heads, "key heads")
+        # Each head's query and gate are neighbours.
+        width, queries = spec.head_width, spec.head_width * (2 if spec.gated else 1)
+        rows = [(spec.heads * queries, _scaled(heads, queries))]
+        if spec.keys_of is None:
+            rows.append((spec.kv_heads * width, _scaled(keys, width)))
+            values = spec.width_of_values
+            rows += [] if spec.keys_are_values else [(spec.kv_heads * values, _scaled(keys, values))]
+        cuts = [*_with_bias(_above_another(names.qkv, rows)), *self._last(names.out, heads, spec.width_of_values)]
+        cuts.append((names.sinks, Spans(0, (heads,))))
+        if spec.output_gate is not None:
+            each = 1 if spec.output_gate.per_head else spec.width_of_values
+            cuts.append((f"{names.output_gate}.weight", Spans(0, (_scaled(heads, each),))))
+        if spec.head_norm is not None and spec.head_norm.scope != "head":
+            each = width if spec.head_norm.scope == "all_heads" else 1
+            norms = [(names.query_norm, Spans(0, (_scaled(heads, each),)))]
+            norms.append((names.key_norm, Spans(0, (_scaled(keys, each),))))
+            cuts += _with_bias(norms)
+        return replace(spec, heads=len(heads), kv_heads=len(keys)), cuts
+
+    def _latent(self, spec: LatentSpec) -> tuple[LatentSpec, _Cuts]:
+        names, heads = self.names, self._block(spec.heads, "attention heads")
+        rows = Spans(0, (_scaled(heads, spec.query_width),))
+        cuts: list[tuple[str, Cut]] = [(f"{name}.weight", rows) for name in (names.query, names.query_expanding)]
+        cuts.append((f"{names.expanding}.weight", Spans(0, (_scaled(heads, spec.plain + spec.value),))))
+        return replace(spec, heads=len(heads)), [*cuts, *self._last(names.out, heads, spec.value)]
+
+    def _convolution(self, spec: GatedConvolutionSpec) -> tuple[GatedConvolutionSpec, _Cuts]:
+        names, own = self.names, self._block(self.hidden_size, "numbers of a convolution")
+        rows = _above_another(names.mixer_in, [(self.hidden_size, own)] * 3)
+        cuts = _with_bias([*rows, (names.convolution, Spans(0, (own,)))])
+        return replace(spec, width=len(own)), [*cuts, *self._last(names.mixer_out, own)]
+
+    def _delta_net(self, spec: DeltaNetSpec) -> tuple[DeltaNetSpec, _Cuts]:
+        # Heads of values stay with their head of keys.
+        names, key_heads = self.names, self._block(spec.key_heads, "key heads of a delta net")
+        group = spec.heads // spec.key_heads
+        heads = _scaled(key_heads, group)
+        keys = spec.key_heads * spec.key_width, _scaled(key_heads, spec.key_width)
+        values = spec.heads * spec.value_width, _scaled(heads, spec.value_width)
+        channels, cuts = [keys, keys, values], list[tuple[str, Cut]]()
+        if len(names.mixer_in) > 1:
+            of_channels, of_gate = names.mixer_in
+            cuts += _with_bias([*_above_another([of_channels], channels), *_above_another([of_gate], [values])])
+        else:
+            # Each key head's rows of all parts are neighbours.
+            each = 2 * (spec.key_width + group * spec.value_width)
+            cuts.append((f"{names.mixer_in[0]}.weight", Spans(0, (_scaled(key_heads, each),))))
+        gates = Spans(0, (_scaled(key_heads, 2 * group) if len(names.mixer_gates) == 1 else heads,))
+        cuts += [(f"{name}.weight", gates) for name in names.mixer_gates]
+        cuts += _with_bias(_above_another([names.convolution], channels))
+        cuts += [(name, Spans(0, (heads,))) for name in (names.decay, names.decay_bias)]
+        cuts += self._last(names.mixer_out, heads, spec.value_width)
+        return replace(spec, key_heads=len(key_heads), heads=len(heads)), cuts
+
+    def _state_space(self, spec: StateSpaceSpec) -> tuple[StateSpaceSpec, _Cuts]:
+        names, heads = self.names, self._block(spec.heads, "heads of Mamba2")
+        groups = self._shared_heads(spec.groups, "groups of Mamba2")
+        self._shared_heads(spec.norm_groups, "groups of heads that Mamba2 norms")
+        keys = spec.groups * spec.state_width, _scaled(groups, spec.state_width)
+        values = spec.heads * spec.value_width, _scaled(heads, spec.value_width)
+        channels = [values, keys, keys]
+        rows = _above_another(names.mixer_in, [values, *channels, (spec.heads, heads)])
+        cuts = list(_with_bias([*rows, *_above_another([names.convolution], channels)]))
+        cuts += [(name, Spans(0, (heads,))) for name in (names.decay, names.decay_bias, names.skip)]
+        cuts.append((f"{names.mixer_norm}.weight", Spans(0, (values[1],))))
+        cuts += self._last(names.mixer_out, heads, spec.value_width)
+        return replace(spec, groups=len(groups), heads=len(heads)), cuts
+
+    def _mlp(self, spec: _FeedForwardSpec) -> tuple[_FeedForwardSpec, _Cuts]:
+        names = self.names
+        if isinstance(spec, MLPSpec):
+            return self._feed_forward(spec, names.gate_up, names.down, "an MLP")
+        if isinstance(spec, ExpertsSpec):
+            return self._mixture(spec)
+        dense, of_dense = self._feed_forward(spec.dense, names.gate_up, names.down, "an MLP")
+        experts, of_experts = self._mixture(spec.experts)
+        return replace(spec, dense=dense, experts=experts), [*of_dense, *of_experts]
+
+    def _mixture(self, spec: ExpertsSpec) -> tuple[ExpertsSpec, _Cuts]:
+        names, own, shared = self.names, self._block(spec.width, "numbers of an expert"), spec.shared
+        cuts = list[tuple[str, Cut]]()
+        if shared is not None:
+            of_shared: _Cuts
+            shared, of_shared = self._feed_forward(shared, names.shared_gate_up, names.shared_down, "the shared expert")
+            cuts += of_shared
+        if names.experts_transposed:
+            # Each number of a gate is beside its up.
+            both = _scaled(own, 2)
+            cuts.append((f"{names.expert_gate_up[0]}{names.expert_suffix}", Spans(2, (both,))))
+            cuts.append((names.expert_gate_up_bias, Spans(1, (both,))))
+            cuts.append((f"{names.expert_down}{names.expert_suffix}", Spans(1, (own,))))
+            cuts += [(names.expert_down_bias, Zeros())] if self.rank else []
+        else:
+            # One tensor of all experts has them in its first dimension.
+            before, suffix = (0, ".weight") if "{expert}" in names.expert_down else (1, names.expert_suffix)
+            rows = [(spec.width, own)] * (2 if spec.gated else 1)
+            cuts += [(f"{name}{suffix}", cut) for name, cut in _above_another(names.expert_gate_up, rows, before)]
+            cuts.append((f"{names.expert_down}{suffix}", Spans(before + 1, (own,))))
+        return replace(spec, width=len(own), shared=shared), cuts
+
+    def _feed_forward(self, spec: MLPSpec, gate_up: Sequence[str], down: str, what: str) -> tuple[MLPSpec, _Cuts]:
+        own = self._block(spec.width, f"numbers of {what}")
+        rows = [(spec.width, own)] * (2 if spec.gated else 1)
+        cuts = _with_bias(_above_another(gate_up if spec.gated else gate_up[-1:], rows))
+        return replace(spec, width=len(own)), [*cuts, *self._last(down, own)]
+
+    def _last(self, name: str, inputs: range, width: int = 1) -> _Cuts:
+        """Cuts of a product of inputs of a width each, whose outputs are summed over ranks."""
+        yield f"{name}.weight", Spans(1, (_scaled(inputs, width),))
+        if self.rank:
+            yield f"{name}.bias", Zeros()
+
+    def _block(self, whole: int, what: str) -> range:
+        if whole % self.ranks:
+            raise FamilyRefused(f"{self.ranks} ranks: {whole} {what} cannot be divided by them")
+        each = whole // self.ranks
+        return range(self.rank * each, (self.rank + 1) * each)
+
+    def _shared_heads(self, whole: int, what: str) -> range:
+        """The rank's own, or the one that it has in common with others."""
+        if whole % self.ranks == 0:
+            return self._block(whole, what)
+        if self.ranks % whole:
+            raise FamilyRefused(f"{self.ranks} ranks: {whole} {what} can neither be divided nor repeated")
+        own = self.rank * whole // self.ranks
+        return range(own, own + 1)
 
 
-def _mlp(spec: MLPSpec | ExpertsSpec | DenseAndExpertsSpec, ranks: int) -> MLPSpec | ExpertsSpec:
-    if isinstance(spec, DenseAndExpertsSpec):
-        raise FamilyRefused(f"{ranks} ranks: experts beside an MLP are not divided")
-    if isinstance(spec, MLPSpec):
-        return replace(spec, width=_divided(spec.width, ranks, "numbers of an MLP"))
-    if spec.latent:
-        raise FamilyRefused(f"{ranks} ranks: experts of a latent are not divided")
-    shared = spec.shared
-    if shared is not None:
-        shared = replace(shared, width=_divided(shared.width, ranks, "numbers of the shared expert"))
-    return replace(spec, width=_divided(spec.width, ranks, "numbers of an expert"), shared=shared)
+def _scaled(span: range, width: int) -> range:
+    return range(span.start * width, span.stop * width)
 
 
-def _divided(whole: int, ranks: int, what: str) -> int:
-    if whole % ranks:
-        raise FamilyRefused(f"{ranks} ranks: {whole} {what} cannot be divided by them")
-    return whole // ranks
+def _above_another(
+    names: Sequence[str], rows: Sequence[tuple[int, range]], dimension: int = 0
+) -> Iterator[tuple[str, Cut]]:
+    """Cuts of tensors of so many rows each, of which the ranges are the rank's; or of the one tensor that has them all.
+    Names without rows are of tensors that are not there."""
+    spans, start = [], 0
+    for length, own in rows:
+        spans.append(range(start + own.start, start + own.stop))
+        start += length
+    if len(names) == 1:
+        yield names[0], Spans(dimension, tuple(spans))
+        return
+    for name, (_, own) in zip(names[: len(rows)], rows, strict=True):
+        yield name, Spans(dimension, (own,))
+
+
+def _with_bias(modules: _Cuts) -> Iterator[tuple[str, Cut]]:
+    """Cuts of the rows of modules as those of their weights and biases."""
+    for name, cut in modules:
+        yield from ((f"{name}.{suffix}", cut) for suffix in ("weight", "bias"))

@@ -41,7 +41,7 @@ from target_service.model.ranks.messages import (
 )
 from target_service.model.runner import ModelRunner
 from target_service.model.support import ModelRefused, description_of, text_part
-from tree_models.ranks.share import rank_share
+from tree_models.ranks.share import share_of
 from tree_models.spec import FamilyRefused
 
 log = logging.getLogger(__name__)
@@ -212,6 +212,6 @@ def _check_divisible(config: TargetConfig) -> None:
             f"--tensor-parallel: {settings.model_type} runs on transformers' layers, which are not divided"
         )
     try:
-        rank_share(description.spec, config.tensor_parallel)
+        share_of(description.spec, description.names, 0, config.tensor_parallel)
     except FamilyRefused as refused:
         raise ModelRefused(f"--tensor-parallel: {refused}") from None

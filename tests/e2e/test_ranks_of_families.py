@@ -1,4 +1,4 @@
-"""Layers that keep states, divided over two processes: drafts change nothing (fp32)."""
+"""Layers that keep states, or share keys, divided over processes: drafts change nothing (fp32)."""
 
 from __future__ import annotations
 
@@ -10,6 +10,7 @@ from conftest import make_tiny
 from engine_harness import engine_config, knowing_tree, plain, request, run
 from recurrent_models import RECURRENT
 from scripted_service import byte_tokenizer
+from windowed_models import WINDOWED
 
 from outrider.sampling import SamplingParams
 from target_service.config import TargetConfig
@@ -18,17 +19,27 @@ from target_service.model.ranks.leading import load_ranks
 VOCABULARY, MAX_TOKENS = 211, 14
 
 
-@pytest.mark.parametrize("kind", [pytest.param("lfm2", marks=pytest.mark.full), "qwen3_next, dense"])
-def test_layers_with_states(kind: str, tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    ("kind", "ranks"),
+    [
+        pytest.param("lfm2", 2, marks=pytest.mark.full),
+        ("qwen3_next, dense", 2),
+        # Groups that ranks have in common, and norms over several ranks.
+        pytest.param("nemotron_h", 4, marks=pytest.mark.full),
+        # Layers that attend to others' keys, and a table of vectors for each layer.
+        pytest.param("gemma4", 2, marks=pytest.mark.full),
+    ],
+)
+def test_layers_of_other_kinds(kind: str, ranks: int, tmp_path: Path) -> None:
     """Accepted inputs move on every rank, by the host or behind the pass; states are copied where texts part."""
-    model_type, settings = RECURRENT[kind]
+    model_type, settings = (RECURRENT | WINDOWED)[kind]
     model = make_tiny(model_type, **settings)
     model.save_pretrained(tmp_path)
     byte_tokenizer().save_pretrained(tmp_path)
     config = TargetConfig(
         model=str(tmp_path),
         dtype="float32",
-        tensor_parallel=2,
+        tensor_parallel=ranks,
         kv_tokens=256,
         page_size=4,
         max_running=4,
