@@ -79,7 +79,8 @@ SHAPES: dict[str, dict[str, Any]] = {
         "num_key_value_heads": 8, "head_dim": 64, "intermediate_size": 2880, "num_local_experts": 32,
         "num_experts_per_tok": 4, "sliding_window": 128, "vocab_size": 201088, "tie_word_embeddings": False,
     },
-    # In transformers' default sizes.
+    # In transformers' default sizes, as Qwen3.5's.
+    "bamba-9b": {"model_type": "bamba", "attn_layer_indices": [9, 18, 27], "tie_word_embeddings": False},
     "gemma4": {"model_type": "gemma4_text", "num_kv_shared_layers": 6},
     "deepseek-v2-lite": _V2_LITE | {"first_k_dense_replace": 1},
     # Every row of a tree chooses its own experts, which costs more than all else; without experts attention shows.

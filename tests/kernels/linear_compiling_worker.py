@@ -33,6 +33,7 @@ OTHERS = {
 PLAIN: dict[str, Any] = {
     "MULTIPLIER": 1.0, "POST_NORMS": False, "POST_CENTERED": False, "HAS_POST_BIAS": False, "CENTERED": False,
     "HAS_NORM_BIAS": False, "HAS_BIAS": False, "GATED": True, "ACTIVATION": "silu", "INTERLEAVED": False, "PARTS": 0,
+    "VALUE_EPSILON": 0.0,
     "BLOCK_PARTS": 1, "INNER": 1, "NORMS": False,
 }  # fmt: skip
 SHAPES = {"smollm2": (576, 9, 3, 64, 1536), "llama": (4096, 32, 8, 128, 14336), "width 96": (3072, 32, 32, 96, 8192)}
@@ -120,7 +121,12 @@ def form_kernels() -> Iterator[tuple[str, Any, dict[str, Any], dict[str, int]]]:
         yield f"normed heads {rows}", few_rows.rotary_kernel, heads | pieces | sizes, options
     sizes |= {"NORMS": False, "ROTARY": 64, "INTERLEAVED": True, "HAS_BIAS": True, "BLOCK_N": 64}
     yield "partly rotated heads", few_rows.rotary_kernel, heads | pieces | sizes, options
-    for kind in ("gelu", "xielu"):
+    # Gemma 4's, with keys and without.
+    sizes |= {"INTERLEAVED": False, "ROTARY": 256, "NORMS": True, "WIDTH": 256, "BLOCK_N": 256, "BLOCK_K": 64}
+    for kv_heads in (4, 0):
+        own = {"HEADS": 8, "KV_HEADS": kv_heads, "VALUE_EPSILON": 1e-6}
+        yield f"normed values, {kv_heads} key heads", few_rows.rotary_kernel, heads | pieces | sizes | own, options
+    for kind in ("gelu", "xielu", "sigmoid"):
         sizes = {"BLOCK_M": 8, "BLOCK_N": 64, "BLOCK_K": 128, "INNER": 4096, "SPLITS": 1, "AHEAD": 8, "OUTPUTS": 12288}
         sizes |= {"PARTS": 0, "MAPPED": False, "INT8": False, "HAS_BIAS": True}
         options = {"num_warps": 4, "num_stages": 4}

@@ -14,9 +14,10 @@ from triton.compiler import ASTSource, compile
 from tree_kernels.recurrence import triton_gating, triton_kernels, triton_mixing
 
 HALF = ("inputs", "ring", "windows", "weight", "bias", "output", "folded", "rows", "queries", "keys", "reading")
-HALF += ("values", "scores", "product", "mixed", "gate")
+HALF += ("values", "scores", "product", "mixed", "gate", "norm")
 OTHERS = dict.fromkeys(("gates", "ring_gates", "folded_gates", "states", "reached"), "*fp32")
 OTHERS |= {"decay": "*fp32", "words": "*i64", "stride": "i32", "epsilon": "fp32"}
+OTHERS |= {"skip": "*fp32", "values_stride": "i32", "gate_stride": "i32"}
 
 
 def kernels() -> Iterator[tuple[str, Any, dict[str, Any]]]:
@@ -40,6 +41,11 @@ def kernels() -> Iterator[tuple[str, Any, dict[str, Any]]]:
     yield "gates", triton_gating.delta_gates_kernel, {"HEADS": 32, "BLOCK": 32}
     sizes = {"HEADS": 32, "WIDTH": 128, "BLOCK_HEADS": 4, "BLOCK": 128}
     yield "gated heads", triton_gating.gated_heads_kernel, sizes
+    limits = {"LEAST": 0.0, "MOST": float("inf"), "HEADS": 128, "BLOCK": 128}
+    yield "space gates", triton_gating.space_gates_kernel, limits
+    for norms, group in ((True, 8192), (False, 1024)):
+        sizes = {"HEAD": 64, "GROUP": group, "GROUPS": 8192 // group, "NORMS": norms, "BLOCK": group}
+        yield f"space output {norms}", triton_gating.space_output_kernel, sizes
 
 
 def compiled(name: str, kernel: Any, constants: dict[str, Any]) -> int:

@@ -20,6 +20,7 @@ from tree_kernels.recurrence import (
     HeadsLayout,
     RecurrentStates,
     ShortConvolution,
+    SpaceOutput,
     StateRule,
     StateShape,
     TreeRecurrence,
@@ -151,7 +152,15 @@ def gating_errors(dtype: torch.dtype) -> list[float]:
     gates = [form.delta_gates(product[:, 3:], decay, bias) for form in forms]
     gate = draw(7, heads * width + 2)[:, 2:]
     gated = [form.gated_heads(mixed, gate, weight, 1e-6).float() for form in forms]
-    return [difference(*gates), difference(*gated)]
+    found = [difference(*gates), difference(*gated)]
+    skip, wide = draw(heads).float(), draw(7, 3 * heads * width)
+    own, opening = wide[:, 3 : 3 + heads * width], wide[:, -heads * width :]
+    for norm, groups in ((draw(heads * width), 1), (draw(heads * width), heads), (None, 1)):
+        of = SpaceOutput(skip, norm, 1e-6, groups)
+        found.append(difference(*(form.space_output(mixed, own, opening, of).float() for form in forms)))
+    for limits in ((0.0, float("inf")), (0.5, 2.0)):
+        found.append(difference(*(form.space_gates(product[:, :heads], decay, bias, limits) for form in forms)))
+    return found
 
 
 def main() -> None:

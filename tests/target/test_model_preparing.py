@@ -11,6 +11,7 @@ from conftest import make_tiny
 from recurrent_models import RECURRENT
 from torch import Tensor
 from transformers import PreTrainedModel
+from windowed_models import WINDOWED
 
 from target_service.model.forward import ForwardInput
 from target_service.model.preparing import prepare_network
@@ -47,6 +48,7 @@ FUSED: dict[str, dict[str, Any]] = {
     "mixtral": EXPERTS,
     "qwen3_moe": EXPERTS | {"head_dim": 16},
     "phimoe": EXPERTS | {"attention_bias": True},
+    "qwen2_moe": EXPERTS | {"shared_expert_intermediate_size": 24, "mlp_only_layers": [0]},
     "granitemoeshared": EXPERTS | {"shared_intermediate_size": 24, "residual_multiplier": 0.5},
 }
 
@@ -100,12 +102,53 @@ def test_fused_layers_compute_what_they_do_plainly(model_type: str, rows: int) -
         torch.testing.assert_close(value, own, rtol=1e-4, atol=1e-4)
 
 
-@pytest.mark.parametrize(("name", "fused"), [("lfm2", 3), ("qwen3_5", 2), ("qwen3_next, dense", 2)])
-def test_fused_layers_with_states_compute_what_they_do_plainly(name: str, fused: int) -> None:
-    """Of Qwen3.5 the layer that attends stays plain: its heads have gates. Each pass folds what the one before kept."""
+# Of a decoder's layers all but these are fused: heads whose values are their keys, values narrower than keys.
+PLAIN_LAYERS = {"gemma4, experts": 3, "gemma4_unified": 3, "mimo_v2": 4}
+
+
+@pytest.mark.parametrize("rows", [1, 6, MAX_ROWS + 1])
+@pytest.mark.parametrize(
+    "name",
+    [
+        "gpt_oss",
+        "gemma2",
+        "gemma3",
+        "gemma4",
+        "gemma4, experts",
+        "gemma4_unified",
+        "afmoe",
+        "laguna",
+        "laguna, gates of numbers",
+        "mimo_v2",
+        "exaone_moe",
+    ],
+)
+def test_fused_layers_with_windows_compute_what_they_do_plainly(name: str, rows: int) -> None:
+    model_type, settings = WINDOWED[name]
+    plain, fused = (runner_of(model_type, **settings) for _ in range(2))
+    assert prepare_network(fused.network, UNCOMPILED) == fused.network.layer_count - PLAIN_LAYERS.get(name, 0)
+    for value, own in zip(after(fused, rows), after(plain, rows), strict=True):
+        torch.testing.assert_close(value, own, rtol=1e-4, atol=1e-4)
+
+
+@pytest.mark.parametrize(
+    "name",
+    [
+        "lfm2",
+        "qwen3_5",
+        "qwen3_next",
+        "qwen3_next, dense",
+        "granitemoehybrid, mamba",
+        "granitemoehybrid, mamba and experts",
+        "bamba",
+        "nemotron_h",
+    ],
+)
+def test_fused_layers_with_states_compute_what_they_do_plainly(name: str) -> None:
+    """Each pass folds what the one before kept."""
     model_type, settings = RECURRENT[name]
     runners = [runner_of(model_type, **settings) for _ in range(2)]
-    assert prepare_network(runners[0].network, UNCOMPILED) == fused
+    assert prepare_network(runners[0].network, UNCOMPILED) == runners[0].network.layer_count
     for rows in (1, 9, 1, 64):
         (own, *kept), (expected, *others) = (after(runner, rows) for runner in runners)
         torch.testing.assert_close(own, expected, rtol=1e-4, atol=1e-4)
@@ -191,7 +234,7 @@ def test_a_kernel_that_fails_leaves_layers_plain(
 
 @pytest.mark.parametrize(
     ("model_type", "settings"),
-    [("olmo", {"clip_qkv": 0.4}), ("cohere", {"use_qk_norm": True}), ("qwen2_moe", EXPERTS), ("helium", {})],
+    [("olmo", {"clip_qkv": 0.4}), ("cohere", {"use_qk_norm": True}), ("helium", {})],
 )
 def test_layers_that_no_launch_has_stay_plain(model_type: str, settings: dict[str, Any]) -> None:
     plain, prepared = (runner_of(model_type, **settings) for _ in range(2))

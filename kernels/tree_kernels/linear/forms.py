@@ -15,7 +15,7 @@ from tree_kernels.linear.rows import Norm
 
 @dataclass(frozen=True, slots=True)
 class HeadForm:
-    """What is done to queries and keys before attention: norms, then rotary embedding.
+    """What is done to queries and keys before attention: norms, then rotary embedding; and to values.
 
     A norm's weight is [D], for each head by itself, or as wide as all heads together, for a norm over all of them.
     """
@@ -24,14 +24,17 @@ class HeadForm:
     key_norm: Norm | None = None
     # Pair i of the rotary embedding is numbers 2i and 2i + 1 of a head, not i and T / 2 + i.
     interleaved: bool = False
+    value_epsilon: float = 0.0  # of an RMSNorm of each value's head without weights, beside such norms; 0 for none
 
     def __post_init__(self) -> None:
         if (self.query_norm is None) != (self.key_norm is None):
             raise ValueError("expected norms of queries and keys, or neither")
+        if self.value_epsilon and (self.query_norm is None or self.query_norm.weight.dim() != 1):
+            raise ValueError("expected a norm of values beside norms of queries and keys")
 
 
 class ActivationKind(StrEnum):
-    """An MLP's activation."""
+    """What is made of a product's numbers: an MLP's activation, or a gate's."""
 
     SILU = "silu"
     GELU = "gelu"  # by the error function
@@ -39,6 +42,8 @@ class ActivationKind(StrEnum):
     RELU = "relu"
     RELU2 = "relu2"  # max(x, 0)²
     QUICK_GELU = "quick_gelu"  # x * sigmoid(1.702 x), which is near to GELU
+    SIGMOID = "sigmoid"  # 1 / (1 + exp(-x)), which is a gate's
+    SOFTPLUS = "softplus"  # log(1 + exp(x)), likewise
     XIELU = "xielu"  # arXiv 2411.13010
     NONE = "none"  # the product itself
 

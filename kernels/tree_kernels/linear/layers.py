@@ -131,16 +131,21 @@ class RowLinears:
             weight: [(Hq + 2 * Hkv) * D, K], that of queries above that of keys above that of values.
             bias: [(Hq + 2 * Hkv) * D].
             heads: angles, slots and caches of the rows.
-            form: norms of heads, and which numbers are rotated together.
+            form: norms of heads, and which numbers are rotated together. Caches of no heads are those of a layer
+                without keys, whose queries are made alone.
         """
         kv_heads, width = heads.key_cache.shape[-2:]
         total = _scaled_product(rows, weight, bias).unflatten(1, (-1, width))  # type: ignore[no-untyped-call]
-        query, key, value = total[:, : -2 * kv_heads], total[:, -2 * kv_heads : -kv_heads], total[:, -kv_heads:]
+        count = total.shape[1] - 2 * kv_heads
+        query, key, value = total[:, :count], total[:, count : count + kv_heads], total[:, count + kv_heads :]
+        if form.value_epsilon:
+            value = functional.rms_norm(value, (width,), None, form.value_epsilon)
         query, key = (
             rotated_heads(_normed_heads(part, norm), heads.cosines, heads.sines, form.interleaved).to(rows.rows.dtype)
             for part, norm in ((query, form.query_norm), (key, form.key_norm))
         )
-        write_kv(key, value.to(rows.rows.dtype), heads.key_cache, heads.value_cache, heads.slots)
+        if kv_heads:
+            write_kv(key, value.to(rows.rows.dtype), heads.key_cache, heads.value_cache, heads.slots)
         return query
 
 
@@ -172,6 +177,10 @@ def activated(numbers: Tensor, activation: Activation) -> Tensor:
         return functional.relu(numbers)
     if kind is ActivationKind.RELU2:
         return functional.relu(numbers).square()
+    if kind is ActivationKind.SIGMOID:
+        return torch.sigmoid(numbers)
+    if kind is ActivationKind.SOFTPLUS:
+        return functional.softplus(numbers)
     if kind is ActivationKind.QUICK_GELU:
         return numbers * torch.sigmoid(1.702 * numbers)
     if kind is ActivationKind.XIELU:

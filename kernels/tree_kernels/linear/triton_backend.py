@@ -41,6 +41,8 @@ _MIN_OUTPUTS = 16
 _MAX_TILES = 65536
 # Elements of one program behind a product: sixteen bytes a thread.
 BLOCK = 1024
+# Columns of a tile that is a head.
+_WIDEST_TILE = 256
 # Columns of a row above which a program of four warps would hold too many numbers a thread.
 _FOUR_WARPS = 2048
 
@@ -145,7 +147,8 @@ class TritonLinears(RowLinears):
         check_contiguous(rows=rows.rows, squares=rows.squares, bias=bias)
         check_heads(heads)
         norms = norms_of(form, width)
-        if norms == "all" or (norms == "heads" and width != triton.next_power_of_2(width)):
+        odd = width != triton.next_power_of_2(width) or width > _WIDEST_TILE
+        if norms == "all" or (norms == "heads" and odd):
             # These need more than a tile has. In fp32, since the rows may be normed by half.
             product = rows.rows.new_empty(len(rows.rows), weight.shape[0], dtype=torch.float32)
             self._add(rows.rows, weight, product, following=following)
@@ -449,4 +452,5 @@ def head_options(form: HeadForm, heads: HeadRows, other: Tensor) -> dict[str, An
         "key_epsilon": 0.0 if key is None else key.epsilon,
         "ROTARY": heads.cosines.shape[1],
         "INTERLEAVED": form.interleaved,
+        "VALUE_EPSILON": form.value_epsilon,
     }

@@ -109,7 +109,8 @@ def rotary_epilogue_kernel(  # type: ignore[no-untyped-def]
     product, squares, bias, query_norm, key_norm, cosines, sines, slots, query, key_cache, value_cache,
     epsilon, query_epsilon, key_epsilon,
     PARTS: tl.constexpr, BLOCK_PARTS: tl.constexpr, INNER: tl.constexpr, HAS_BIAS: tl.constexpr, NORMS: tl.constexpr,
-    ROTARY: tl.constexpr, INTERLEAVED: tl.constexpr, HEADS: tl.constexpr, KV_HEADS: tl.constexpr, WIDTH: tl.constexpr,
+    ROTARY: tl.constexpr, INTERLEAVED: tl.constexpr, VALUE_EPSILON: tl.constexpr, HEADS: tl.constexpr,
+    KV_HEADS: tl.constexpr, WIDTH: tl.constexpr,
     BLOCK_HEADS: tl.constexpr, BLOCK_HALF: tl.constexpr, DEPENDENT: tl.constexpr,
 ):  # fmt: skip
     """BLOCK_HEADS heads of one row per program: norms, rotary embedding, and keys and values into their slots.
@@ -138,7 +139,7 @@ def rotary_epilogue_kernel(  # type: ignore[no-untyped-def]
     begin = head * WIDTH
     left = _read_pairs(product, bias, row, begin + left_column, there, scale, TOTAL * WIDTH, HAS_BIAS)
     right = _read_pairs(product, bias, row, begin + right_column, there, scale, TOTAL * WIDTH, HAS_BIAS)
-    # Values are neither normed nor rotated; multiplying them with cosines of 1 and sines of 0 would make NaN of
+    # Values are not rotated; multiplying them with cosines of 1 and sines of 0 would make NaN of
     # infinite ones.
     turns = head < HEADS + KV_HEADS
     normed_left, normed_right = left, right
@@ -161,6 +162,10 @@ def rotary_epilogue_kernel(  # type: ignore[no-untyped-def]
         weight = tl.load(query_norm + query_begin + right_column, mask=of_query, other=0.0).to(tl.float32)
         weight += tl.load(key_norm + key_begin + right_column, mask=of_key, other=0.0).to(tl.float32)
         normed_right = right * factor * weight
+        if VALUE_EPSILON > 0:
+            tl.static_assert(NORMS == "heads", "of each head by itself")
+            factor = tl.rsqrt(mean + VALUE_EPSILON)
+            left, right = left * factor, right * factor
     first, second = normed_left, normed_right
     if ROTARY > 0:
         first, second = rotated(first, second, cosines, sines, row, pair, pair < HALF_WIDTH, WIDTH, ROTARY)

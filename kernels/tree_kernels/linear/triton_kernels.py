@@ -298,7 +298,7 @@ def rotary_kernel(  # type: ignore[no-untyped-def]
     partials, counters, following, rows_map, weight_map, count, epsilon, query_epsilon, key_epsilon,
     MAPPED: tl.constexpr, INT8: tl.constexpr, PARTS: tl.constexpr, BLOCK_PARTS: tl.constexpr, HAS_BIAS: tl.constexpr,
     NORMS: tl.constexpr,
-    ROTARY: tl.constexpr, INTERLEAVED: tl.constexpr,
+    ROTARY: tl.constexpr, INTERLEAVED: tl.constexpr, VALUE_EPSILON: tl.constexpr,
     HEADS: tl.constexpr, KV_HEADS: tl.constexpr, WIDTH: tl.constexpr, INNER: tl.constexpr,
     SPLITS: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr,
     AHEAD: tl.constexpr, PIECES: tl.constexpr, PIECE: tl.constexpr, DEPENDENT: tl.constexpr,
@@ -342,6 +342,9 @@ def rotary_kernel(  # type: ignore[no-untyped-def]
             norm, own_epsilon = query_norm, query_epsilon
         total *= tl.rsqrt(tl.sum(total * total, 1) / WIDTH + own_epsilon)[:, None]
         total *= tl.load(norm + column - head * WIDTH).to(tl.float32)[None, :]
+    if VALUE_EPSILON > 0 and head >= HEADS + KV_HEADS:
+        tl.static_assert(NORMS, "a norm needs its whole head")
+        total *= tl.rsqrt(tl.sum(total * total, 1) / WIDTH + VALUE_EPSILON)[:, None]
     left, right = _halves(total, BLOCK_M, HALF_N)
     pair = first + tl.arange(0, HALF_N)[None, :]
     if ROTARY > 0 and head < HEADS + KV_HEADS:

@@ -23,6 +23,11 @@ def activated(number, parameters, KIND: tl.constexpr):  # type: ignore[no-untype
         return positive * positive
     elif KIND == "quick_gelu":
         return number / (1.0 + tl.exp(-1.702 * number))
+    elif KIND == "sigmoid":
+        return 1.0 / (1.0 + tl.exp(-number))
+    elif KIND == "softplus":
+        # So that no power overflows.
+        return tl.maximum(number, 0.0) + tl.log(1.0 + tl.exp(-tl.abs(number)))
     elif KIND == "gelu":
         return 0.5 * number * (1.0 + tl.erf(number * 0.7071067811865476))
     elif KIND == "gelu_tanh":

@@ -147,7 +147,8 @@ def rotary_vector_kernel(  # type: ignore[no-untyped-def]
     row, squares, bias, query_norm, key_norm, cosines, sines, slots, query, key_cache, value_cache, weight, product,
     counters, epsilon, query_epsilon, key_epsilon,
     PARTS: tl.constexpr, BLOCK_PARTS: tl.constexpr, HAS_BIAS: tl.constexpr, NORMS: tl.constexpr, ROTARY: tl.constexpr,
-    INTERLEAVED: tl.constexpr, HEADS: tl.constexpr, KV_HEADS: tl.constexpr, WIDTH: tl.constexpr, INNER: tl.constexpr,
+    INTERLEAVED: tl.constexpr, VALUE_EPSILON: tl.constexpr, HEADS: tl.constexpr, KV_HEADS: tl.constexpr,
+    WIDTH: tl.constexpr, INNER: tl.constexpr,
     BLOCK_N: tl.constexpr, CHUNKS: tl.constexpr, BLOCK_T: tl.constexpr, DEPENDENT: tl.constexpr,
 ):  # fmt: skip
     """As `rotary_kernel`, of one row. Of the programs of a head the last to arrive norms and rotates it."""
@@ -170,15 +171,15 @@ def rotary_vector_kernel(  # type: ignore[no-untyped-def]
         tl.store(counters + head, 0)
         _finish_head(
             head, product, query_norm, key_norm, cosines, sines, slots, query, key_cache, value_cache, query_epsilon,
-            key_epsilon, NORMS, ROTARY, INTERLEAVED, HEADS, KV_HEADS, WIDTH,
+            key_epsilon, NORMS, ROTARY, INTERLEAVED, VALUE_EPSILON, HEADS, KV_HEADS, WIDTH,
         )  # fmt: skip
 
 
 @triton.jit
 def _finish_head(  # type: ignore[no-untyped-def]
     head, product, query_norm, key_norm, cosines, sines, slots, query, key_cache, value_cache, query_epsilon,
-    key_epsilon, NORMS: tl.constexpr, ROTARY: tl.constexpr, INTERLEAVED: tl.constexpr, HEADS: tl.constexpr,
-    KV_HEADS: tl.constexpr, WIDTH: tl.constexpr,
+    key_epsilon, NORMS: tl.constexpr, ROTARY: tl.constexpr, INTERLEAVED: tl.constexpr, VALUE_EPSILON: tl.constexpr,
+    HEADS: tl.constexpr, KV_HEADS: tl.constexpr, WIDTH: tl.constexpr,
 ):  # fmt: skip
     """Norm and rotate one head of the product, and store it."""
     pair = tl.arange(0, WIDTH // 2)
@@ -194,6 +195,9 @@ def _finish_head(  # type: ignore[no-untyped-def]
         factor = tl.rsqrt(tl.sum(left * left + right * right, 0) / WIDTH + own_epsilon)
         left *= factor * tl.load(norm + left_column).to(tl.float32)
         right *= factor * tl.load(norm + right_column).to(tl.float32)
+    if VALUE_EPSILON > 0 and head >= HEADS + KV_HEADS:
+        factor = tl.rsqrt(tl.sum(left * left + right * right, 0) / WIDTH + VALUE_EPSILON)
+        left, right = left * factor, right * factor
     if ROTARY > 0 and head < HEADS + KV_HEADS:
         left, right = rotated(left, right, cosines, sines, 0, pair, pair >= 0, WIDTH, ROTARY)
     # A row without a slot is padding of a captured step. One for each pair: in the interpreter a mask is no scalar.

@@ -6,7 +6,7 @@ other as in plain decoding, when the next pass begins.
 """
 
 from tree_kernels.recurrence.dispatch import RecurrenceBackend, RecurrentPass, TreeRecurrence
-from tree_kernels.recurrence.gating import delta_gates, gated_heads
+from tree_kernels.recurrence.gating import SpaceOutput, delta_gates, gated_heads, space_gates, space_output
 from tree_kernels.recurrence.kept import KeptStates
 from tree_kernels.recurrence.states import RecurrentStates
 from tree_kernels.recurrence.types import (
@@ -29,9 +29,12 @@ __all__ = [
     "RecurrentPass",
     "RecurrentStates",
     "ShortConvolution",
+    "SpaceOutput",
     "StateRule",
     "StateShape",
     "TreeRecurrence",
     "delta_gates",
     "gated_heads",
+    "space_gates",
+    "space_output",
 ]

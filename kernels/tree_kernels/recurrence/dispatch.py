@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 
 from tree_kernels.attention.batch import AttentionBatch
+from tree_kernels.recurrence.gating import SpaceOutput
 from tree_kernels.recurrence.states import RecurrentStates
 from tree_kernels.recurrence.torch_backend import TorchRecurrence
 from tree_kernels.recurrence.types import Convolved, HeadsLayout, RecurrencePlan, ShortConvolution
@@ -46,6 +47,10 @@ class _RecurrenceForm(Protocol):
     def delta_gates(self, product: Tensor, decay: Tensor, bias: Tensor) -> Tensor: ...
 
     def gated_heads(self, mixed: Tensor, gate: Tensor, weight: Tensor, epsilon: float) -> Tensor: ...
+
+    def space_gates(self, product: Tensor, decay: Tensor, bias: Tensor, limits: tuple[float, float]) -> Tensor: ...
+
+    def space_output(self, mixed: Tensor, values: Tensor, gate: Tensor, of: SpaceOutput) -> Tensor: ...
 
 
 class TreeRecurrence:
@@ -146,6 +151,14 @@ class TreeRecurrence:
     def gated_heads(self, mixed: Tensor, gate: Tensor, weight: Tensor, epsilon: float) -> Tensor:
         """See `gating.gated_heads`. The last dimension of `gate` is contiguous, and all others are."""
         return self._form.gated_heads(mixed, gate, weight, epsilon)
+
+    def space_gates(self, product: Tensor, decay: Tensor, bias: Tensor, limits: tuple[float, float]) -> Tensor:
+        """See `gating.space_gates`. The last dimension of `product` is contiguous."""
+        return self._form.space_gates(product, decay, bias, limits)
+
+    def space_output(self, mixed: Tensor, values: Tensor, gate: Tensor, of: SpaceOutput) -> Tensor:
+        """See `gating.space_output`. The last dimension of `values` and of `gate` is contiguous, and all others are."""
+        return self._form.space_output(mixed, values, gate, of)
 
 
 @dataclass(frozen=True, slots=True)

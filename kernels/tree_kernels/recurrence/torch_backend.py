@@ -21,7 +21,7 @@ from torch.nn import functional
 
 from tree_kernels.attention.batch import AttentionBatch
 from tree_kernels.attention.tree_mask import ancestor_mask
-from tree_kernels.recurrence.gating import delta_gates, gated_heads
+from tree_kernels.recurrence.gating import SpaceOutput, delta_gates, gated_heads, space_gates, space_output
 from tree_kernels.recurrence.reference import split_heads
 from tree_kernels.recurrence.states import RecurrentStates
 from tree_kernels.recurrence.types import Convolved, HeadsLayout, RecurrencePlan, ShortConvolution, StateRule
@@ -164,6 +164,12 @@ class TorchRecurrence:
 
     def gated_heads(self, mixed: Tensor, gate: Tensor, weight: Tensor, epsilon: float) -> Tensor:
         return gated_heads(mixed, gate, weight, epsilon)
+
+    def space_gates(self, product: Tensor, decay: Tensor, bias: Tensor, limits: tuple[float, float]) -> Tensor:
+        return space_gates(product, decay, bias, limits)
+
+    def space_output(self, mixed: Tensor, values: Tensor, gate: Tensor, of: SpaceOutput) -> Tensor:
+        return space_output(mixed, values, gate, of)
 
     def _known(self, states: RecurrentStates, layer: int, span: SpanOfRows) -> KnownTokens:
         """The inputs of tokens that are committed and not folded yet. A sequence that begins has none."""

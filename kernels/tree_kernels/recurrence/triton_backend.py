@@ -3,6 +3,7 @@ may have more than 16 rows. Nothing is read back."""
 
 from __future__ import annotations
 
+import math
 from array import array
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -14,8 +15,14 @@ import triton
 from torch import Tensor
 
 from tree_kernels.attention.batch import AttentionBatch
+from tree_kernels.recurrence.gating import SpaceOutput
 from tree_kernels.recurrence.states import RecurrentStates
-from tree_kernels.recurrence.triton_gating import delta_gates_kernel, gated_heads_kernel
+from tree_kernels.recurrence.triton_gating import (
+    delta_gates_kernel,
+    gated_heads_kernel,
+    space_gates_kernel,
+    space_output_kernel,
+)
 from tree_kernels.recurrence.triton_kernels import convolve_kernel, keep_kernel, plan_kernel
 from tree_kernels.recurrence.triton_mixing import CHUNK, mix_kernel, prepare_kernel
 from tree_kernels.recurrence.types import (
@@ -31,6 +38,9 @@ from tree_kernels.recurrence.types import (
 # Tiles are chosen, not measured.
 _ROWS, _CHANNELS, _KEPT_CHANNELS, _FEW_ROWS, _COLUMNS = 16, 128, 256, 16, 32
 _GATED_HEADS = 4
+_UNNORMED_GROUPS = 8
+# Columns above which a program of four warps would hold too many numbers a thread.
+_FOUR_WARPS = 2048
 # Chunks in flight: those of 16-bit numbers fit the shared memory twice.
 _STAGES_16_BITS = 2
 
@@ -198,6 +208,30 @@ class TritonRecurrence:
             gated_heads_kernel[(rows, triton.cdiv(heads, _GATED_HEADS))](
                 mixed, gate, weight, output, gate.stride(0), epsilon, HEADS=heads, WIDTH=width,
                 BLOCK_HEADS=_GATED_HEADS, BLOCK=triton.next_power_of_2(width), num_warps=2,
+            )  # fmt: skip
+        return output
+
+    def space_gates(self, product: Tensor, decay: Tensor, bias: Tensor, limits: tuple[float, float]) -> Tensor:
+        rows, heads = product.shape
+        gates = torch.empty(rows, 2 * heads, dtype=torch.float32, device=product.device)
+        if rows:
+            space_gates_kernel[(rows,)](
+                product, decay, bias, gates, product.stride(0), LEAST=limits[0], MOST=limits[1], HEADS=heads,
+                BLOCK=triton.next_power_of_2(heads), num_warps=1,
+            )  # fmt: skip
+        return gates
+
+    def space_output(self, mixed: Tensor, values: Tensor, gate: Tensor, of: SpaceOutput) -> Tensor:
+        rows, heads, width = mixed.shape
+        output = mixed.new_empty(rows, heads * width)
+        # Without a norm any part of a row is a program's; a power of two of heads divides it.
+        groups = of.groups if of.norm is not None else math.gcd(heads, _UNNORMED_GROUPS)
+        group = heads * width // groups
+        if rows:
+            space_output_kernel[(rows, groups)](
+                mixed, values, of.skip, gate, mixed if of.norm is None else of.norm, output, values.stride(0),
+                gate.stride(0), of.epsilon, HEAD=width, GROUP=group, GROUPS=groups, NORMS=of.norm is not None,
+                BLOCK=triton.next_power_of_2(group), num_warps=4 if group <= _FOUR_WARPS else 8,
             )  # fmt: skip
         return output
 

@@ -10,14 +10,13 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 from typing import Any
 
+import torch
 from torch import Tensor
 
 from tree_kernels.experts import ExpertWeights, RowExperts
 from tree_kernels.linear import PLAIN_SUM, Activation, ActivationKind, Norm, RowLinears, ScaledRows, SumForm
 from tree_models.fused.mixers import (
-    AttentionMixer,
-    ConvolutionMixer,
-    DeltaMixer,
+    Mixer,
     Product,
     mixer_of,
     norm_of,
@@ -25,13 +24,15 @@ from tree_models.fused.mixers import (
 )
 from tree_models.layers.decoder import DecoderLayer
 from tree_models.layers.experts import DenseAndExperts, MixtureOfExperts
-from tree_models.layers.linear import PlainWeight
-from tree_models.layers.mlp import MLP
+from tree_models.layers.layer_inputs import AddedInput
+from tree_models.layers.mlp import MLP, activation_of
 from tree_models.layers.paged import PagedPass
 from tree_models.layers.rank_group import RankGroup
 from tree_models.layers.rotary import Angles
 from tree_models.layers.router import TopKRouter
 from tree_models.spec import GateSpec
+
+_SIGMOID = Activation(ActivationKind.SIGMOID)
 
 
 @dataclass(frozen=True, slots=True)
@@ -63,49 +64,84 @@ class ExpertParts:
     weights: ExpertWeights
     router: TopKRouter
     shared: MLPParts | None
+    shared_gate: Product | None  # [1, H], whose sigmoid weighs that MLP
+
+
+@dataclass(frozen=True, slots=True)
+class DenseAndExpertParts:
+    """See `DenseAndExperts`: both halves, and the norms before and behind each."""
+
+    dense: MLPParts
+    before_dense: Norm
+    after_dense: Norm
+    experts: ExpertParts
+    before_experts: Norm
+    after_experts: Norm
+
+
+@dataclass(frozen=True, slots=True)
+class AddedParts:
+    """See `AddedInput`: what a layer adds last, made of its rows and of vectors."""
+
+    gate: Product
+    activation: Activation
+    projection: Product
+    norm: Norm
 
 
 @dataclass(frozen=True, slots=True)
 class LayerParts:
-    """Weights of one decoder layer, and what it computes between its products."""
+    """Weights of one decoder layer, and what it computes between its products. One of its halves may be absent."""
 
     before_attention: Norm | None
-    mixer: AttentionMixer | ConvolutionMixer | DeltaMixer
-    out: Product
+    mixer: Mixer | None
+    out: Product | None
     attention_sum: SumForm
     before_mlp: Norm | None
     parallel: bool
-    mlp: MLPParts | ExpertParts
+    mlp: MLPParts | ExpertParts | DenseAndExpertParts | None
     mlp_sum: SumForm
+    added: AddedParts | None
+    scale: Tensor | None
+
+    @property
+    def first_norm(self) -> Norm | None:
+        """The norm before its first half."""
+        return self.before_mlp if self.mixer is None else self.before_attention
 
     def quantized(self) -> LayerParts:
         """The layer with copies of its weights in int8; experts stay as they are."""
-        mlp = self.mlp
+        mlp, mixer, out = self.mlp, self.mixer, self.out
         if isinstance(mlp, MLPParts):
             mlp = replace(mlp, gate_up=quantized(mlp.gate_up), down=quantized(mlp.down))
-        return replace(self, mixer=self.mixer.quantized(), out=quantized(self.out), mlp=mlp)
+        if mixer is not None and out is not None:
+            mixer, out = mixer.quantized(), quantized(out)
+        return replace(self, mixer=mixer, out=out, mlp=mlp)
 
 
 def parts_of(layer: DecoderLayer) -> LayerParts | None:
     """The parts of a layer whose products lie as published and whose form the launches have, else None."""
-    attention, spec = layer.attention, layer.spec
-    if attention is None or layer.mlp is None:
-        return None
-    mixer = mixer_of(attention)
-    if mixer is None:
-        return None
+    attention, mlp, spec = layer.attention, layer.mlp, layer.spec
+    mixer, out, fed, added = None, None, None, None
+    if attention is not None:
+        product: Any = attention.out
+        mixer, out = mixer_of(attention), product.plain
+        if mixer is None or out is None:
+            return None
+    if mlp is not None:
+        fed = _fed_parts(mlp)
+        if fed is None:
+            return None
+    if layer.added_input is not None:
+        added = _added_parts(layer.added_input)
+        if added is None:
+            return None
     norms = [layer.before_attention, layer.after_attention, layer.before_mlp, layer.after_mlp]
     found = [None if norm is None else norm_of(norm) for norm in norms]
-    product: Any = attention.out
-    out: PlainWeight | None = product.plain
-    if isinstance(layer.mlp, DenseAndExperts) or layer.added_input is not None or layer.scale is not None:
-        return None
-    mlp = _mlp_parts(layer.mlp) if isinstance(layer.mlp, MLP) else _expert_parts(layer.mlp)
-    if mlp is None or out is None:
-        return None
     before_attention, after_attention, before_mlp, after_mlp = found
-    unusual = spec.parallel or after_mlp is not None
-    if [one is None for one in norms] != [one is None for one in found] or (isinstance(mlp, ExpertParts) and unusual):
+    if [one is None for one in norms] != [one is None for one in found]:
+        return None
+    if spec.parallel and not isinstance(fed, MLPParts):
         return None
     return LayerParts(
         before_attention=before_attention,
@@ -114,9 +150,34 @@ def parts_of(layer: DecoderLayer) -> LayerParts | None:
         attention_sum=SumForm(after_attention, spec.residual_scale),
         before_mlp=before_mlp,
         parallel=spec.parallel,
-        mlp=mlp,
+        mlp=fed,
         mlp_sum=SumForm(after_mlp, spec.residual_scale),
+        added=added,
+        scale=layer.scale,
     )
+
+
+def _fed_parts(mlp: MLP | MixtureOfExperts | DenseAndExperts) -> MLPParts | ExpertParts | DenseAndExpertParts | None:
+    if isinstance(mlp, MLP):
+        return _mlp_parts(mlp)
+    if isinstance(mlp, MixtureOfExperts):
+        return _expert_parts(mlp)
+    dense, experts = _mlp_parts(mlp.dense), _expert_parts(mlp.experts)
+    norms = [norm_of(norm) for norm in (mlp.before_dense, mlp.after_dense, mlp.before_experts, mlp.after_experts)]
+    before_dense, after_dense, before_experts, after_experts = norms
+    if None in (dense, experts) or before_dense is None or after_dense is None:
+        return None
+    if before_experts is None or after_experts is None:
+        return None
+    assert dense is not None and experts is not None, "as above"
+    return DenseAndExpertParts(dense, before_dense, after_dense, experts, before_experts, after_experts)
+
+
+def _added_parts(added: AddedInput) -> AddedParts | None:
+    gate, projection, norm = added.gate.plain, added.projection.plain, norm_of(added.norm)
+    if gate is None or projection is None or norm is None:
+        return None
+    return AddedParts(gate, activation_of(added.activation), projection, norm)
 
 
 def _mlp_parts(mlp: MLP) -> MLPParts | None:
@@ -130,11 +191,14 @@ def _mlp_parts(mlp: MLP) -> MLPParts | None:
 
 
 def _expert_parts(experts: MixtureOfExperts) -> ExpertParts | None:
-    """The parts of experts; None where the one for every row is weighed by a gate."""
+    """The parts of experts; None where they read a latent, or a weighed MLP for every row has a bias at its end."""
     shared = None if experts.shared is None else _mlp_parts(experts.shared)
-    if experts.latent_in is not None or experts.shared_gate is not None or (shared is None) != (experts.shared is None):
+    gate = None if experts.shared_gate is None else experts.shared_gate.plain
+    if experts.latent_in is not None or (shared is None) != (experts.shared is None):
         return None
-    return ExpertParts(experts.weights, experts.router, shared)
+    if (gate is None) != (experts.shared_gate is None) or (gate and shared and shared.down.bias is not None):
+        return None
+    return ExpertParts(experts.weights, experts.router, shared, gate)
 
 
 class FusedForm:
@@ -152,22 +216,66 @@ class FusedForm:
         self.next_norm: Norm | None = None
 
     def compute_layer(
-        self, hidden: Tensor, carried: ScaledRows | None, angles: Angles | None, step: PagedPass
+        self,
+        hidden: Tensor,
+        carried: ScaledRows | None,
+        angles: Angles | None,
+        step: PagedPass,
+        vectors: Tensor | None = None,
     ) -> tuple[Tensor, ScaledRows | None] | None:
         """See `tree_models.layers.decoder.LayerForm`."""
         linears, parts = self.linears.of(len(hidden)), self.parts
         if linears is None:
             return None
-        scaled = carried or _scaled(linears, hidden, parts.before_attention)
-        mixed = parts.mixer.mixed(linears, scaled, angles, step)
-        inner = None if parts.parallel else parts.before_mlp
-        hidden, normed = self._added(linears, mixed, parts.out, hidden, inner, parts.attention_sum)
-        if not parts.parallel:
-            scaled = normed or ScaledRows(hidden, None, 0.0)
-        if isinstance(parts.mlp, MLPParts):
-            activated = _activated(linears, parts.mlp, scaled)
-            return self._added(linears, activated, parts.mlp.down, hidden, self.next_norm, parts.mlp_sum)
-        return self._mixed(linears, parts.mlp, scaled, hidden)
+        scaled = carried or _scaled(linears, hidden, parts.first_norm)
+        # What is still to be done behind a half reads whole rows.
+        after = None if parts.added is not None or parts.scale is not None else self.next_norm
+        normed = None
+        if parts.mixer is not None and parts.out is not None:
+            mixed = parts.mixer.mixed(linears, scaled, angles, step)
+            inner = None if parts.parallel else parts.before_mlp
+            inner = after if parts.mlp is None else inner
+            hidden, normed = self._added(linears, mixed, parts.out, hidden, inner, parts.attention_sum)
+            if not parts.parallel:
+                scaled = normed or ScaledRows(hidden, None, 0.0)
+        if parts.mlp is not None:
+            hidden, normed = self._fed(linears, parts.mlp, scaled, hidden, after)
+        if parts.added is None and parts.scale is None:
+            return hidden, normed
+        return self._finished(linears, hidden, vectors)
+
+    def _fed(
+        self,
+        linears: RowLinears,
+        mlp: MLPParts | ExpertParts | DenseAndExpertParts,
+        scaled: ScaledRows,
+        hidden: Tensor,
+        after: Norm | None,
+    ) -> tuple[Tensor, ScaledRows | None]:
+        """The residual with what an MLP or experts add, and the first half of the norm `after` them."""
+        if isinstance(mlp, MLPParts):
+            activated = _activated(linears, mlp, scaled)
+            return self._added(linears, activated, mlp.down, hidden, after, self.parts.mlp_sum)
+        if isinstance(mlp, ExpertParts):
+            return self._mixed(linears, mlp, scaled, hidden, after)
+        return self._side_by_side(linears, mlp, hidden, after)
+
+    def _finished(
+        self, linears: RowLinears, hidden: Tensor, vectors: Tensor | None
+    ) -> tuple[Tensor, ScaledRows | None]:
+        """The rows with what the layer adds last and in their last size, and the first half of the next norm."""
+        added, scale, norm = self.parts.added, self.parts.scale, self.next_norm
+        if added is not None and vectors is not None:
+            opened = linears.activated_linear(
+                ScaledRows(hidden, None, 0.0), added.gate.weight, added.gate.bias, added.activation
+            )
+            form = SumForm(added.norm)
+            hidden, _ = linears.add_linear(
+                opened * vectors, added.projection.weight, added.projection.bias, hidden, None, None, form
+            )
+        if scale is not None:
+            hidden = hidden * scale
+        return hidden, None if norm is None else linears.scale_rows(hidden, norm)
 
     def _added(
         self,
@@ -189,23 +297,44 @@ class FusedForm:
         return linears.add_rows(ranks.summed(part), residual, norm, form)
 
     def _mixed(
-        self, linears: RowLinears, parts: ExpertParts, scaled: ScaledRows, hidden: Tensor
+        self, linears: RowLinears, parts: ExpertParts, scaled: ScaledRows, hidden: Tensor, norm: Norm | None
     ) -> tuple[Tensor, ScaledRows | None]:
         """The residual with what experts add, and with what the MLP for every row adds before."""
-        sum_form, shared, ranks, norm = self.parts.mlp_sum, parts.shared, self.ranks, self.next_norm
-        # Of ranks each makes a part without the residual, which their sum adds.
-        before, form = (hidden, sum_form) if ranks is None else (None, PLAIN_SUM)
+        form, shared, ranks = self.parts.mlp_sum, parts.shared, self.ranks
+        # Without the residual where parts of ranks are summed, or the sum is normed first.
+        whole = ranks is None and form.norm is None
+        before, own = (hidden, form) if whole else (None, PLAIN_SUM)
         if shared is not None:
             activated = _activated(linears, shared, scaled)
-            before, _ = linears.add_linear(activated, shared.down.weight, shared.down.bias, before, None, None, form)
+            if parts.shared_gate is not None:
+                gate = parts.shared_gate
+                activated = activated * linears.activated_linear(scaled, gate.weight, gate.bias, _SIGMOID)
+            before, _ = linears.add_linear(activated, shared.down.weight, shared.down.bias, before, None, None, own)
         chosen = parts.router.choose(scaled, self.experts)
-        if ranks is None:
+        if whole:
             return self.experts.mix(scaled, chosen, parts.weights, before, norm, form.multiplier)
         part, _ = self.experts.mix(scaled, chosen, parts.weights, before)
+        if ranks is None:
+            return linears.add_rows(part, hidden, norm, form)
         sums = ranks.sums_of(hidden)
         if sums is not None:
-            return sums.add(sums.place(*part.shape).copy_(part), hidden, norm, sum_form)
-        return linears.add_rows(ranks.summed(part), hidden, norm, sum_form)
+            return sums.add(sums.place(*part.shape).copy_(part), hidden, norm, form)
+        return linears.add_rows(ranks.summed(part), hidden, norm, form)
+
+    def _side_by_side(
+        self, linears: RowLinears, parts: DenseAndExpertParts, hidden: Tensor, norm: Norm | None
+    ) -> tuple[Tensor, ScaledRows | None]:
+        """The residual with an MLP and experts, whose sum may be normed."""
+        down = parts.dense.down
+        activated = _activated(linears, parts.dense, linears.scale_rows(hidden, parts.before_dense))
+        dense, _ = linears.add_linear(activated, down.weight, down.bias)
+        scaled = linears.scale_rows(hidden, parts.before_experts)
+        chosen = parts.experts.router.choose(ScaledRows(hidden, None, 0.0), self.experts)
+        mixed, _ = self.experts.mix(scaled, chosen, parts.experts.weights)
+        if self.ranks is not None:
+            dense, mixed = self.ranks.summed(torch.cat([dense, mixed])).chunk(2)
+        total = linears.norm_rows(dense, parts.after_dense) + linears.norm_rows(mixed, parts.after_experts)
+        return linears.add_rows(total, hidden, norm, self.parts.mlp_sum)
 
 
 class QuantizedForm:
@@ -218,11 +347,16 @@ class QuantizedForm:
         self._few.next_norm = own.next_norm
 
     def compute_layer(
-        self, hidden: Tensor, carried: ScaledRows | None, angles: Angles | None, step: PagedPass
+        self,
+        hidden: Tensor,
+        carried: ScaledRows | None,
+        angles: Angles | None,
+        step: PagedPass,
+        vectors: Tensor | None = None,
     ) -> tuple[Tensor, ScaledRows | None] | None:
         """See `tree_models.layers.decoder.LayerForm`."""
-        few = self._few.compute_layer(hidden, carried, angles, step)
-        return few or self._own.compute_layer(hidden, carried, angles, step)
+        few = self._few.compute_layer(hidden, carried, angles, step, vectors)
+        return few or self._own.compute_layer(hidden, carried, angles, step, vectors)
 
 
 class FinalRows:

@@ -2,15 +2,26 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from typing import Protocol
 
 import torch
 from torch import Tensor
 
 from tree_kernels.attention import AttentionVariant
-from tree_kernels.linear import NO_ACTIVATION, HeadForm, HeadRows, Int8Weight, Norm, RowLinears, ScaledRows, Weight
-from tree_kernels.recurrence import HeadsLayout, RecurrentPass, ShortConvolution
+from tree_kernels.linear import (
+    NO_ACTIVATION,
+    Activation,
+    ActivationKind,
+    HeadForm,
+    HeadRows,
+    Int8Weight,
+    Norm,
+    RowLinears,
+    ScaledRows,
+    Weight,
+)
+from tree_kernels.recurrence import HeadsLayout, RecurrentPass, ShortConvolution, SpaceOutput
 from tree_models.layers.attention import HeadAttention
 from tree_models.layers.linear import PlainWeight
 from tree_models.layers.norm import HeadNorm, Normalization
@@ -58,34 +69,43 @@ class Mixer(Protocol):
 
 @dataclass(frozen=True, slots=True)
 class AttentionMixer:
-    """Grouped-query attention whose queries, keys and values are one launch."""
+    """Grouped-query attention whose queries, keys and values are one launch, and its output's gates another."""
 
     cache_layer: int
     head_width: int
     scaling: float
     variant: AttentionVariant
+    has_keys: bool  # of its own
     qkv: Product
     heads: HeadForm
+    # What multiplies the output, [heads * D or heads, H], and how it is made of its product.
+    gate: Product | None = None
+    gate_activation: Activation = NO_ACTIVATION
     # Angles of zero, for a layer that embeds no positions: for the most rows so far.
-    still: list[Angles]
+    still: list[Angles] = field(default_factory=list)
 
     def mixed(self, linears: RowLinears, scaled: ScaledRows, angles: Angles | None, step: PagedPass) -> Tensor:
         """See `Mixer.mixed`."""
         step = pass_of(self.variant, step)
         keys, values = step.cache.keys[self.cache_layer], step.cache.values[self.cache_layer]
         angles = angles or self._unturned(len(scaled.rows), step)
-        heads = HeadRows(angles.cosines, angles.sines, step.slots, keys, values)
+        # Of a layer without keys of its own nothing is written.
+        written = (keys, values) if self.has_keys else (keys[:, :, :0], values[:, :, :0])
+        heads = HeadRows(angles.cosines, angles.sines, step.slots, *written)
         # The weight behind attention is not prefetched: that slows this product by more than it saves there, 3 % of a
         # layer of 1 to 64 rows (benchmarks/results/2026-11-27-h100-vectors.md).
         query = linears.rotary_linear(scaled, self.qkv.weight, self.qkv.bias, heads, form=self.heads)
         if angles.query_scale is not None:
             query = scaled_queries(query, angles.query_scale)
         attended: Tensor = step.attention.run(step.plan, query, keys, values, self.scaling, self.variant)
+        if self.gate is not None:
+            gate = linears.activated_linear(scaled, self.gate.weight, self.gate.bias, self.gate_activation)
+            attended = attended * gate.view(*attended.shape[:2], -1)
         return attended.flatten(1)
 
     def quantized(self) -> AttentionMixer:
         """See `Mixer.quantized`."""
-        return replace(self, qkv=quantized(self.qkv))
+        return replace(self, qkv=quantized(self.qkv), gate=None if self.gate is None else quantized(self.gate))
 
     def _unturned(self, rows: int, step: PagedPass) -> Angles:
         """Made once for many rows, since a launch costs time."""
@@ -153,19 +173,59 @@ class DeltaMixer:
         return replace(self, products=quantized(self.products))
 
 
+@dataclass(frozen=True, slots=True)
+class SpaceMixer:
+    """See `StateSpaceSpec`: one product, tokens' gates, the convolution, the states, and the gated norm."""
+
+    state_layer: int
+    products: Product
+    decay: Tensor
+    decay_bias: Tensor
+    step_limits: tuple[float, float]
+    convolution: ShortConvolution
+    layout: HeadsLayout
+    output: SpaceOutput
+
+    def mixed(self, linears: RowLinears, scaled: ScaledRows, angles: Angles | None, step: PagedPass) -> Tensor:
+        """See `Mixer.mixed`."""
+        del angles
+        of_pass: RecurrentPass = step.recurrent
+        product = linears.activated_linear(scaled, self.products.weight, self.products.bias, NO_ACTIVATION)
+        channels, heads = len(self.convolution.weight), len(self.decay)
+        values = product.shape[1] - channels - heads
+        gate, inputs = product[:, :values], product[:, values:-heads]
+        of_steps = product[:, -heads:]
+        gates = of_pass.recurrence.space_gates(of_steps, self.decay, self.decay_bias, self.step_limits)
+        convolved = of_pass.convolve(self.state_layer, inputs, gates, self.convolution)
+        mixed = of_pass.mix(self.state_layer, convolved, gates, self.layout)
+        return of_pass.recurrence.space_output(mixed, convolved.rows[:, :values], gate, self.output)
+
+    def quantized(self) -> SpaceMixer:
+        """See `Mixer.quantized`."""
+        return replace(self, products=quantized(self.products))
+
+
 def mixer_of(
     attention: HeadAttention | GatedConvolution | GatedDeltaNet | StateSpace | torch.nn.Module,
-) -> AttentionMixer | ConvolutionMixer | DeltaMixer | None:
+) -> Mixer | None:
     """The mixer of a layer whose products lie as published and whose form the launches have, else None."""
     if isinstance(attention, HeadAttention):
-        heads, qkv, spec = _head_form(attention), attention.qkv.plain, attention.spec
-        if heads is None or qkv is None or not _is_launched(spec):
-            return None
-        of_layer = attention.cache_layer, spec.head_width, spec.scaling, attention.variant
-        return AttentionMixer(*of_layer, qkv, heads, [])
+        return _attention_mixer(attention)
     if isinstance(attention, GatedConvolution) and attention.products.plain is not None:
         convolution = ShortConvolution(attention.weight, attention.bias)
         return ConvolutionMixer(attention.state_layer, attention.products.plain, convolution)
+    # A norm over all ranks' heads is the plain form's.
+    if isinstance(attention, StateSpace) and attention.products.plain is not None and attention.norm_ranks is None:
+        return SpaceMixer(
+            attention.state_layer,
+            attention.products.plain,
+            attention.decay,
+            attention.decay_bias,
+            attention.spec.step_limits,
+            ShortConvolution(attention.weight, attention.bias, silu=True),
+            attention.layout,
+            attention.output,
+        )
     if not isinstance(attention, GatedDeltaNet):
         return None
     products, gates = attention.products.plain, attention.gates.plain
@@ -184,6 +244,32 @@ def mixer_of(
     )
 
 
+def _attention_mixer(attention: HeadAttention) -> AttentionMixer | None:
+    heads, qkv, spec = _head_form(attention), attention.qkv.plain, attention.spec
+    if heads is None or qkv is None or not _is_launched(spec):
+        return None
+    gate, activation = None, NO_ACTIVATION
+    if attention.output_gate is not None:
+        gate, activation = attention.output_gate.product.plain, attention.output_gate.launched
+    elif spec.gated:
+        # Those of the output come first.
+        count = spec.heads * spec.head_width
+        gate, qkv, activation = _rows_of(qkv, 0, count), _rows_of(qkv, count), Activation(ActivationKind.SIGMOID)
+    if gate is None and (spec.gated or attention.output_gate is not None):
+        return None
+    of_layer = attention.cache_layer, spec.head_width, spec.scaling, attention.variant, spec.keys_of is None
+    return AttentionMixer(*of_layer, qkv, heads, gate, activation)
+
+
+def _rows_of(product: PlainWeight, first: int, last: int | None = None) -> PlainWeight:
+    """Some rows of a product, in its memory."""
+
+    def part(memory: torch.nn.Parameter) -> torch.nn.Parameter:
+        return torch.nn.Parameter(memory.detach()[first:last], requires_grad=False)
+
+    return PlainWeight(part(product.weight), None if product.bias is None else part(product.bias))
+
+
 def norm_of(norm: Normalization) -> Norm | None:
     """The norm as the launches take it; None for one without weights."""
     if norm.weight is None:
@@ -193,16 +279,22 @@ def norm_of(norm: Normalization) -> Norm | None:
 
 def _is_launched(spec: AttentionSpec) -> bool:
     """Whether a launch makes queries, keys and values as this attention has them."""
-    unusual = spec.gated or spec.output_gate is not None or spec.keys_are_values or spec.keys_of is not None
-    return not unusual and (spec.clip, spec.value_norm, spec.value_width, spec.value_scale) == (None, None, 0, 1.0)
+    usual = spec.clip is None and (spec.value_width, spec.value_scale) == (0, 1.0) and not spec.keys_are_values
+    # A norm of values has no weights, and comes beside those of queries and keys.
+    return usual and (spec.value_norm is None or (spec.value_norm.kind == "rms" and not spec.value_norm.weight))
 
 
 def _head_form(attention: HeadAttention) -> HeadForm | None:
     """What is done to heads before attention; None for norms with weights of each head's own, or over all ranks'."""
-    if attention.query_norm is None or attention.key_norm is None:
-        return HeadForm()
-    query, key = _head_norm(attention.query_norm), _head_norm(attention.key_norm)
-    return None if query is None or key is None else HeadForm(query, key)
+    normed = attention.spec.value_norm
+    if attention.query_norm is None:
+        return HeadForm() if normed is None else None
+    query = _head_norm(attention.query_norm)
+    # Without keys the norm of queries stands for theirs.
+    key = query if attention.key_norm is None else _head_norm(attention.key_norm)
+    if query is None or key is None:
+        return None
+    return HeadForm(query, key, value_epsilon=0.0 if normed is None else normed.epsilon)
 
 
 def _head_norm(norm: HeadNorm) -> Norm | None:

@@ -42,11 +42,12 @@ from tree_models.fused.mixers import AttentionMixer, QuantizedWeight, norm_of
 from tree_models.layers.attention import HeadAttention
 from tree_models.layers.decoder import Decoder, LayerStack
 from tree_models.layers.linear import Linear
+from tree_models.layers.mlp import MLP
 from tree_models.layers.norm import Normalization
 from tree_models.layers.paged import PagedPass
 from tree_models.layers.recurrent import state_shape
 from tree_models.layers.rotary import Angles
-from tree_models.spec import AttentionSpec
+from tree_models.spec import AddedInputSpec, AttentionSpec
 
 log = logging.getLogger(__name__)
 # Above, cuBLAS multiplies faster: at 64 rows of an 8B layer both take the same time, at 96 cuBLAS takes three quarters
@@ -133,7 +134,7 @@ def _fuse(
     forms: list[FusedForm | None] = []
     for layer in stack.layers:
         parts = parts_of(layer)
-        if invariant and parts is not None and not isinstance(parts.mixer, AttentionMixer):
+        if invariant and parts is not None and not isinstance(parts.mixer, AttentionMixer | None):
             parts = None
         of_layer = linears, experts, stack.place.ranks
         forms.append(None if parts is None or not _can_be_launched(layer) else FusedForm(parts, *of_layer))
@@ -144,7 +145,7 @@ def _fuse(
             forms[index] = None
     for form, after in pairwise(forms):
         if form is not None and after is not None:
-            form.next_norm = after.parts.before_attention
+            form.next_norm = after.parts.first_norm
     stack.forms = list(forms)
     fused = sum(form is not None for form in forms)
     log.info("%d of %d layers run in fused form", fused, len(forms))
@@ -164,8 +165,16 @@ def _agreed(stack: LayerStack, fits: bool) -> bool:
     return fits if ranks is None else bool(ranks.least(int(fits)))
 
 
+def _output_of(layer: Any) -> Tensor:
+    """The weight [H, ..] of a product whose outputs are hidden rows."""
+    if layer.attention is not None:
+        weight: Tensor = layer.attention.out.weight
+        return weight
+    return layer.mlp.down.weight if isinstance(layer.mlp, MLP) else layer.mlp.down[0]
+
+
 def _can_be_launched(layer: Any) -> bool:
-    weight = layer.attention.out.weight
+    weight = _output_of(layer)
     # Matrix units shorten fp32.
     return not weight.is_cuda or weight.element_size() == 2
 
@@ -196,17 +205,18 @@ def _trials(stack: LayerStack, index: int, form: FusedForm) -> Iterator[tuple[_T
     attention = layer.attention
     for most, linears in form.linears.ranges:
         hidden, given, angles = _probe_rows(stack, index, int(min(_PROBE_ROWS, most)))
+        vectors = _probe_vectors(layer.spec.added_input, hidden)
         alone = FusedForm(form.parts, LinearsByRows(((inf, linears),)), form.experts, form.ranks)
         yield (
-            partial(_outcome, partial(layer, hidden, angles, given=given), hidden, attention),
-            partial(_outcome, partial(_run, alone, hidden, given, angles), hidden, attention),
+            partial(_outcome, partial(layer, hidden, angles, given=given, vectors=vectors), hidden, attention),
+            partial(_outcome, partial(_run, alone, hidden, given, angles, vectors), hidden, attention),
         )
 
 
 def _probe_rows(stack: LayerStack, index: int, rows: int) -> tuple[Tensor, Tensor | None, Angles | None]:
     """Random rows, what attention reads in their place if that is given, and angles of their positions."""
     layer: Any = stack.layers[index]
-    weight, vectors = layer.attention.out.weight, layer.spec.read_vectors
+    weight, vectors = _output_of(layer), layer.spec.read_vectors
     generator = torch.Generator().manual_seed(0)
     width, (device, dtype) = weight.shape[0], (weight.device, weight.dtype)
     # Small beside what the layer adds, which is what is compared.
@@ -217,14 +227,27 @@ def _probe_rows(stack: LayerStack, index: int, rows: int) -> tuple[Tensor, Tenso
     return hidden.to(device, dtype), given, stack.angles_of(index, positions)
 
 
-def _run(form: FusedForm, hidden: Tensor, given: Tensor | None, angles: Angles | None, step: Any) -> Tensor:
-    done = form.compute_layer(hidden, None if given is None else ScaledRows(given, None, 0.0), angles, step)
+def _probe_vectors(spec: AddedInputSpec | None, hidden: Tensor) -> Tensor | None:
+    """Random vectors of rows, of a layer that adds them."""
+    if spec is None:
+        return None
+    return torch.randn(len(hidden), spec.width, generator=torch.Generator().manual_seed(1)).to(hidden)
+
+
+def _run(
+    form: FusedForm, hidden: Tensor, given: Tensor | None, angles: Angles | None, vectors: Tensor | None, step: Any
+) -> Tensor:
+    scaled = None if given is None else ScaledRows(given, None, 0.0)
+    done = form.compute_layer(hidden, scaled, angles, step, vectors)
     assert done is not None, "its linears take any number of rows"
     return done[0]
 
 
 def _outcome(run: Any, hidden: Tensor, attention: Any) -> Sequence[Tensor]:
     """What a layer adds to `hidden`, and what it keeps: keys and values, or inputs and gates of its states."""
+    if attention is None:
+        slots = hidden.new_empty(0)
+        return [run(step=PagedPass(None, AttentionPlan(_first_rows(len(hidden))), slots, None)) - hidden]
     if not isinstance(attention, HeadAttention):
         states = RecurrentStates(
             attention.state_layer + 1, 1, len(hidden), state_shape(attention.spec, hidden.shape[1]), hidden.dtype,
@@ -264,9 +287,11 @@ class _ProbeAttention:
 
 
 def _probe_step(hidden: Tensor, spec: AttentionSpec, cache_layer: int) -> PagedPass:
-    """A `PagedPass` with empty caches, and slots in another order than the rows'."""
+    """A `PagedPass` with random keys and values, and slots in another order than the rows'."""
     rows = len(hidden)
-    keys, values = (hidden.new_zeros(1, rows, spec.kv_heads, spec.head_width) for _ in range(2))
+    # Read by a layer without keys of its own, written by others.
+    generator, shape = torch.Generator().manual_seed(2), (1, rows, spec.kv_heads, spec.head_width)
+    keys, values = (torch.randn(shape, generator=generator).to(hidden) for _ in range(2))
     slots = torch.arange(rows, device=hidden.device).flip(0)
     cache = SimpleNamespace(keys={cache_layer: keys}, values={cache_layer: values})
     return PagedPass(_ProbeAttention(slots), AttentionPlan(_first_rows(rows)), slots, cache)

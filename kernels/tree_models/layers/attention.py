@@ -7,9 +7,10 @@ from math import prod
 
 import torch
 from torch import Tensor, nn
-from torch.nn import functional
 
 from tree_kernels.attention import AttentionVariant
+from tree_kernels.linear import Activation, ActivationKind
+from tree_kernels.linear.layers import activated
 from tree_models.layers.linear import Linear
 from tree_models.layers.norm import HeadNorm, Normalization
 from tree_models.layers.paged import PagedPass, UncachedPass, attend
@@ -27,17 +28,17 @@ class OutputGate(nn.Module):
         super().__init__()
         assert spec.output_gate is not None, "made where there is one"
         self._shape = spec.heads, 1 if spec.output_gate.per_head else spec.width_of_values
-        self._activate = functional.softplus if spec.output_gate.activation == "softplus" else torch.sigmoid
+        self.launched = Activation(ActivationKind(spec.output_gate.activation))
         self.product = Linear(hidden_size, [prod(self._shape)], place)
 
     def forward(self, rows: Tensor) -> Tensor:
         """[R, H] -> [R, Hq, Dv or 1]."""
         product: Tensor = self.product(rows)
-        return self._activate(product.float()).to(rows.dtype).view(-1, *self._shape)
+        return activated(product.float(), self.launched).to(rows.dtype).view(-1, *self._shape)
 
 
 class HeadAttention(nn.Module):
-    """See `AttentionSpec`. Queries, gates, keys and values are one product."""
+    """See `AttentionSpec`. Gates, queries, keys and values are one product, in this order."""
 
     def __init__(
         self,
@@ -108,8 +109,7 @@ class HeadAttention(nn.Module):
             else product[:, turning:].view(count, self._keys, spec.width_of_values)
         )
         if spec.gated:
-            gate = heads[:, spec.heads : queries]
-            heads = torch.cat([heads[:, : spec.heads], heads[:, queries:]], dim=1)
+            gate, heads = heads[:, : spec.heads], heads[:, spec.heads :]
         return heads, values, gate
 
     def slots(self, names: WeightNames, copy: Copy) -> Iterator[WeightSlot]:
@@ -131,14 +131,15 @@ class HeadAttention(nn.Module):
                 yield from norm.slots(names.in_layer(name, layer), copy, within)
 
     def _order(self) -> Tensor | None:
-        """Of the rows of queries, gates, keys and values; see `halves_order`. Each head's published query and gate are
+        """Of the rows of gates, queries, keys and values; see `halves_order`. Each head's published query and gate are
         neighbours."""
         spec = self.spec
         if spec.gated:
             if spec.rotary is not None and spec.rotary.interleaved:
                 raise FamilyRefused("neighbouring pairs are not rotated beside gates")
-            queries = torch.arange(2 * spec.heads * spec.head_width).view(spec.heads, 2, -1).transpose(0, 1).flatten()
-            return torch.cat([queries, torch.arange(len(queries), sum(self.qkv.parts))])
+            queries, gates = torch.arange(2 * spec.heads * spec.head_width).view(spec.heads, 2, -1).unbind(1)
+            whole = torch.arange(sum(self.qkv.parts))
+            return torch.cat([gates.flatten(), queries.flatten(), whole[2 * queries.numel() :]])
         rotating = halves_order(spec.rotary, spec.heads + self._keys, spec.head_width)
         if rotating is None:
             return None

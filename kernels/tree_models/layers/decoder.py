@@ -141,9 +141,10 @@ class LayerForm(Protocol):
     """Another way to compute a decoder layer, for some numbers of rows."""
 
     def compute_layer(
-        self, hidden: Tensor, carried: Any, angles: Angles | None, step: PagedPass
+        self, hidden: Tensor, carried: Any, angles: Angles | None, step: PagedPass, vectors: Tensor | None = None
     ) -> tuple[Tensor, Any] | None:
-        """[R, H] -> [R, H], and what the next layer's form may take as `carried`; None for so many rows."""
+        """[R, H] -> [R, H], with `vectors` as a layer has them, and what the next layer's form may take as `carried`;
+        None for so many rows."""
 
 
 class FinalForm(Protocol):
@@ -253,13 +254,14 @@ class LayerStack(nn.Module):
         carried: Any = given
         for index, (layer, form, kind) in enumerate(zip(self.layers, self.forms, self._rotary_places, strict=True)):
             angles = None if kind is None else every[kind]
+            own = None if vectors is None else vectors[:, index]
             # Its own forms read what a pass has; without a cache layers are plain.
             done = None
             if form is not None and isinstance(step, PagedPass):
-                done = form.compute_layer(hidden, carried, angles, step)
+                done = form.compute_layer(hidden, carried, angles, step, own)
             if done is None:
                 rows = given.rows if given is not None and index == 0 else None
-                done = layer(hidden, angles, step, rows, None if vectors is None else vectors[:, index]), None
+                done = layer(hidden, angles, step, rows, own), None
             hidden, carried = done
             for tap in self._taps.get(index, ()):
                 tap(hidden)

@@ -49,14 +49,14 @@ class AddedInput(nn.Module):
 
     def __init__(self, spec: AddedInputSpec, hidden_size: int, place: Placement) -> None:
         super().__init__()
-        self._activation = FUNCTIONS[spec.activation]
+        self.activation = spec.activation
         self.gate = Linear(hidden_size, [spec.width], place)
         self.projection = Linear(spec.width, [hidden_size], place)
         self.norm = Normalization(spec.norm, hidden_size, place)
 
     def forward(self, hidden: Tensor, vectors: Tensor) -> Tensor:
         """[R, H], of which the residual is a part."""
-        added: Tensor = self.norm(self.projection(self._activation(self.gate(hidden)) * vectors))
+        added: Tensor = self.norm(self.projection(FUNCTIONS[self.activation](self.gate(hidden)) * vectors))
         return hidden + added
 
     def slots(self, names: WeightNames, layer: int, copy: Copy) -> Iterator[WeightSlot]:

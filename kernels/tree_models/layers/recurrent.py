@@ -7,16 +7,18 @@ from collections.abc import Iterator, Sequence
 
 import torch
 from torch import Tensor, nn
-from torch.nn import functional
 
 from tree_kernels.recurrence import (
     HeadsLayout,
     RecurrentPass,
     ShortConvolution,
+    SpaceOutput,
     StateRule,
     StateShape,
     delta_gates,
     gated_heads,
+    space_gates,
+    space_output,
 )
 from tree_models.layers.linear import Linear
 from tree_models.layers.paged import PagedPass
@@ -127,7 +129,7 @@ class StateSpace(nn.Module):
     def __init__(self, spec: StateSpaceSpec, hidden_size: int, layer: int, place: Placement, state_layer: int) -> None:
         """`state_layer` counts layers with states."""
         super().__init__()
-        self.spec, self.layer, self.state_layer, self._ranks = spec, layer, state_layer, place.ranks
+        self.spec, self.layer, self.state_layer = spec, layer, state_layer
         keys, values = spec.groups * spec.state_width, spec.heads * spec.value_width
         channels = values + 2 * keys
         self.products = Linear(hidden_size, [values, channels, spec.heads], place, bias=spec.bias)
@@ -140,6 +142,12 @@ class StateSpace(nn.Module):
         self.norm = place.empty(values)
         self.out = Linear(values, [hidden_size], place, bias=spec.bias)
         self.layout = HeadsLayout(StateRule.SUM, spec.groups, values + keys, values, 0)
+        # Of ranks each has some groups of the heads that are normed together, or a part of one.
+        ranks = place.ranks
+        self.norm_ranks = ranks if ranks is not None and spec.norm_groups % ranks.size else None
+        groups = 1 if self.norm_ranks is not None else spec.norm_groups // (1 if ranks is None else ranks.size)
+        own = None if self.norm_ranks is not None else self.norm
+        self.output = SpaceOutput(self.skip, own, spec.epsilon, groups)
 
     def forward(self, rows: Tensor, angles: Angles | None, step: PagedPass) -> Tensor:
         """[R, H] -> [R, H]."""
@@ -148,22 +156,14 @@ class StateSpace(nn.Module):
         product: Tensor = self.products(rows)
         values = spec.heads * spec.value_width
         gate, inputs = product[:, :values], product[:, values : values + channels]
-        steps = functional.softplus(product[:, values + channels :].float() + self.decay_bias).clamp(*spec.step_limits)
-        mixed, convolved = self._mixed(inputs, torch.cat([self.decay * steps, steps], dim=-1), step)
-        own = convolved[:, :values].float().view_as(mixed)
-        skipped = (mixed.float() + self.skip[:, None] * own).to(rows.dtype).flatten(1)
-        gated = skipped.float() * functional.silu(gate.float())
-        output: Tensor = self.out(self.norm * self._normed(gated).to(rows.dtype))
+        gates = space_gates(product[:, values + channels :], self.decay, self.decay_bias, spec.step_limits)
+        mixed, convolved = self._mixed(inputs, gates, step)
+        gated = space_output(mixed, convolved[:, :values], gate, self.output)
+        if self.norm_ranks is not None:
+            normed = rms_over_ranks(gated, spec.epsilon, self.norm_ranks, spec.norm_groups)
+            gated = self.norm * normed.to(rows.dtype)
+        output: Tensor = self.out(gated)
         return output
-
-    def _normed(self, gated: Tensor) -> Tensor:
-        """[R, heads * value width] fp32, each group of heads normed by itself; of ranks each has some of them, or a
-        part of one."""
-        groups, ranks = self.spec.norm_groups, self._ranks
-        if ranks is not None and groups % ranks.size:
-            return rms_over_ranks(gated, self.spec.epsilon, ranks, groups)
-        grouped = gated.view(len(gated), groups // (1 if ranks is None else ranks.size), -1)
-        return functional.rms_norm(grouped, grouped.shape[-1:], None, self.spec.epsilon).flatten(1)
 
     @torch.compiler.disable  # type: ignore[untyped-decorator]
     def _mixed(self, inputs: Tensor, gates: Tensor, step: PagedPass) -> tuple[Tensor, Tensor]:
