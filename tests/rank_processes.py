@@ -1,49 +1,81 @@
-"""Processes of ranks that are stopped from outside."""
+"""Services of two ranks, of which one is lost."""
 
 from __future__ import annotations
 
 import subprocess
-import sys
-from dataclasses import replace
+from collections.abc import Callable
+from pathlib import Path
 
-import msgspec
 import psutil
-from waits import HUNG_SECONDS
+import pytest
+from waits import HUNG_SECONDS, ever_longer, wait_until
 
-from target_service.config import TargetConfig
-
-# Loads the model of a configuration, and serves it until it is ended.
-_LOADING = """
-import logging, signal, sys
-import msgspec
-from target_service.config import TargetConfig
-from target_service.model.ranks.leading import load_ranks
-logging.basicConfig()
-loaded = load_ranks(msgspec.json.decode(sys.argv[1], type=TargetConfig))
-print("serving", flush=True)
-signal.pause()
-"""
+from outrider.errors import EngineDead
+from outrider.processes.python import module_command
+from outrider.sampling import SamplingParams
+from outrider_client import SyncClient
 
 
-def end_by_a_rank_that_hangs(config: TargetConfig) -> None:
-    """The second rank of two stops, between passes: the first one finds out, and ends both."""
-    # Long enough for a rank that runs to answer on a busy machine.
-    of_test = msgspec.json.encode(replace(config, heartbeat_seconds=10.0)).decode()
-    command = [sys.executable, "-c", _LOADING, of_test]
-    with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True) as leading:
+def end_by_a_rank_that_hangs(folder: Path, tmp_path: Path, *flags: str) -> None:
+    """Its second rank stops within an answer: the service says which has not answered for a heartbeat."""
+    heartbeats = ever_longer()
+    # Hardly any machine answers all of its pings in time.
+    next(heartbeats)
+    for seconds in heartbeats:
+        every = (*flags, "--heartbeat-seconds", str(seconds))
+        said = end_by_a_lost_rank(folder, tmp_path, psutil.Process.suspend, *every)
+        if said is not None:
+            assert f"rank 1 has not answered for {seconds:.0f} s: the model is not whole any more" in said
+            return
+    raise AssertionError("no heartbeat was long enough for a rank that runs")
+
+
+def end_by_a_lost_rank(folder: Path, tmp_path: Path, lose: Callable[[psutil.Process], None], *flags: str) -> str | None:
+    """What a service of the model in `folder` has logged, whose second rank is lost within an answer: its client gets
+    an error, it ends with status 1, and leaves no process behind. None where it ended before that."""
+    address, log = f"unix:{tmp_path}/target.sock", tmp_path / "target.log"
+    flags = ("--listen", address, "--model", str(folder), "--tensor-parallel", "2", "--row-budget", "all", *flags)
+    # No forked ones: its processes are looked for among the children of this one.
+    command = (*module_command("target_service"), *flags)
+    with log.open("wb") as output, subprocess.Popen(command, stdout=output, stderr=output) as service:
         try:
-            assert leading.stdout is not None and leading.stdout.readline() == "serving\n"
-            ranks = [
-                one
-                for one in psutil.Process(leading.pid).children(recursive=True)
-                if "target_service.model.ranks" in one.cmdline()
-            ]
-            (follower,) = ranks
-            follower.suspend()
-            _, said = leading.communicate(timeout=HUNG_SECONDS)
+            children = _without_second_rank(service, address, lose)
+            status = service.wait(HUNG_SECONDS)
         finally:
-            leading.kill()
-    assert leading.returncode == 1
-    assert "rank 1 has not answered for 10 s: the model is not whole any more" in said
-    psutil.wait_procs([follower], HUNG_SECONDS)
-    assert not follower.is_running()
+            service.kill()
+    if children is None:
+        return None
+    assert status == 1
+    psutil.wait_procs(children, HUNG_SECONDS)
+    assert not any(child.is_running() for child in children)
+    return log.read_text()
+
+
+def _without_second_rank(
+    service: subprocess.Popen[bytes], address: str, lose: Callable[[psutil.Process], None]
+) -> list[psutil.Process] | None:
+    """The processes of a service that has lost one; None where it ended before."""
+    with SyncClient.connect(address) as client:
+        wait_until(lambda: service.poll() is not None or _serving(client))
+        try:
+            children = psutil.Process(service.pid).children(recursive=True)
+            (follower,) = (child for child in children if "target_service.model.ranks" in child.cmdline())
+            for rank in children:
+                listening = [one.laddr.ip for one in rank.net_connections("inet") if one.status == "LISTEN"]
+                assert set(listening) <= {"127.0.0.1"}, "ranks are reached from this host alone"
+            answer = iter(client.generate(token_ids=[5, 6], sampling=SamplingParams(max_tokens=200, ignore_eos=True)))
+            next(answer)
+            lose(follower)
+        except (EngineDead, ConnectionError, ValueError, psutil.Error):
+            assert service.wait(HUNG_SECONDS) == 1
+            return None
+        with pytest.raises(EngineDead, match="the engine has failed"):
+            list(answer)
+    return children
+
+
+def _serving(client: SyncClient) -> bool:
+    try:
+        return client.serving()
+    except ConnectionError:
+        return False

@@ -6,13 +6,12 @@ import json
 import os
 import subprocess
 import sys
-from dataclasses import replace
 from pathlib import Path
 
 import pytest
 import torch
 from conftest import make_tiny
-from gpu_ranks_worker import TOKENS, config_for
+from gpu_ranks_worker import ROWS, SEQUENCES, TOKENS
 from rank_processes import end_by_a_rank_that_hangs
 from scripted_service import byte_tokenizer
 
@@ -42,5 +41,7 @@ def test_drafts_change_nothing(folder: Path, dtype: str) -> None:
             assert not found["knowing"] or found["accepted"] > 10, found
 
 
-def test_a_rank_that_hangs_ends_the_others(folder: Path) -> None:
-    end_by_a_rank_that_hangs(replace(config_for(str(folder), "bfloat16"), capture_seconds=1.0))
+def test_a_rank_that_hangs_ends_the_service(folder: Path, tmp_path: Path) -> None:
+    """Within captured passes, in which the other GPU waits for it."""
+    few = ("--max-step-rows", str(ROWS), "--max-running", str(SEQUENCES), "--no-speculation", "--lookup-tokens", "0")
+    end_by_a_rank_that_hangs(folder, tmp_path, "--device", "cuda", "--capture-seconds", "5", *few)

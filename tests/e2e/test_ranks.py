@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import random
-import subprocess
 import threading
 from collections.abc import Iterator
 from dataclasses import replace
@@ -24,17 +23,15 @@ from engine_harness import (
     run,
 )
 from other_weights import other_weights
-from rank_processes import end_by_a_rank_that_hangs
+from rank_processes import end_by_a_lost_rank, end_by_a_rank_that_hangs
 from running_engine import Running
 from scripted_service import byte_tokenizer
 from transformers import PreTrainedModel
-from waits import HUNG_SECONDS, wait_until
+from waits import HUNG_SECONDS
 
 from outrider.errors import OutriderError
-from outrider.processes.python import module_command
 from outrider.sampling import SamplingParams
 from outrider.weight_updates import RunningRequests, WeightsUpdated
-from outrider_client import SyncClient
 from target_service.config import TargetConfig
 from target_service.core.sequence import SequenceFinished, SequenceRequest
 from target_service.core.weights import WeightUpdate
@@ -186,39 +183,9 @@ def test_a_model_that_cannot_be_divided_is_refused(folder: Path) -> None:
 
 def test_a_lost_rank_ends_the_service(folder: Path, tmp_path: Path) -> None:
     """It says which, and leaves no process behind."""
-    address, log = f"unix:{tmp_path}/target.sock", tmp_path / "target.log"
-    flags = ("--listen", address, "--model", str(folder), "--dtype", "float32", "--tensor-parallel", "2")
-    # No forked ones: its processes are looked for among the children of this one.
-    command = (*module_command("target_service"), *flags, "--row-budget", "all")
-    with log.open("wb") as output, subprocess.Popen(command, stdout=output, stderr=output) as service:
-        try:
-            children = ended_by_a_lost_rank(service, address)
-            assert service.wait(HUNG_SECONDS) != 0
-        finally:
-            service.kill()
-    assert "rank 1 has ended with status -9: the model is not whole any more" in log.read_text()
-    psutil.wait_procs(children, HUNG_SECONDS)
-    assert not any(child.is_running() for child in children)
+    said = end_by_a_lost_rank(folder, tmp_path, psutil.Process.kill, "--dtype", "float32")
+    assert said is not None and "rank 1 has ended with status -9: the model is not whole any more" in said
 
 
-def test_a_rank_that_hangs_ends_the_others(folder: Path) -> None:
-    end_by_a_rank_that_hangs(TargetConfig(model=str(folder), dtype="float32", tensor_parallel=2))
-
-
-def ended_by_a_lost_rank(service: subprocess.Popen[bytes], address: str) -> list[psutil.Process]:
-    """The processes of a service that has answered, whose second rank is killed."""
-    with SyncClient.connect(address) as client:
-        wait_until(lambda: service.poll() is not None or serving(client))
-        answer = client.generate(token_ids=[5, 6], sampling=SamplingParams(max_tokens=3, ignore_eos=True)).result()
-        assert answer.completion_tokens == 3
-        children = psutil.Process(service.pid).children(recursive=True)
-        (follower,) = (child for child in children if "target_service.model.ranks" in child.cmdline())
-        follower.kill()
-        return children
-
-
-def serving(client: SyncClient) -> bool:
-    try:
-        return client.serving()
-    except ConnectionError:
-        return False
+def test_a_rank_that_hangs_ends_the_service(folder: Path, tmp_path: Path) -> None:
+    end_by_a_rank_that_hangs(folder, tmp_path, "--dtype", "float32")

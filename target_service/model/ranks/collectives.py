@@ -21,6 +21,8 @@ if TYPE_CHECKING:
 
 # While ranks load, each waits for the slowest reader of weights. Chosen: longer than a disk takes for any model.
 _LOADING = timedelta(hours=1)
+# Of `heartbeat_seconds`, within which the leading rank finds out who hangs, and says so. Chosen.
+_HEARTBEATS = 3
 # Its name from PyTorch 2.13 on, and before.
 _gather = getattr(distributed, "all_gather_single", None) or distributed.all_gather_into_tensor
 
@@ -30,7 +32,7 @@ class DistributedRanks:
 
     def __init__(self, config: TargetConfig, rank: int, store: Path) -> None:
         """Wait for all ranks at a file that does not exist yet. `config` has the device of this one. Once they serve on
-        CPUs, a call that waits for another rank for `heartbeat_seconds` raises `RuntimeError`; on a GPU it waits for as
+        CPUs, a call that waits for another rank for several heartbeats raises `RuntimeError`; on a GPU it waits for as
         long as this process lives."""
         self.rank, self.size = rank, config.tensor_parallel
         device = torch.device(config.device)
@@ -52,7 +54,7 @@ class DistributedRanks:
             self.summed(torch.zeros(1, device=device))
             self._one_shot = faster_sums(getattr(torch, config.dtype), device, self.summed, self.least)
         else:
-            self._serving = distributed.new_group(timeout=timedelta(seconds=config.heartbeat_seconds))
+            self._serving = distributed.new_group(timeout=timedelta(seconds=_HEARTBEATS * config.heartbeat_seconds))
 
     def begin_serving(self) -> None:
         """Wait for others no longer than for a step from now on. Called by every rank once it has loaded."""

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import atexit
+import contextlib
 import logging
 import os
 import queue
@@ -65,6 +67,8 @@ class FollowingRanks:
         self._children: list[tuple[subprocess.Popen[bytes], socket.socket]] = []
         self._outboxes: list[Outbox] = []
         self._watches: list[threading.Thread] = []
+        # Whatever ends this process, it says which rank was lost, and leaves none that hangs.
+        atexit.register(self.close)
         for rank in range(1, config.tensor_parallel):
             process, connection = start_child(command)
             self._children.append((process, connection))
@@ -87,12 +91,14 @@ class FollowingRanks:
 
     def close(self) -> None:
         """End the processes."""
+        atexit.unregister(self.close)
         self._closing.set()
         for outbox in self._outboxes:
             outbox.close()
         for (_, connection), watch in zip(self._children, self._watches, strict=True):
             # Its process ends by that, for which the watch waits.
-            connection.shutdown(socket.SHUT_RDWR)
+            with contextlib.suppress(OSError):
+                connection.shutdown(socket.SHUT_RDWR)
             watch.join()
             connection.close()
 
@@ -118,15 +124,21 @@ class FollowingRanks:
             elif asked and time.monotonic() - asked > self._heartbeat_seconds:
                 # It would not see this one's end either.
                 process.kill()
-                self._end_service("rank %d has not answered for %.0f s", rank, self._heartbeat_seconds)
+                _say_lost("rank %d has not answered for %.0f s", rank, self._heartbeat_seconds)
+                os._exit(1)
         status = exit_status(process)
+        # While ranks load, this one may fail too and say why; later its passes fail, and it ends any moment.
+        serving, ended = self._serving.is_set(), ("rank %d has ended with status %d", rank, status)
+        if serving and (status or not self._closing.is_set()):
+            _say_lost(*ended)
         if not self._closing.wait(_GRACE_SECONDS if status else 0.0):
-            self._end_service("rank %d has ended with status %d", rank, status)
+            if not serving:
+                _say_lost(*ended)
+            os._exit(1)
 
-    @staticmethod
-    def _end_service(reason: str, *of: object) -> None:
-        log.critical(f"{reason}: the model is not whole any more", *of)
-        os._exit(1)
+
+def _say_lost(reason: str, *of: object) -> None:
+    log.critical(f"{reason}: the model is not whole any more", *of)
 
 
 class LeadingLink(DistributedRanks):
