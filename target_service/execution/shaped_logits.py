@@ -13,7 +13,7 @@ from outrider.errors import OutriderError
 from outrider.tree import TokenTree
 from target_service.execution.batch import StepBatch
 from target_service.execution.device_rows import ChosenRows
-from target_service.grammars.following import FollowedTree, masks_of
+from target_service.grammars.following import FollowedTree, TreeMasks, masks_of
 from target_service.grammars.row_masks import TreeRows
 from target_service.sampling.distribution import LogitShaper
 from target_service.sampling.verifier import SequenceVerifier
@@ -69,7 +69,7 @@ class ShapedLogits:
         place in the batch why sequences cannot go on."""
         errors: dict[int, OutriderError] = {}
         most = len(batch.input.token_ids) if chosen is None else chosen.most
-        mask_rows, words, count = np.zeros(most, np.int32), list[NDArray[np.int32]](), 0
+        mask_rows = np.zeros(most, np.int32)
         trees, places = list[FollowedTree](), list[tuple[int, int, SequenceOf[int]]]()
         for place, (item, verifier) in enumerate(zip(batch.items, verifiers, strict=True)):
             if verifier.grammar is None or item.tree is None or not under_way[place]:
@@ -81,35 +81,31 @@ class ShapedLogits:
             trees.append(verifier.grammar.follow(tree, item.sequence.output))
             places.append((place, first_row, tree.parents))
         begin = time.perf_counter()
-        computed = list(masks_of(trees, timed=self._timed))
+        computed, count = masks_of(trees, self._shaper.mask_room, timed=self._timed)
         # What took long is timed the next time.
         self._timed = time.perf_counter() - begin > _LONG_SECONDS and not self._timed
         for (place, first_row, parents), masks in zip(places, computed, strict=True):
             if masks.error is not None:
                 errors[place] = masks.error
             generated = len(batch.items[place].sequence.output)
-            signs = _signs(generated, parents, verifiers[place].shaper, masks.words)
-            numbers = np.arange(count + 1, count + 1 + len(masks.words))
-            mask_rows[first_row : first_row + len(masks.words)] = numbers * signs
-            words.append(masks.words)
-            count += len(masks.words)
-        self._shaper.mask(np.concatenate(words) if words else np.zeros((0, 0), np.int32), mask_rows)
+            signs = _signs(generated, parents, verifiers[place].shaper, masks)
+            mask_rows[first_row : first_row + len(parents)] = (1 + masks.places) * signs
+        self._shaper.mask(count, mask_rows)
         return errors
 
     def clear_masks(self) -> None:
         """The step that is launched next has no masks."""
-        self._shaper.mask(np.zeros((0, 0), np.int32), np.zeros(0, np.int32))
+        self._shaper.mask(0, np.zeros(0, np.int32))
 
 
-def _signs(
-    generated: int, parents: SequenceOf[int], shaper: LogitShaper, words: NDArray[np.int32]
-) -> NDArray[np.int32]:
+def _signs(generated: int, parents: SequenceOf[int], shaper: LogitShaper, masks: TreeMasks) -> NDArray[np.int32]:
     """-1 for each row of a tree whose mask allows only tokens that are held back, else 1; see
     `DeviceShaper.mask_rows`. The output has `generated` tokens, up to the tree's root."""
     if not shaper.holds_back(generated):
-        return np.ones(len(words), np.int32)
-    depths = [0] * len(words)
-    for row in range(1, len(words)):
+        return np.ones(len(parents), np.int32)
+    depths = [0] * len(parents)
+    for row in range(1, len(parents)):
         depths[row] = depths[parents[row]] + 1
+    words = masks.words
     alone = [shaper.allows_held_alone(words[row], generated + depth) for row, depth in enumerate(depths)]
     return np.where(alone, -1, 1).astype(np.int32)

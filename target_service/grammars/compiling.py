@@ -75,9 +75,11 @@ class Grammars:
         if matcher is None:
             matcher = self._compiled(form, tenant, _FIELD)
         # Late: the serving process compiles grammars, and imports no PyTorch.
+        from target_service.grammars import row_masks
         from target_service.grammars.following import FollowedGrammar
 
         assert self.tokenizer is not None, "a form is compiled"
+        row_masks.warm_up()
         words = token_words(self.tokenizer, self.vocabulary_size, self.end_token_ids)
         return FollowedGrammar(matcher, form, self.vocabulary_size, self.end_token_ids, words)
 

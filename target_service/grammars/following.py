@@ -14,7 +14,15 @@ from numpy.typing import NDArray
 from outrider.errors import InvalidField
 from outrider.structured_output import StructuredOutput
 from outrider.tree import TokenTree
-from target_service.grammars.row_masks import MaskedRows, TreeRows, compute_masks
+from target_service.grammars.row_masks import (
+    MOST_CHILDREN,
+    MaskedRows,
+    ReachedRows,
+    TreeRows,
+    compute_masks,
+    find_reached,
+    list_tokens,
+)
 
 if TYPE_CHECKING:
     from llguidance import LLMatcher
@@ -22,9 +30,8 @@ if TYPE_CHECKING:
     from target_service.grammars.vocabulary import TokenWords
 
 _WORD = 32
-# A path of expected text ends where more tokens than these may come, or where it is less probable. Chosen: ten digits
-# and what may follow them are still listed.
-_MOST_CHILDREN, _LEAST_CHANCE = 16, 1 / 64
+# A path of expected text ends where it is less probable. Chosen.
+_LEAST_CHANCE = 1 / 64
 # Of a token with which another one that may come begins, beside 1 for others. Chosen.
 _CHANCE_OF_PREFIX = 0.1
 # Of a processor, for the masks of one tree. Chosen: ten times what 20 rows of usual forms take, and what a pass takes.
@@ -41,11 +48,17 @@ class ConstrainedTree(TokenTree):
 
 
 class TreeMasks(NamedTuple):
-    """Which tokens may follow each row: bit `token % 32` of `words[row, token // 32]`, words being int32. With an
-    `error` they took more work than is allowed, and the output cannot go on."""
+    """Which tokens may follow each row: bit `token % 32` of `found[places[row], token // 32]`. With an `error` they
+    took more work than is allowed, and the output cannot go on."""
 
-    words: NDArray[np.int32]
+    found: NDArray[np.int32]  # [masks, words], also of other trees; that of place 0 allows the end tokens alone
+    places: NDArray[np.int32]  # [rows]
     error: InvalidField | None = None
+
+    @property
+    def words(self) -> NDArray[np.int32]:
+        """[rows, words] the masks themselves."""
+        return self.found[self.places]
 
 
 class ExpectedNodes(NamedTuple):
@@ -83,8 +96,8 @@ class FollowedGrammar:
         self._kept: tuple[TokenTree, TreeMasks] | None = None
         # Whether the masks of one tree took so long that it had better have no drafted rows, for which others wait.
         self.slow = False
-        # The rows that were followed last, as far as the grammar allows them.
-        self._rows: list[_FollowedRow] = []
+        # The rows that were followed last, and their masks.
+        self._followed: tuple[TreeRows, ReachedRows, NDArray[np.int32]] | None = None
         # By the tokens that may come, see `_children`.
         self._chances: dict[tuple[int, ...], dict[int, float]] = {}
         # [words] int32: the end alone. For rows that no walk reaches, whose logits need some distribution.
@@ -106,13 +119,15 @@ class FollowedGrammar:
         token_ids, sources, parents, words = zip(*rows, strict=True)
         scores = tuple([1.0 if source < 0 else tree.scores[source] for source in sources])
         found = ConstrainedTree(token_ids, parents, scores, forced=sources.count(-1))
-        self._kept = found, TreeMasks(np.stack(words))
+        self._kept = found, TreeMasks(np.stack((self._end_alone, *words)), np.arange(1, 1 + len(rows), dtype=np.int32))
         return found
 
     def masks(self, tree: TokenTree, output: Sequence[int]) -> TreeMasks:
         """The masks of a tree's rows, whose root is the last token of `output`, or of the prompt where that is empty.
         Each output must continue the one of the last call."""
-        return next(masks_of([self.follow(tree, output)]))
+        followed = self.follow(tree, output)
+        (masks,), _ = masks_of([followed], np.empty((1 + len(tree), self.words), np.int32))
+        return masks
 
     def follow(self, tree: TokenTree | TreeRows, output: Sequence[int]) -> FollowedTree:
         """What `masks_of` computes masks of, together with those of other outputs: the rows of a tree, also as a device
@@ -124,30 +139,30 @@ class FollowedGrammar:
 
     def _read(self, output: Sequence[int]) -> None:
         self._matcher.consume_tokens(list(output[self._length :]))
-        self._length, self._kept, self._rows = len(output), None, []
+        self._length, self._kept, self._followed = len(output), None, None
 
-    def _masked(self, masked: MaskedRows, words: NDArray[np.int32]) -> TreeMasks:
-        """The masks of a tree's rows, given those that were computed; keeps the rows that the grammar allows."""
+    def _masked(
+        self, masked: MaskedRows, reached: ReachedRows, room: NDArray[np.int32], free: int
+    ) -> tuple[TreeMasks, int]:
+        """The masks of a tree's rows, given those that were computed in `room`, and its first place that is then free;
+        `free` is the first one now."""
         tree = masked.tree
         self.slow |= masked.seconds > _SLOW_SECONDS
-        some = list(map(bool, np.count_nonzero(words, axis=1)))
-        places, rows = dict[int, int](), list[_FollowedRow]()
-        for row, (token, parent) in enumerate(zip(tree.token_ids, tree.parents, strict=True)):
-            if row and not (parent in places and self._goes_on(words[parent], token)):
-                words[row] = self._end_alone
-                continue
-            places[row] = len(rows)
-            rows.append(_FollowedRow(token, row, places[parent], words[row]))
-            if not some[row]:
-                # Nothing is computed where a grammar ends, nor behind that.
-                alone = self._words_behind(_path_to(rows))
-                if alone is None:
-                    return self._complexity(len(some))
-                words[row] = alone
-        if any([chain.rows[0] in places and chain.matcher.is_error() for chain in masked.chains]):
-            return self._complexity(len(some))
-        self._rows = rows
-        return TreeMasks(words)
+        while len(lacking := np.flatnonzero(reached.words == 0)):
+            # Nothing is computed where a grammar ends, nor behind that.
+            row = int(lacking[0])
+            words = self._words_behind(_path_to(tree, row))
+            if words is None:
+                return self._complexity(len(tree.token_ids)), free
+            if not reached.places[row]:
+                reached.places[row], free = free, free + 1
+            room[reached.places[row]] = words
+            parents = np.array([-1, *tree.parents[1:]], np.int32)
+            find_reached(np.array(tree.token_ids, np.int32), parents, room, *reached)
+        if any([reached.words[chain.rows[0]] >= 0 and chain.matcher.is_error() for chain in masked.chains]):
+            return self._complexity(len(tree.token_ids)), free
+        self._followed = tree, reached, room
+        return TreeMasks(room, reached.places), free
 
     def _words_behind(self, path: Sequence[int]) -> NDArray[np.int32] | None:
         """The mask behind tokens that follow the output; None where there is none."""
@@ -162,7 +177,7 @@ class FollowedGrammar:
         self._add_rows(found, places)
         # By falling probability, with numbers so that nothing else is compared.
         heapq.heapify(places)
-        number = len(self._rows)
+        number = len(places)
         while places and len(found.token_ids) < most and masks > 0:
             negative, _, place = heapq.heappop(places)
             if place.path in seen:
@@ -190,32 +205,36 @@ class FollowedGrammar:
 
     def _add_rows(self, found: ExpectedNodes, places: list[tuple[float, int, _Place]]) -> None:
         """Add the rows that were followed last and behind which few tokens may come, to be looked behind."""
+        if self._followed is None:
+            return
+        tree, reached, room = self._followed
         # Where many tokens may come, more words than these have some.
-        few = [np.count_nonzero(row.words) <= _MOST_CHILDREN for row in self._rows]
+        few = ((reached.words > 0) & (reached.words <= MOST_CHILDREN)).tolist()
+        if not any(few):
+            return
         wanted = [*few]
-        for number in range(len(few) - 1, 0, -1):
-            wanted[self._rows[number].parent] |= wanted[number]
-        paths: list[tuple[int, ...]] = [()]
-        nodes = [-1]
-        for number, row in enumerate(self._rows):
-            if number:
-                paths.append((*paths[row.parent], row.token))
-                parent = nodes[row.parent]
-                nodes.append(_add(found, parent, row.token, _OTHERS_CHANCE) if wanted[number] else -1)
-            if few[number]:
-                place = _Place(self._matcher, 0, paths[number], nodes[number], row.words)
-                places.append((-(_OTHERS_CHANCE ** len(paths[number])), number, place))
+        for row in range(len(few) - 1, 0, -1):
+            wanted[tree.parents[row]] |= wanted[row]
+        paths: list[tuple[int, ...]] = [()] * len(few)
+        nodes = [-1] * len(few)
+        for row, token in enumerate(tree.token_ids):
+            if not wanted[row]:
+                continue
+            if row:
+                parent = tree.parents[row]
+                paths[row], nodes[row] = (*paths[parent], token), _add(found, nodes[parent], token, _OTHERS_CHANCE)
+            if few[row]:
+                place = _Place(self._matcher, 0, paths[row], nodes[row], room[reached.places[row]])
+                places.append((-(_OTHERS_CHANCE ** len(paths[row])), len(places), place))
 
     def _children(self, words: NDArray[np.int32]) -> dict[int, float]:
         """The tokens that a mask allows, and how probable each is, without those that end the output; none where they
         are many. Of tokens with which others begin the longest are the usual ones."""
-        places = np.flatnonzero(words)
-        if len(places) > _MOST_CHILDREN:
+        listed = np.empty(MOST_CHILDREN, np.int32)
+        count = list_tokens(words, listed)
+        if count > MOST_CHILDREN:
             return {}
-        bits = np.unpackbits(words[places].view(np.uint8), bitorder="little").reshape(-1, _WORD)
-        tokens = [int(places[place]) * _WORD + int(bit) for place, bit in np.argwhere(bits)]
-        if len(tokens) > _MOST_CHILDREN:
-            return {}
+        tokens = listed[:count].tolist()
         key = tuple(tokens)
         if key not in self._chances:
             texts = [self._texts[token] for token in tokens]
@@ -231,7 +250,7 @@ class FollowedGrammar:
     def _complexity(self, rows: int) -> TreeMasks:
         problem = "is too complex: a token of this output takes more work than is allowed"
         error = InvalidField(f"sampling.structured_output.{self._form.form}", problem)
-        return TreeMasks(np.tile(self._end_alone, (rows, 1)), error)
+        return TreeMasks(self._end_alone[None], np.zeros(rows, np.int32), error)
 
     def _follow(self, tree: TokenTree, output: Sequence[int], most: int) -> list[_FollowedRow] | None:
         """The rows that the grammar allows, depth first, with forced ones below those that end the tree, up to `most`
@@ -316,25 +335,40 @@ class FollowedTree:
     kept: TreeMasks | None = None  # where they are known
 
 
-def masks_of(trees: Sequence[FollowedTree], *, timed: bool = False) -> Iterator[TreeMasks]:
-    """The masks of each tree, of outputs of one model; of each output the last tree that was followed. `timed` finds
-    the grammars that are `slow`, also of so many rows that threads would compute them at once."""
-    rows = [tree.rows for tree in trees if tree.rows is not None]
-    computed = compute_masks(rows, trees[0].grammar.words, timed=timed) if trees else iter(())
+def masks_of(
+    trees: Sequence[FollowedTree], room: NDArray[np.int32], *, timed: bool = False
+) -> tuple[list[TreeMasks], int]:
+    """The masks of each tree, of outputs of one model; of each output the last tree that was followed. They are written
+    to `room` [1 + rows, words], and how many of its places have one is returned too. `timed` finds the grammars that
+    are `slow`, also of so many rows that threads would compute them at once."""
+    if not trees:
+        return [], 0
+    room[0] = trees[0].grammar._end_alone
+    computed = [tree.rows for tree in trees if tree.rows is not None]
+    reached, free = compute_masks(computed, room, timed=timed)
+    masks, first = list[TreeMasks](), 0
     for tree in trees:
         if tree.rows is None:
             assert tree.kept is not None, "they are known"
-            yield tree.kept
+            count = len(tree.kept.places)
+            room[free : free + count] = tree.kept.words
+            masks.append(TreeMasks(room, np.arange(free, free + count, dtype=np.int32), tree.kept.error))
+            free += count
         else:
-            yield tree.grammar._masked(tree.rows, next(computed))
+            end = first + len(tree.rows.tree.token_ids)
+            own = ReachedRows(reached.places[first:end], reached.words[first:end])
+            made, free = tree.grammar._masked(tree.rows, own, room, free)
+            masks.append(made._replace(found=room))
+            first = end
+    return masks, free
 
 
-def _path_to(rows: Sequence[_FollowedRow]) -> list[int]:
-    """The tokens from below the root to the last of these rows."""
-    path, place = list[int](), len(rows) - 1
-    while place:
-        path.append(rows[place].token)
-        place = rows[place].parent
+def _path_to(tree: TreeRows, row: int) -> list[int]:
+    """The tokens from below the root to a row."""
+    path = list[int]()
+    while row:
+        path.append(tree.token_ids[row])
+        row = tree.parents[row]
     return path[::-1]
 
 

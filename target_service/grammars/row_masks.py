@@ -5,7 +5,8 @@ from __future__ import annotations
 
 import os
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from functools import cache
 from typing import TYPE_CHECKING, NamedTuple
@@ -13,13 +14,19 @@ from typing import TYPE_CHECKING, NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
+from target_service.compiling import compiled
+
 if TYPE_CHECKING:
     from llguidance import LLExecutor, LLMatcher
 
+Ints = NDArray[np.int32]
 # Threads that compute masks. Chosen: a mask takes some 10 us, and a step some hundred of them.
 _MOST_THREADS = 8
 # Masks from which on waking threads pays: on busy processors that takes longer than some masks. Chosen.
 _WORTH_THREADS = 64
+# A path of expected text ends where more tokens than these may come. Chosen: ten digits and what may follow them are
+# still listed.
+MOST_CHILDREN = 16
 
 
 class TreeRows(NamedTuple):
@@ -74,42 +81,115 @@ class MaskedRows:
         return cls(tree, chains)
 
 
-def compute_masks(trees: Sequence[MaskedRows], words: int, *, timed: bool) -> Iterator[NDArray[np.int32]]:
-    """The masks [rows, words] int32 of each tree; zeros where a grammar forbids the row. A matcher that has met a
-    limit is in error. `timed`: each tree by itself, however many they are."""
-    count = sum([len(chain.rows) for tree in trees for chain in tree.chains])
-    found, first = np.zeros((count, words), np.int32), 0
+class ReachedRows(NamedTuple):
+    """Rows of trees, one behind the other.
+
+    Attributes:
+        places: [rows] where the mask of each row is; 0 for rows that no walk reaches, as their grammars forbid them.
+        words: [rows] words of the mask that allow any token, at most one more than `MOST_CHILDREN`; 0 where no mask
+            was computed, and -1 for rows that no walk reaches.
+    """
+
+    places: Ints
+    words: Ints
+
+
+def compute_masks(trees: Sequence[MaskedRows], room: Ints, *, timed: bool) -> tuple[ReachedRows, int]:
+    """Write the masks of trees to `room` [1 + rows, words] from its second place on; in the first stands the mask that
+    allows the end tokens alone. Returns the rows, and the first place behind the masks. A matcher that has met a limit
+    is in error. `timed`: each tree by one thread alone, however many they are."""
+    chains = [chain for tree in trees for chain in tree.chains]
+    count = sum([len(chain.rows) for chain in chains])
+    found = room[1 : 1 + count]
+    # Nothing is computed where a grammar ends.
+    found.fill(0)
     if count >= _WORTH_THREADS and not timed:
-        _compute_at_once([chain for tree in trees for chain in tree.chains], found)
+        _compute_at_once(chains, found)
     else:
+        first, jobs = 0, list[tuple[MaskedRows, Ints]]()
         for tree in trees:
-            begin = time.thread_time()
-            first += _compute_in_turn(tree.chains, found[first:])
-            tree.seconds = time.thread_time() - begin
-    first = 0
+            own = sum([len(chain.rows) for chain in tree.chains])
+            jobs.append((tree, found[first : first + own]))
+            first += own
+        if count < _WORTH_THREADS:
+            for job in jobs:
+                _compute_in_turn(*job)
+        else:
+            list(_threads().map(_compute_in_turn, *zip(*jobs, strict=True)))
+    return _reached(trees, room), 1 + count
+
+
+def _reached(trees: Sequence[MaskedRows], room: Ints) -> ReachedRows:
+    token_ids, parents, rows, first = list[int](), list[int](), list[int](), 0
     for tree in trees:
-        rows = [row for chain in tree.chains for row in chain.rows]
-        masks = np.zeros((len(tree.tree.token_ids), words), np.int32)
-        masks[rows] = found[first : first + len(rows)]
-        first += len(rows)
-        yield masks
+        token_ids += tree.tree.token_ids
+        parents += [-1, *[first + parent for parent in tree.tree.parents[1:]]]
+        rows += [first + row for chain in tree.chains for row in chain.rows]
+        first += len(tree.tree.token_ids)
+    reached = ReachedRows(np.zeros(first, np.int32), np.zeros(first, np.int32))
+    reached.places[rows] = np.arange(1, 1 + len(rows))
+    find_reached(np.array(token_ids, np.int32), np.array(parents, np.int32), room, *reached)
+    return reached
 
 
-def _compute_in_turn(chains: Sequence[RowChain], found: NDArray[np.int32]) -> int:
-    """Write the masks of chains, one behind the other. Returns how many rows those are."""
-    place = 0
-    for chain in chains:
+@compiled
+def find_reached(token_ids: Ints, parents: Ints, room: Ints, places: Ints, words: Ints) -> None:
+    """Write to `places` and `words` what `ReachedRows` has of rows, each behind its parent; -1 is the parent of a root.
+    `places` has those of all masks that were computed."""
+    for row in range(len(token_ids)):
+        parent, token = parents[row], token_ids[row]
+        if parent >= 0:
+            word, bit = token >> 5, token & 31
+            if words[parent] <= 0 or not (room[places[parent], word] >> bit) & 1 or (room[0, word] >> bit) & 1:
+                places[row], words[row] = 0, -1
+                continue
+        count, place = 0, places[row]
+        if place > 0:
+            for word in range(room.shape[1]):
+                count += room[place, word] != 0
+                if count > MOST_CHILDREN:
+                    break
+        words[row] = count
+
+
+@cache
+def warm_up() -> None:
+    """Compile what the first masks would wait for."""
+    room, places = np.zeros((1, 1), np.int32), np.zeros(1, np.int32)
+    find_reached(places, places - 1, room, places.copy(), places.copy())
+    list_tokens(room[0], places)
+
+
+@compiled
+def list_tokens(words: Ints, tokens: Ints) -> int:
+    """Write the tokens that a mask allows to `tokens`. Returns how many there are, at most one more than fit."""
+    count = 0
+    for place in range(len(words)):
+        if words[place] != 0:
+            for bit in range(32):
+                if (words[place] >> bit) & 1:
+                    if count == len(tokens):
+                        return count + 1
+                    tokens[count] = 32 * place + bit
+                    count += 1
+    return count
+
+
+def _compute_in_turn(tree: MaskedRows, found: Ints) -> None:
+    """Write the masks of a tree's chains, one behind the other, and note how long that took."""
+    begin, place = time.thread_time(), 0
+    for chain in tree.chains:
         first = place
         place += len(chain.rows)
         for row in range(first, place):
             if row > first and not chain.matcher.try_consume_tokens([chain.token_ids[row - first - 1]]):
                 break
             chain.matcher.unsafe_compute_mask_ptr(found[row].ctypes.data, found[row].nbytes)
-    return place
+    tree.seconds = time.thread_time() - begin
 
 
-def _compute_at_once(chains: Sequence[RowChain], found: NDArray[np.int32]) -> None:
-    """The same by several threads."""
+def _compute_at_once(chains: Sequence[RowChain], found: Ints) -> None:
+    """The same by several threads, which take turns in a tree."""
     single: list[tuple[LLMatcher, int]] = []
     longer: list[tuple[LLMatcher, int, list[int]]] = []
     place = 0
@@ -131,3 +211,8 @@ def _executor() -> LLExecutor:
     from llguidance import LLExecutor
 
     return LLExecutor(min(_MOST_THREADS, os.cpu_count() or 1))
+
+
+@cache
+def _threads() -> ThreadPoolExecutor:
+    return ThreadPoolExecutor(min(_MOST_THREADS, os.cpu_count() or 1), thread_name_prefix="masks")

@@ -32,7 +32,9 @@ def shaped(step: GeneratedStep, vocabulary: int, backend: Any) -> Tensor:
     shaper = DeviceShaper(DEVICE, vocabulary, MAX_SEQUENCES, MAX_ROWS, backend)
     for b, shaping in enumerate(step.shapings):
         shaper.place(b, pack_shaping(shaping))
-    shaper.mask(*step.masks)
+    words, mask_rows = step.masks
+    shaper.mask_room[: len(words)] = words
+    shaper.mask(len(words), mask_rows)
     tensors = (each.to(DEVICE) for each in (step.logits, step.token_ids, step.parents, step.parameters))
     tokens, page_size, *tables = step.in_pages
     out = shaper.shape(*tensors, SequenceTexts(tokens.to(DEVICE), page_size, *(each.to(DEVICE) for each in tables)))

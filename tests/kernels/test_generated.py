@@ -64,7 +64,8 @@ def test_every_row_of_a_tree_counts_its_own_path() -> None:
         for b, shaping in enumerate(step.shapings):
             shaper.place(b, pack_shaping(shaping))
         words, mask_rows = step.masks
-        shaper.mask(words, mask_rows)
+        shaper.mask_room[: len(words)] = words
+        shaper.mask(len(words), mask_rows)
         out = shaper.shape(step.logits, step.token_ids, step.parents, step.parameters, step.in_pages)
         for one, shaping, text in zip(step.asked, step.shapings, step.texts, strict=True):
             for row in range(one.rows):

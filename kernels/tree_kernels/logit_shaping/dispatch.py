@@ -29,7 +29,8 @@ class DeviceShaper:
 
     Attributes:
         table: [B, PLACE] int32, see `layout`.
-        masks: [max_rows, V / 32, rounded up] int32, see `mask_row`.
+        masks: [1 + max_rows, V / 32, rounded up] int32, see `mask_row`.
+        mask_room: [as `masks`] int32, on the host, whose masks `mask` copies.
         mask_rows: [max_rows] int32, of each row of the step its mask, counted from 1; 0 for none; negative where
             the row's tokens are not held back either, as its mask allows no others.
     """
@@ -46,7 +47,9 @@ class DeviceShaper:
         self._vocabulary_size = vocabulary_size
         self._max_sequences = max_sequences
         self.table = torch.zeros(max_sequences, PLACE, dtype=torch.int32, device=device)
-        self.masks = torch.zeros(max_rows, -(-vocabulary_size // 32), dtype=torch.int32, device=device)
+        self.masks = torch.zeros(1 + max_rows, -(-vocabulary_size // 32), dtype=torch.int32, device=device)
+        self._room = torch.zeros(self.masks.shape, dtype=torch.int32, pin_memory=device.type == "cuda")
+        self.mask_room: NDArray[np.int32] = self._room.numpy()
         self.mask_rows = torch.zeros(max_rows, dtype=torch.int32, device=device)
         self._masked = False
         self._stream: torch.cuda.Stream | None = None
@@ -60,14 +63,14 @@ class DeviceShaper:
         """Write what `pack_shaping` returns to a place of the table, in stream order."""
         self.table[number].copy_(self._pinned(packed), non_blocking=True)
 
-    def mask(self, words: NDArray[np.int32], rows: NDArray[np.int32]) -> None:
-        """Set the masks [n, V / 32] of the next step, and which of its rows have which: [rows] as in `mask_rows`; rows
-        behind these have none.
+    def mask(self, count: int, rows: NDArray[np.int32]) -> None:
+        """Set the masks of the next step, the first `count` of `mask_room`, and which of its rows have which: [rows] as
+        in `mask_rows`; rows behind these have none.
 
-        What is launched next waits for them. They are copied at once, beside a pass that is under way: with masks, the
-        device has to be done with `shape` of every step before.
+        What is launched next waits for them. They are copied at once, beside a pass that is under way: the device has
+        to be done with `shape` of every step before that had masks, before any are written to `mask_room`.
         """
-        if not len(words):
+        if not count:
             if self._masked:
                 self.mask_rows.zero_()
             self._masked = False
@@ -76,7 +79,7 @@ class DeviceShaper:
         with nullcontext() if self._stream is None else torch.cuda.stream(self._stream):
             self.mask_rows.zero_()
             self.mask_rows[: len(rows)].copy_(self._pinned(rows), non_blocking=True)
-            self.masks[: len(words)].copy_(self._pinned(words), non_blocking=True)
+            self.masks[:count].copy_(self._room[:count], non_blocking=True)
         if self._stream is not None:
             torch.cuda.current_stream(self.table.device).wait_stream(self._stream)
 
