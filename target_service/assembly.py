@@ -124,6 +124,8 @@ def assemble(
         logger.info("measuring the cost of a step by its rows")
         cost = in_passing_thread(lambda: measure_step_cost(runner, config.step_rows))
     engine = Engine(runner, config, step_cost=cost, observer=observer, shared_prompts=_shared_prompts(config, runner))
+    if runner.link is not None:
+        runner.link.expect_answers()
     served = served_model(config, runner)
     if connect is None:
         return Assembled(engine, served)

@@ -162,6 +162,10 @@ class RankLink(Protocol):
     def least(self, number: int) -> int:
         """The smallest of all ranks' numbers."""
 
+    def expect_answers(self) -> None:
+        """Have other ranks answer within a heartbeat from now on, where this one leads. Until then they may compile for
+        minutes what passes launch."""
+
     def read_weights(self, folder: str) -> None:
         """Have every other rank read its part of a folder's weights, and wait until all have, while passes run. Raises
         `NotSupported` where one cannot."""

@@ -131,6 +131,9 @@ class ThreadLink(ThreadRank):
             assert self.messages is not None
             self.messages.put(message)
 
+    def expect_answers(self) -> None:
+        pass
+
     def share(self, tensor: Tensor) -> None:
         parts = self._parts(tensor.clone())
         tensor.copy_(parts[0])

@@ -35,6 +35,9 @@ class FollowingLink(DistributedRanks):
     def send(self, message: PassMessage) -> None:
         """See `RankLink.send`."""
 
+    def expect_answers(self) -> None:
+        """See `RankLink.expect_answers`."""
+
     def read_weights(self, folder: str) -> None:
         """See `RankLink.read_weights`."""
 

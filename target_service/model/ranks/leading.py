@@ -85,8 +85,8 @@ class FollowingRanks:
         for outbox in self._outboxes:
             outbox.send(frame)
 
-    def begin_serving(self) -> None:
-        """Expect every rank to answer from now on."""
+    def expect_answers(self) -> None:
+        """End this process if a rank does not answer for a heartbeat from now on."""
         self._serving.set()
 
     def close(self) -> None:
@@ -170,7 +170,10 @@ class LeadingLink(DistributedRanks):
         """See `DistributedRanks.begin_serving`."""
         self.followers.send(BeginServing())
         super().begin_serving()
-        self.followers.begin_serving()
+
+    def expect_answers(self) -> None:
+        """See `RankLink.expect_answers`."""
+        self.followers.expect_answers()
 
     def close(self) -> None:
         """End the other ranks. No pass can run any more."""
