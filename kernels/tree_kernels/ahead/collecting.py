@@ -58,6 +58,7 @@ def collecting(put: Callable[[str], object]) -> Iterator[None]:
         entry = {
             "module": fn.module,
             "name": fn.jit_function.fn.__qualname__,
+            "cache_key": fn.jit_function.cache_key,
             "target": [target.backend, target.arch, target.warp_size],
             "specialization": json.loads(compile["specialization_data"]),
         }
