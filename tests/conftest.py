@@ -56,6 +56,9 @@ TINY_OF: dict[str, dict[str, Any]] = {
     "helium": {"head_dim": 12},
     # Without a default.
     "ministral": {"head_dim": 12},
+    "hunyuan_v1_dense": {"head_dim": 12},
+    "hunyuan_v1_moe": {"head_dim": 12},
+    "dots1": {"n_routed_experts": 4, "num_experts_per_tok": 2, "n_shared_experts": 1},
     # Of attention layers alone.
     "granitemoehybrid": {"layer_types": ["attention"] * 2, "mamba_n_heads": 4},
 }

@@ -37,6 +37,7 @@ class HeadNormSpec:
 
     norm: NormSpec
     scope: HeadNormScope = "head"
+    after_rotary: bool = False  # once they are rotated
 
 
 @dataclass(frozen=True, slots=True)

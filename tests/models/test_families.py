@@ -131,6 +131,19 @@ TINY_MODELS: dict[str, tuple[str, dict[str, Any]]] = {
         {name: value for name, value in (V3 | SIGMOID).items() if name != "first_k_dense_replace"}
         | {"mlp_layer_types": ["sparse", "dense"]},
     ),
+    "dots1": ("dots1", SIGMOID | {"head_dim": 16, "sliding_window": 5, "max_window_layers": 1}),
+    "solar_open": ("solar_open", {k: v for k, v in SIGMOID.items() if k != "first_k_dense_replace"} | {"head_dim": 16}),
+    "flex_olmo": ("flex_olmo", EXPERTS),
+    "jais2": ("jais2", {"head_dim": 16}),
+    "hunyuan_v1_dense": ("hunyuan_v1_dense", {"head_dim": 16}),
+    "hunyuan_v1_dense, alpha": (
+        "hunyuan_v1_dense",
+        {"head_dim": 16, "rope_parameters": {"rope_type": "dynamic", "alpha": 50.0, "factor": 1.0, "rope_theta": 1e4}},
+    ),
+    "hunyuan_v1_moe": ("hunyuan_v1_moe", {"head_dim": 16, "num_experts": 4, "moe_topk": [1, 2]}),
+    "hy_v3": (
+        "hy_v3", EXPERTS | {"head_dim": 16, "num_shared_experts": 1, "router_scaling_factor": 2.5},
+    ),
     "youtu": ("youtu", V3),
     "minicpm3": ("minicpm3", V3 | {"scale_emb": 3.0, "scale_depth": 1.4}),
 } | WINDOWED | RECURRENT  # fmt: skip

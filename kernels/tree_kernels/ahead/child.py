@@ -23,7 +23,7 @@ def compile_entry(text: str) -> None:
     attributes = dict(zip(map(tuple, of["attrs_keys"]), of["attrs_vals"], strict=True))
     signature = {name: _as_tuple(value) for name, value in of["signature"].items()}
     options = {name: _as_tuple(value) for name, value in of["options"].items()}
-    # Triton 3.6 makes another one where other kernels were looked at before: the launch would not find what is compiled.
+    # Triton 3.6 makes another one where other kernels were looked at before: a launch would not find what is compiled.
     kernel.hash = entry["cache_key"]
     source = ASTSource(kernel, signature, constants, attributes)
     triton.compile(source, target=GPUTarget(*entry["target"]), options=options)

@@ -1,4 +1,4 @@
-"""GLM-4 and GLM-4-0414, dense; GLM-4.5 to 4.7, with experts."""
+"""GLM-4 and GLM-4-0414, dense; GLM-4.5 to 4.7, with experts, and those that are like them: dots.llm1, Solar Open."""
 
 from __future__ import annotations
 
@@ -44,13 +44,23 @@ def glm4_moe(config: Any) -> Description:
     """GLM-4.5 to 4.7."""
     norm = rms_norm(config)
     heads = HeadNormSpec(norm) if config.use_qk_norm else None
-    experts, dense = sigmoid_experts(config), mlp(config, bias=False)
-    layers = [
-        layer(
-            attention(config, index, head_norm=heads, out_bias=False),
-            experts if index >= config.first_k_dense_replace else dense,
-            norm,
-        )
-        for index in counted(config)
-    ]
+    return _with_experts(config, int(config.first_k_dense_replace), head_norm=heads, out_bias=False)
+
+
+def solar_open(config: Any) -> Description:
+    """Solar Open: experts in every layer."""
+    return _with_experts(config, 0, out_bias=False)
+
+
+def dots1(config: Any) -> Description:
+    """dots.llm1: normed queries and keys."""
+    heads = HeadNormSpec(rms_norm(config))
+    return _with_experts(config, int(config.first_k_dense_replace), head_norm=heads, windows=True)
+
+
+def _with_experts(config: Any, dense: int, **attending: Any) -> Description:
+    """Behind so many `dense` layers, DeepSeek-V3's experts."""
+    norm, experts = rms_norm(config), sigmoid_experts(config)
+    feeding = [mlp(config, bias=False) if index < dense else experts for index in counted(config)]
+    layers = [layer(attention(config, index, **attending), fed, norm) for index, fed in enumerate(feeding)]
     return Description(decoder(config, layers, norm), WeightNames())

@@ -1,8 +1,9 @@
-"""Mixtures of experts that stand by themselves: Mixtral, MiniMax M2, gpt-oss, MiMo-V2, K-EXAONE, Laguna,
-Trinity."""
+"""Mixtures of experts that stand by themselves: Mixtral, MiniMax M2, gpt-oss, MiMo-V2, K-EXAONE, Laguna, Trinity,
+Hunyuan, Hy 3."""
 
 from __future__ import annotations
 
+from types import SimpleNamespace
 from typing import Any
 
 from tree_models.families.common import (
@@ -11,18 +12,30 @@ from tree_models.families.common import (
     attention,
     counted,
     decoder,
+    head_width,
     layer,
     mlp,
     rms_norm,
 )
+from tree_models.families.rotary import rotary
 from tree_models.names import WeightNames
-from tree_models.spec import ExpertsSpec, FamilyRefused, GateSpec, HeadNormSpec, OutputGateSpec, RouterSpec
+from tree_models.spec import (
+    AttentionSpec,
+    ExpertsSpec,
+    FamilyRefused,
+    GateSpec,
+    HeadNormSpec,
+    OutputGateSpec,
+    RotarySpec,
+    RouterSpec,
+)
 
 # Added to the sum of the chosen experts' weights, as transformers has it.
 _LEAST_SUM = 1e-20
 _EXPERT = "block_sparse_moe.experts.{expert}."
 # Of gate and up, and what is added to up: transformers' GptOssExperts, whose sigmoid has quick GELU's factor.
 _LIMITS = GateSpec(limit=7.0, offset=1.0)
+_HUNYUAN: dict[str, Any] = {"query_norm": "self_attn.query_layernorm", "key_norm": "self_attn.key_layernorm"}
 _TRANSPOSED = WeightNames(
     router="mlp.router",
     router_bias="mlp.router.bias",
@@ -156,6 +169,88 @@ def afmoe(config: Any) -> Description:
     )
     scale = float(config.hidden_size) ** 0.5 if config.mup_enabled else 1.0
     return Description(decoder(config, layers, norm, embedding_scale=scale), names)
+
+
+def hunyuan_dense(config: Any) -> Description:
+    """Hunyuan, dense: queries and keys are normed once they are rotated."""
+    norm, feeding = rms_norm(config), mlp(config, bias=False)
+    layers = [layer(_hunyuan_attention(config), feeding, norm) for _ in counted(config)]
+    return Description(decoder(config, layers, norm), WeightNames(**_HUNYUAN))
+
+
+def hunyuan_moe(config: Any) -> Description:
+    """Hunyuan with experts, and one for every row."""
+    norm, layers = rms_norm(config), []
+    for index in counted(config):
+        count, chosen = (_own(number, index) for number in (config.num_experts, config.moe_topk))
+        experts = ExpertsSpec(
+            count=count,
+            top_k=chosen,
+            width=int(config.intermediate_size),
+            router=RouterSpec(wide=True),
+            activation=activation(config),
+            shared=mlp(config, bias=False),
+        )
+        layers.append(layer(_hunyuan_attention(config), experts, norm))
+    names: dict[str, Any] = {
+        "router": "mlp.gate.wg",
+        "shared_gate_up": ("mlp.shared_mlp.gate_proj", "mlp.shared_mlp.up_proj"),
+        "shared_down": "mlp.shared_mlp.down_proj",
+    }
+    return Description(decoder(config, layers, norm), WeightNames(**_HUNYUAN, **names))
+
+
+def hy_v3(config: Any) -> Description:
+    """Hy 3: sigmoid scores, a bias for the choice, normed heads."""
+    norm, dense = rms_norm(config), mlp(config)
+    width = int(config.moe_intermediate_size)
+    router = RouterSpec(
+        "sigmoid", least_sum=_LEAST_SUM, correction=True, scaling=float(config.router_scaling_factor), wide=True
+    )
+    experts = ExpertsSpec(
+        count=int(config.num_experts),
+        top_k=int(config.num_experts_per_tok),
+        width=width,
+        router=router,
+        activation=activation(config),
+        shared=mlp(config, width * int(config.num_shared_experts)),
+    )
+    layers = [
+        layer(attention(config, index, head_norm=HeadNormSpec(norm)), experts if kind == "sparse" else dense, norm)
+        for index, kind in enumerate(config.mlp_layer_types)
+    ]
+    names = WeightNames(
+        router="mlp.router.gate",
+        correction="mlp.expert_bias",
+        shared_gate_up=("mlp.shared_mlp.gate_proj", "mlp.shared_mlp.up_proj"),
+        shared_down="mlp.shared_mlp.down_proj",
+    )
+    return Description(decoder(config, layers, norm), names)
+
+
+def _hunyuan_attention(config: Any) -> AttentionSpec:
+    return attention(
+        config, rotary=_hunyuan_rotary(config), head_norm=HeadNormSpec(rms_norm(config), after_rotary=True)
+    )
+
+
+def _hunyuan_rotary(config: Any) -> RotarySpec:
+    """With `alpha` the base is larger, whatever the context."""
+    rope, width = config.rope_parameters, head_width(config)
+    alpha = rope.get("alpha")
+    if rope.get("rope_type") != "dynamic" or not alpha:
+        return rotary(config, width)
+    stretched = {"rope_type": "default", "rope_theta": rope["rope_theta"] * alpha ** (width / (width - 2))}
+    plain = SimpleNamespace(rope_parameters=stretched, max_position_embeddings=config.max_position_embeddings)
+    return rotary(plain, width)
+
+
+def _own(number: Any, layer: int) -> int:
+    """A layer's own number, of one for all or a list."""
+    found = number if isinstance(number, int) else number[layer]
+    if not found:
+        raise FamilyRefused("a layer without experts among those with some is not served")
+    return int(found)
 
 
 def _groups(config: Any) -> RouterSpec:

@@ -1,4 +1,4 @@
-"""OLMo 1 to 3 and OLMoE."""
+"""OLMo 1 to 3, OLMoE and FlexOlmo."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from tree_models.families.common import (
     rms_norm,
 )
 from tree_models.names import WeightNames
-from tree_models.spec import ExpertsSpec, HeadNormSpec, NormSpec, RouterSpec
+from tree_models.spec import ExpertsSpec, HeadNormSpec, MLPSpec, NormSpec, RouterSpec
 
 # Names of norms that stand behind each half of a layer.
 NORMS_BEHIND: dict[str, Any] = {
@@ -43,28 +43,36 @@ def olmo3(config: Any) -> Description:
     return olmo2(config, windows=True)
 
 
-def olmo2(config: Any, **attending: Any) -> Description:
-    """OLMo 2, with other attention if it is given: norms behind each half, and of all queries and keys together."""
-    norm = rms_norm(config)
+def olmo2(config: Any, feeding: MLPSpec | ExpertsSpec | None = None, **attending: Any) -> Description:
+    """OLMo 2, with experts or other attention if they are given: norms behind each half, and of all queries and keys
+    together."""
+    norm, fed = rms_norm(config), feeding or mlp(config, bias=False)
     behind = {"before_attention": None, "before_mlp": None, "after_attention": norm, "after_mlp": norm}
     heads = HeadNormSpec(norm, "all_heads")
     layers = [
-        layer(attention(config, index, head_norm=heads, **attending), mlp(config, bias=False), norm, **behind)
-        for index in counted(config)
+        layer(attention(config, index, head_norm=heads, **attending), fed, norm, **behind) for index in counted(config)
     ]
     return Description(decoder(config, layers, norm), WeightNames(**NORMS_BEHIND))
 
 
+def flex_olmo(config: Any) -> Description:
+    """FlexOlmo: OLMo 2 with experts."""
+    return olmo2(config, _experts(config))
+
+
 def olmoe(config: Any) -> Description:
     """OLMoE."""
-    norm = rms_norm(config)
-    experts = ExpertsSpec(
+    norm, experts = rms_norm(config), _experts(config)
+    attending = {"head_norm": HeadNormSpec(norm, "all_heads"), "clip": config.clip_qkv}
+    layers = [layer(attention(config, index, **attending), experts, norm) for index in counted(config)]
+    return Description(decoder(config, layers, norm), WeightNames())
+
+
+def _experts(config: Any) -> ExpertsSpec:
+    return ExpertsSpec(
         count=int(config.num_experts),
         top_k=int(config.num_experts_per_tok),
         width=int(config.intermediate_size),
         router=RouterSpec(renormalised=bool(config.norm_topk_prob), rounded=True),
         activation=activation(config),
     )
-    attending = {"head_norm": HeadNormSpec(norm, "all_heads"), "clip": config.clip_qkv}
-    layers = [layer(attention(config, index, **attending), experts, norm) for index in counted(config)]
-    return Description(decoder(config, layers, norm), WeightNames())

@@ -104,6 +104,13 @@ def nemotron(config: Any) -> Description:
     return Description(decoder(config, layers, norm), WeightNames())
 
 
+def jais2(config: Any) -> Description:
+    """Jais 2: LayerNorms, squared ReLU."""
+    norm = NormSpec("layer", float(config.layer_norm_eps), bias=True)
+    layers = [layer(attention(config, index), mlp(config, gated=False), norm) for index in counted(config)]
+    return Description(decoder(config, layers, norm), WeightNames())
+
+
 # Of a layer of one half, whatever it is.
 _MIXER = "mixer."
 _HYBRID = WeightNames(

@@ -285,7 +285,10 @@ def _is_launched(spec: AttentionSpec) -> bool:
 
 
 def _head_form(attention: HeadAttention) -> HeadForm | None:
-    """What is done to heads before attention; None for norms with weights of each head's own, or over all ranks'."""
+    """What is done to heads before attention; None for norms with weights of each head's own, over all ranks', or
+    behind the rotary embedding."""
+    if attention.spec.head_norm is not None and attention.spec.head_norm.after_rotary:
+        return None
     normed = attention.spec.value_norm
     if attention.query_norm is None:
         return HeadForm() if normed is None else None

@@ -73,10 +73,8 @@ class HeadAttention(nn.Module):
         """[R, read_vectors * H] -> [R, H]. `angles` are None where the layer embeds no positions."""
         spec = self.spec
         rotating, value, gate = self._heads(self.qkv(rows))
-        if self.query_norm is not None:
-            query, key = rotating[:, : spec.heads], rotating[:, spec.heads :]
-            normed = self.query_norm(query)
-            rotating = normed if self.key_norm is None else torch.cat([normed, self.key_norm(key)], dim=1)
+        late = spec.head_norm is not None and spec.head_norm.after_rotary
+        rotating = rotating if late else self._normed(rotating)
         if self.value_norm is not None:
             value = self.value_norm(value)
         if spec.value_scale != 1.0:
@@ -85,6 +83,7 @@ class HeadAttention(nn.Module):
             rotating, value = rotating.clamp(-spec.clip, spec.clip), value.clamp(-spec.clip, spec.clip)
         if angles is not None:
             rotating = rotate_heads(rotating, angles)
+        rotating = self._normed(rotating) if late else rotating
         query, key = rotating[:, : spec.heads], rotating[:, spec.heads :]
         if angles is not None and angles.query_scale is not None:
             query = scaled_queries(query, angles.query_scale)
@@ -95,6 +94,13 @@ class HeadAttention(nn.Module):
             attended = attended * self.output_gate(rows)
         output: Tensor = self.out(attended.flatten(1))
         return output
+
+    def _normed(self, heads: Tensor) -> Tensor:
+        """Queries and keys [R, heads, D], each normed where the layer does that."""
+        if self.query_norm is None:
+            return heads
+        query = self.query_norm(heads[:, : self.spec.heads])
+        return query if self.key_norm is None else torch.cat([query, self.key_norm(heads[:, self.spec.heads :])], dim=1)
 
     def _heads(self, product: Tensor) -> tuple[Tensor, Tensor, Tensor | None]:
         """Queries and keys [R, heads, D], values [R, Hkv, Dv] and gates [R, Hq, D] of the product [R, ..]. Without keys
