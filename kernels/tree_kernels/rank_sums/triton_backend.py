@@ -53,6 +53,8 @@ class TritonRankSums:
 
     def summed(self, part: Tensor) -> Tensor:
         """[R, N], a new tensor: the sum of all ranks' parts [R, N]."""
+        # Whatever was launched before, all ranks go on with the same place.
+        self._turn = 0
         own = self._own(_ALONE, *part.shape).copy_(part)
         return self._launch(_ALONE, own, None, None, PLAIN_SUM)[0]
 

@@ -47,7 +47,8 @@ from tree_models.ranks.share import share_of
 from tree_models.spec import FamilyRefused
 
 log = logging.getLogger(__name__)
-# For this rank to fail of the same cause as another, such as a model that is refused; it then says so itself. Chosen.
+# While ranks load, for this one to fail of the same cause as another, such as a model that is refused; it then says so
+# itself. Chosen.
 _GRACE_SECONDS = 10.0
 # How often a rank is asked whether it still runs, within the time in which it has to answer. Chosen.
 _PINGS_IN_HEARTBEAT = 4
@@ -127,13 +128,11 @@ class FollowingRanks:
                 _say_lost("rank %d has not answered for %.0f s", rank, self._heartbeat_seconds)
                 os._exit(1)
         status = exit_status(process)
-        # While ranks load, this one may fail too and say why; later its passes fail, and it ends any moment.
-        serving, ended = self._serving.is_set(), ("rank %d has ended with status %d", rank, status)
-        if serving and (status or not self._closing.is_set()):
-            _say_lost(*ended)
-        if not self._closing.wait(_GRACE_SECONDS if status else 0.0):
-            if not serving:
-                _say_lost(*ended)
+        serving = self._serving.is_set()
+        lost = not self._closing.wait(_GRACE_SECONDS if status and not serving else 0.0)
+        if lost or (serving and status):
+            _say_lost("rank %d has ended with status %d", rank, status)
+        if lost:
             os._exit(1)
 
 
