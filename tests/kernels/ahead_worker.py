@@ -3,7 +3,9 @@ what came of it as JSON to standard output."""
 
 from __future__ import annotations
 
+import importlib
 import json
+import pkgutil
 import sys
 import threading
 from types import SimpleNamespace
@@ -17,6 +19,7 @@ from triton.backends.compiler import GPUTarget
 from triton.runtime import driver
 from triton.runtime.jit import JITFunction
 
+import tree_kernels
 from target_service.model.cuda_graphs.capturing import ordered_sizes
 from target_service.model.cuda_graphs.runner import CapturedRunner, CaptureOptions
 from target_service.model.runner import runner_for
@@ -136,11 +139,36 @@ def steps() -> dict[str, Any]:
     return {"sizes": sizes, "names": names, "written": written}
 
 
+def ambiguous() -> list[str]:
+    """Kernels that read constants of one name and several values, of several modules: Triton 3.6 puts these into its
+    key by where the modules lie in memory, so that a later start would not find them."""
+    found = []
+    for module in pkgutil.walk_packages(tree_kernels.__path__, "tree_kernels."):
+        if "triton" not in module.name:
+            continue
+        for kernel in vars(importlib.import_module(module.name)).values():
+            if isinstance(kernel, JITFunction):
+                kernel.cache_key  # noqa: B018, which collects what it reads
+                read = {(name, str(value)) for (name, _), (value, _) in kernel.used_global_vals.items()}
+                if len(read) > len({name for name, _ in read}):
+                    found.append(f"{module.name}: {kernel.__name__}")
+    return found
+
+
 def main() -> None:
     driver.set_active(Hopper())
     # First, while no kernel is in memory.
     without = without_processes()
-    json.dump({"without": without, "ahead": compiled_ahead(), "warmed": other_threads(), "steps": steps()}, sys.stdout)
+    json.dump(
+        {
+            "without": without,
+            "ahead": compiled_ahead(),
+            "warmed": other_threads(),
+            "steps": steps(),
+            "ambiguous": ambiguous(),
+        },
+        sys.stdout,
+    )
 
 
 if __name__ == "__main__":

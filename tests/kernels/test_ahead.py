@@ -29,6 +29,10 @@ def test_launches_of_other_threads_stay_launches(found: dict[str, Any]) -> None:
     assert found["warmed"] == [False, True]
 
 
+def test_constants_of_one_name_have_one_value(found: dict[str, Any]) -> None:
+    assert found["ambiguous"] == []
+
+
 def test_what_cannot_be_compiled_ahead_stops_nothing(found: dict[str, Any]) -> None:
     not_json, no_module = found["ahead"]["failed"]
     assert "JSONDecodeError" in not_json and "ModuleNotFoundError" in no_module

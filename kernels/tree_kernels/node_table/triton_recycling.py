@@ -19,7 +19,7 @@ if TYPE_CHECKING:
 
 _WIDTH, _ENTRY = tl.constexpr(recycling.WIDTH), tl.constexpr(recycling.ENTRY)
 _TOKENS_AT, _COSTS_AT = tl.constexpr(recycling.TOKENS_AT), tl.constexpr(recycling.COSTS_AT)
-_NODES, _LEVELS = tl.constexpr(recycling.NODES), tl.constexpr(recycling.LEVELS)
+_RECYCLED_NODES, _LEVELS = tl.constexpr(recycling.NODES), tl.constexpr(recycling.LEVELS)
 _KEPT = tl.constexpr(recycling.KEPT_TOKENS)
 _ONE, _OTHER = tl.constexpr(0x9E3779B1), tl.constexpr(0x85EBCA6B)
 _MOST_COST, _COST_OF_HALVING = tl.constexpr(layout.MOST_COST), tl.constexpr(layout.COST_OF_HALVING)
@@ -118,17 +118,17 @@ def enter_kernel(  # type: ignore[no-untyped-def]
 def recycle_tree(entries, shape, tree, owner, root):  # type: ignore[no-untyped-def]
     """Write tokens and costs of the tree of recycled tokens below an owner's `root` to a `tree` [2, NODES]; see
     `recycling.recycled_tree`. All threads may read it afterwards."""
-    i = tl.arange(0, _NODES)
-    parent, rank = tl.load(shape + i), tl.load(shape + _NODES + i)
-    depth, extra = tl.load(shape + 3 * _NODES + i), tl.load(shape + 4 * _NODES + i)
+    i = tl.arange(0, _RECYCLED_NODES)
+    parent, rank = tl.load(shape + i), tl.load(shape + _RECYCLED_NODES + i)
+    depth, extra = tl.load(shape + 3 * _RECYCLED_NODES + i), tl.load(shape + 4 * _RECYCLED_NODES + i)
     tl.store(tree + i, tl.where(i == 0, root, _NO_TOKEN))
-    tl.store(tree + _NODES + i, tl.where(i == 0, 0, _MOST_COST))
+    tl.store(tree + _RECYCLED_NODES + i, tl.where(i == 0, 0, _MOST_COST))
     for level in tl.static_range(1, _LEVELS + 1):
         # The level above is other threads'.
         tl.debug_barrier()
         own = depth == level
         above = tl.load(tree + parent, mask=own, other=_NO_TOKEN)
-        above_cost = tl.load(tree + _NODES + parent, mask=own, other=_MOST_COST)
+        above_cost = tl.load(tree + _RECYCLED_NODES + parent, mask=own, other=_MOST_COST)
         entry = _entry_at(entries, owner, above)
         there = own & (above >= 0)
         there = there & (tl.load(entry, mask=there, other=-1) == owner)
@@ -136,7 +136,7 @@ def recycle_tree(entries, shape, tree, owner, root):  # type: ignore[no-untyped-
         token = tl.load(entry + _TOKENS_AT + rank, mask=there, other=_NO_TOKEN)
         cost = tl.load(entry + _COSTS_AT + rank, mask=there, other=_MOST_COST)
         tl.store(tree + i, token, mask=own)
-        tl.store(tree + _NODES + i, above_cost + cost + extra, mask=own)
+        tl.store(tree + _RECYCLED_NODES + i, above_cost + cost + extra, mask=own)
     tl.debug_barrier()
 
 
