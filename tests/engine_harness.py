@@ -31,7 +31,6 @@ from target_service.core.sequence import MAX_PASSES, SequenceFinished, SequenceR
 from target_service.engine.loop import EngineLoop
 from target_service.execution.device_executor import DeviceSteps
 from target_service.execution.host_executor import HostSteps, Steps
-from target_service.execution.multi_step import MultiStep
 from target_service.model.runner import ModelRunner, runner_for
 from target_service.sampling.distribution import LogitShaper
 from target_service.speculation.policy.step_cost import StepCost
@@ -177,14 +176,12 @@ def run(
 
     `can_launch_before_results` prepares each step before the one under way has ended, as on a device that verifies by
     itself; `on_device` does so with what such a device runs, in its plain form. `launch` takes the place of either.
-    `execution.multi_step` is how many passes such steps begin with, which the engine may change.
+    `passes` is how many such steps begin with, which the engine may change.
     """
     if launch is None and on_device:
         launch = DeviceSteps(runner, max_sequences=DEVICE_SEQUENCES, max_rows=512)
     launch = launch or HostSteps(runner, can_launch_before_results=can_launch_before_results)
-    loop = EngineLoop(
-        runner, config or engine_config(), steps=launch, step_cost=step_cost, multi_step=MultiStep(passes)
-    )
+    loop = EngineLoop(runner, config or engine_config(), steps=launch, step_cost=step_cost, passes=passes)
     if propose is not None:
         loop.drafting.attach(ScriptedDraft(loop.drafting, propose, late=late))
     if connect is not None:

@@ -298,12 +298,17 @@ def _watch(loop: EngineLoop, steps: HostOnly, times: Times) -> None:
     """Time the parts of the loop's step."""
     for phase, of, name in (
         ("commit", loop, "_commit"),
-        ("learn", loop._policy_updates, "observe_outcomes"),
+        ("learn", loop.speculation.updates, "observe_outcomes"),
         ("observe", loop, "_observe"),
     ):
         setattr(of, name, times.timed(phase, getattr(of, name)))
     begin, committed = 0, 0
-    launch_after, launch, commit, collect = loop._launch_after, steps.launch, loop._commit, loop.drafting.collect
+    launch_after, launch, commit, collect = (
+        loop.launcher.launch_behind,
+        steps.launch,
+        loop._commit,
+        loop.drafting.collect,
+    )
 
     def noted(step: Step) -> Step | None:
         nonlocal begin
@@ -324,7 +329,7 @@ def _watch(loop: EngineLoop, steps: HostOnly, times: Times) -> None:
         times.ns["move on"].append(time.perf_counter_ns() - committed)
         collect(*arguments)
 
-    setattr(loop, "_launch_after", noted)  # noqa: B010
+    setattr(loop.launcher, "launch_behind", noted)  # noqa: B010
     setattr(loop, "_commit", committing)  # noqa: B010
     setattr(loop.drafting, "collect", collecting)  # noqa: B010
     setattr(steps, "launch", launched)  # noqa: B010

@@ -1,16 +1,15 @@
-"""Which outcomes of a step count, and how many of their tokens."""
+"""Which outcomes of a step count, and how many of their tokens; log-probabilities of the prompts that it read."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping
-from collections.abc import Sequence as SequenceOf
 from dataclasses import dataclass, field
 
 import torch
 
 from outrider.errors import OutriderError
 from outrider.tree import TokenTree
-from target_service.core.sequence import DevicePass, Sequence
+from target_service.core.sequence import DevicePass, PromptLogprobs, Sequence
 from target_service.engine.broken import logits_not_finite, may_be_the_drafts
 from target_service.engine.step import Step
 from target_service.execution.batch import StepItem
@@ -28,18 +27,20 @@ class CountedOutcomes:
         failed: sequences that end with an error: their logits are no finite numbers, or their form takes too much work.
         drafts_broken: those whose logits may be no finite numbers because of their drafts.
         forms: those whose form begins behind what is committed; what they generated behind that is left out.
+        scores: log-probabilities of prompts, as events.
     """
 
     outcomes: list[Verified | None]
     failed: list[tuple[Sequence, OutriderError]] = field(default_factory=list)
     drafts_broken: list[Sequence] = field(default_factory=list)
     forms: list[LiveSequence] = field(default_factory=list)
+    scores: list[PromptLogprobs] = field(default_factory=list)
 
 
-def count_outcomes(
-    step: Step, outcomes: SequenceOf[Verified | None], lives: Mapping[int, LiveSequence], dtype: torch.dtype
-) -> CountedOutcomes:
-    """What counts of a step's outcomes; `lives` are the sequences under way, and `dtype` the model's."""
+def count_outcomes(step: Step, lives: Mapping[int, LiveSequence], dtype: torch.dtype) -> CountedOutcomes:
+    """What counts of the outcomes of a step that has ended; `lives` are the sequences under way, and `dtype` the
+    model's."""
+    outcomes = step.launched.outcomes()
     counted = CountedOutcomes(list(outcomes))
     for place, (item, outcome) in enumerate(zip(step.batch.items, outcomes, strict=True)):
         if outcome is None:
@@ -54,6 +55,7 @@ def count_outcomes(
             if kept is not None:
                 counted.outcomes[place] = first_tokens(outcome, item.tree, kept) if kept else None
                 counted.forms.append(live)
+    _count_scores(counted, step, lives, dtype)
     return counted
 
 
@@ -65,6 +67,18 @@ def _count_broken(counted: CountedOutcomes, item: StepItem, outcome: Verified, d
         counted.drafts_broken.append(sequence)
     else:
         counted.failed.append((sequence, logits_not_finite(sequence, dtype)))
+
+
+def _count_scores(counted: CountedOutcomes, step: Step, lives: Mapping[int, LiveSequence], dtype: torch.dtype) -> None:
+    ended = {sequence.sequence_id for sequence, _ in counted.failed}
+    for item, scores in step.launched.prompt_logprobs():
+        sequence = item.sequence
+        if sequence.sequence_id not in lives or sequence.sequence_id in ended:
+            continue
+        if scores is None:
+            counted.failed.append((sequence, logits_not_finite(sequence, dtype)))
+        else:
+            counted.scores.append(scores)
 
 
 def first_tokens(outcome: Verified, tree: TokenTree, count: int) -> Verified:

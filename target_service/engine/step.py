@@ -9,6 +9,7 @@ from dataclasses import dataclass, replace
 
 from target_service.core.sequence import Sequence, StepStats, StepVerdict
 from target_service.execution.batch import StepBatch
+from target_service.execution.device_time import DeviceSpan
 from target_service.execution.host_executor import Launched
 from target_service.sampling.verifier import Verified
 from target_service.speculation.hidden_states.encoding import StepFeatures
@@ -35,6 +36,25 @@ class StepClock:
         self.begun = self.planned = self.launched = self.waits_since = time.monotonic_ns()
         self.forwarded = self.verified = self.committed = self.begun
         self.draft_wait_ns = 0
+
+
+@dataclass(frozen=True, slots=True)
+class LastStep:
+    """What the times of a step are counted from: the one before it.
+
+    Attributes:
+        free_ns: when the device had ended it; 0 without one, behind a pause.
+        ended_ns: when its results were committed, likewise.
+        span: when the device was busy with it.
+    """
+
+    free_ns: int = 0
+    ended_ns: int = 0
+    span: DeviceSpan | None = None
+
+    def device_ns(self, following: DeviceSpan | None) -> tuple[int, int]:
+        """How long the device was busy with it, and idle until the `following` launch; 0 where that is unknown."""
+        return (0, 0) if self.span is None or following is None else self.span.until(following)
 
 
 @dataclass(frozen=True, slots=True)
@@ -113,25 +133,24 @@ class Step:
         self,
         outcomes: SequenceOf[Verified | None],
         verdicts: SequenceOf[StepVerdict],
+        last: LastStep,
         *,
-        free_ns: int,
         features: tuple[int, int],
-        device_ns: tuple[int, int],
         round_trip_ns: int,
         with_draft: bool,
     ) -> StepStats:
         """Its figures, once it is committed.
 
         Args:
-            free_ns: when the device had ended the step before, and could begin one launched ahead.
+            last: the step before, behind which the device could begin one launched ahead.
             features: vectors sent to the draft since the step before, and their bytes.
-            device_ns: how long the device was busy with the launch before this one, and idle between the two.
             round_trip_ns: time of the draft's last answer, 0 without one.
             with_draft: whether any sequence is open at a draft.
         """
         batch, clock, wait_ns = self.batch, self.clock, self.gathered.wait_ns + self.clock.draft_wait_ns
         chosen = [one for outcome in outcomes if outcome is not None for one in outcome.device_passes]
         from_table, drafted = [one.drafted_from_table for one in chosen], [one.drafted for one in chosen]
+        busy_ns, idle_ns = last.device_ns(self.launched.span)
         laid_out = len(batch.items) if batch.device_rows is None else batch.device_rows.laid_out
         drafted += [item.tree.drafted for item in batch.items[:laid_out] if item.tree is not None]
         return StepStats(
@@ -148,10 +167,10 @@ class Step:
             plan_ns=clock.planned - clock.begun - wait_ns,
             # Elsewhere the launch is the forward pass itself.
             launch_ns=clock.launched - clock.planned if self.launched.on_device else 0,
-            forward_ns=clock.forwarded - max(clock.planned, free_ns),
+            forward_ns=clock.forwarded - max(clock.planned, last.free_ns),
             verify_ns=clock.verified - clock.forwarded,
             commit_ns=clock.committed - clock.verified,
-            total_ns=clock.committed - max(clock.begun, free_ns),
+            total_ns=clock.committed - max(clock.begun, last.free_ns),
             feature_vectors=features[0],
             feature_bytes=features[1],
             hits=len(from_table) - from_table.count(0),
@@ -162,7 +181,7 @@ class Step:
             table_accepted=sum([one.accepted_from_table for one in chosen]),
             expected_tokens=sum([one.expected for one in chosen]),
             round_trip_ns=round_trip_ns,
-            busy_ns=device_ns[0],
-            idle_ns=device_ns[1],
+            busy_ns=busy_ns,
+            idle_ns=idle_ns,
             passes=self.passes,
         )

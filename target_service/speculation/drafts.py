@@ -60,7 +60,7 @@ class DraftTrees(DraftInbox):
         self._enabled = self.active = config.speculates
         # Whether drafting stopped because drafts did not pay, and not because of load.
         self._dropped = False
-        self._model_version = FIRST_VERSION
+        self.model_version = FIRST_VERSION
 
     @property
     def connected(self) -> bool:
@@ -136,7 +136,7 @@ class DraftTrees(DraftInbox):
 
     def reopen_all(self, model_version: int) -> None:
         """Open every sequence at the draft again: drafts and kept hidden states are those of other weights."""
-        self._model_version = model_version
+        self.model_version = model_version
         self._close_all()
         self._features.forget_all()
         self._unopened = list(self._eligible.values())
@@ -241,7 +241,7 @@ class DraftTrees(DraftInbox):
                 tenant=request.tenant,
                 corpus=request.corpus,
                 traceparent=request.traceparent,
-                model_version=self._model_version,
+                model_version=self.model_version,
             )
         )
         if features := self._features.opened(sequence):

@@ -36,7 +36,7 @@ def test_a_step_ends_when_its_time_is_up() -> None:
     steps.expect(1, [3] * 9)
     loop.add(loop.make(1, request([5, 7], 4)))
     begin = time.perf_counter()
-    step = loop._launch()
+    step = loop.launcher.launch_next()
     assert step is not None and step.launched.on_device and not step.launched.ended()
     step.launched.wait()
     assert step.launched.ended() and time.perf_counter() > begin + TIMES.one_pass

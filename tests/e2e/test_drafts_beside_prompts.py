@@ -15,7 +15,6 @@ from target_service.core.scheduler import Scheduler
 from target_service.core.sequence import SequenceFinished, SequenceRequest, StepStats, StepVerdict
 from target_service.engine.loop import EngineLoop
 from target_service.execution.device_executor import DeviceSteps
-from target_service.execution.multi_step import MultiStep
 
 pytestmark = pytest.mark.values
 
@@ -64,7 +63,7 @@ def run(
     runner.enable_device_row_selection(RUNNING, 7)
     config = engine_config(max_running=RUNNING, prefill_chunk=16)
     steps = DeviceSteps(runner, max_sequences=RUNNING, max_rows=256)
-    loop = EngineLoop(runner, config, steps=steps, observer=watching, multi_step=MultiStep(passes))
+    loop = EngineLoop(runner, config, steps=steps, observer=watching, passes=passes)
     whole = [(*one.token_ids, *truth) for one, truth in zip(wanted, truths, strict=True)]
     loop.drafting.attach(ScriptedDraft(loop.drafting, knowing_tree(whole, runner.vocabulary_size, 12, right=0.8)))
     loop.drafting.listen()

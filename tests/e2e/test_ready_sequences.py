@@ -16,6 +16,7 @@ from transformers import PreTrainedModel
 from outrider.sampling import SamplingParams, VerificationMode
 from outrider.structured_output import StructuredOutput
 from target_service.core.sequence import SequenceRequest
+from target_service.engine.launching import StepLauncher
 from target_service.engine.loop import EngineLoop
 from target_service.engine.step import Step
 from target_service.execution.device_executor import DeviceSteps
@@ -115,15 +116,15 @@ def test_forms_run_ahead(ended_model: PreTrainedModel, monkeypatch: pytest.Monke
     """Alone on a device, every pass but the first is launched before the results of the one before, and masked behind
     them; what the form forces is drafted all the same."""
     launched: list[Step] = []
-    begin = EngineLoop._begin
+    begin = StepLauncher._launch
 
-    def noted(loop: EngineLoop, *arguments: Any, **options: Any) -> Step:
-        launched.append(begin(loop, *arguments, **options))
+    def noted(launcher: StepLauncher, *arguments: Any, **options: Any) -> Step:
+        launched.append(begin(launcher, *arguments, **options))
         # Nothing of the passes under way is known to the host.
         assert launched[-1].launched.awaits_masks == launched[-1].ahead
         return launched[-1]
 
-    monkeypatch.setattr(EngineLoop, "_begin", noted)
+    monkeypatch.setattr(StepLauncher, "_launch", noted)
     (outcome,) = run(runner_of(ended_model, device_chooses=True), [formed("uuid")], on_device=True)
     assert [step.ahead for step in launched] == [False] + [True] * (len(launched) - 1)
     totals = outcome.finished.totals
@@ -161,13 +162,13 @@ def test_the_others_keep_their_passes(
     """Beside one of another kind 31 have every pass that they have without it, with rows of the device's choice, and
     each is launched before the results of the one before."""
     launched: list[Step] = []
-    begin = EngineLoop._begin
+    begin = StepLauncher._launch
 
-    def noted(loop: EngineLoop, *arguments: Any, **options: Any) -> Step:
-        launched.append(begin(loop, *arguments, **options))
+    def noted(launcher: StepLauncher, *arguments: Any, **options: Any) -> Step:
+        launched.append(begin(launcher, *arguments, **options))
         return launched[-1]
 
-    monkeypatch.setattr(EngineLoop, "_begin", noted)
+    monkeypatch.setattr(StepLauncher, "_launch", noted)
     others = [request([3 + number, 40, 41, 42], 12, sampling=FREE) for number in range(31)]
     counts = []
     for wanted in (others, [*others, odd]):

@@ -43,7 +43,6 @@ from target_service.core.sequence import SequenceFinished, StepVerdict
 from target_service.engine.loop import EngineLoop
 from target_service.execution.device_executor import DeviceSteps
 from target_service.execution.host_executor import HostSteps, Steps
-from target_service.execution.multi_step import MultiStep
 from target_service.model.runner import ModelRunner, runner_for
 
 END = 2
@@ -185,7 +184,7 @@ class ServiceMachine(RuleBasedStateMachine):
             self.runner.enable_device_row_selection(3, 7)
         if device.startswith("itself"):
             steps = DeviceSteps(self.runner, max_sequences=3, max_rows=96)
-        self.loop = EngineLoop(self.runner, config, steps=steps, multi_step=MultiStep(passes))
+        self.loop = EngineLoop(self.runner, config, steps=steps, passes=passes)
         self.wanted: dict[int, int] = {}
         self.draft = FuzzedDraft(self.wanted, kind)
         self.loop.drafting.attach(self.draft)

@@ -28,6 +28,7 @@ from outrider.tree import TokenTree
 from outrider.wire.frames import DraftLink, FeatureRequest
 from target_service.config import TargetConfig
 from target_service.core.sequence import SequenceFinished, SequenceRequest, StepVerdict
+from target_service.engine.launching import StepLauncher
 from target_service.engine.loop import EngineLoop
 from target_service.engine.step import Step
 from target_service.execution.host_executor import HostSteps
@@ -109,13 +110,13 @@ def test_every_committed_token_has_its_state(
     settings: dict[str, Any], tiny_model: PreTrainedModel, teacher: PreTrainedModel, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     settings, launched = dict(settings), [0, 0]
-    begin = EngineLoop._begin
+    begin = StepLauncher._launch
 
     def counted(*arguments: Any, behind: Step | None = None, **options: Any) -> Any:
         launched[behind is not None] += 1
         return begin(*arguments, behind=behind, **options)
 
-    monkeypatch.setattr(EngineLoop, "_begin", counted)
+    monkeypatch.setattr(StepLauncher, "_launch", counted)
     wanted = requests(settings.pop("sampling", GREEDY))
     propose, said = knowing(teacher, wanted)
     links: list[FeatureLink] = []

@@ -13,6 +13,7 @@ from outrider.drafting.events import Lost
 from outrider.tree import TokenTree
 from outrider.wire.frames import OpenSequence, SequenceAdvance, SequenceGrowth
 from target_service.core.sequence import SequenceFinished, SequenceRequest, StepVerdict
+from target_service.engine.launching import StepLauncher
 from target_service.engine.loop import EngineLoop
 from target_service.engine.step import Step
 from target_service.execution.device_executor import DeviceSteps
@@ -42,13 +43,13 @@ class ListeningDraft(ScriptedDraft):
 def launched(monkeypatch: pytest.MonkeyPatch) -> list[Step]:
     """Every step, in the order of launches."""
     steps: list[Step] = []
-    begin = EngineLoop._begin
+    begin = StepLauncher._launch
 
     def noted(*arguments: object, **options: object) -> Step:
         steps.append(begin(*arguments, **options))  # type: ignore[arg-type]
         return steps[-1]
 
-    monkeypatch.setattr(EngineLoop, "_begin", noted)
+    monkeypatch.setattr(StepLauncher, "_launch", noted)
     return steps
 
 
@@ -196,7 +197,7 @@ def test_what_a_draft_says_last_is_in_the_pass_that_waited(
     loop.add(live)
     assert steps.tables is not None
     begun: list[str] = []
-    let_in, pack, publish = EngineLoop._before_launch, steps._verifier.pack, steps.tables.publish
+    let_in, pack, publish = StepLauncher._hold, steps._verifier.pack, steps.tables.publish
 
     def noted(name: str, inner: Callable[..., object]) -> Callable[..., object]:
         def outer(*arguments: object) -> object:
@@ -205,7 +206,7 @@ def test_what_a_draft_says_last_is_in_the_pass_that_waited(
 
         return outer
 
-    monkeypatch.setattr(EngineLoop, "_before_launch", noted("drafts", let_in))
+    monkeypatch.setattr(StepLauncher, "_hold", noted("drafts", let_in))
     monkeypatch.setattr(steps._verifier, "pack", noted("prepared", pack))
     monkeypatch.setattr(steps.tables, "publish", noted("published", publish))
     while loop.live:

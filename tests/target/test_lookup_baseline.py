@@ -20,7 +20,6 @@ from target_service.core.sequence import Sequence, StepVerdict
 from target_service.engine.loop import EngineLoop
 from target_service.engine.step import Step
 from target_service.execution.device_executor import DeviceSteps
-from target_service.execution.multi_step import MultiStep
 from target_service.speculation.policy.draft_gate import DraftGate
 from target_service.speculation.policy.lookup_baseline import LookupBaseline, predicted_tokens
 from target_service.speculation.policy.step_cost import StepCost
@@ -122,11 +121,10 @@ def test_the_engine_compares_what_a_draft_brings(
     runner.enable_device_row_selection(1, 15, recycles=False)
     steps = DeviceSteps(runner, max_sequences=1, max_rows=64, backend="torch")
     costs = StepCost([(1, 1e-3), (64, 1.1e-3)])
-    multi_step = MultiStep(passes)
-    # As small models have it, whose host would hold their device up.
-    monkeypatch.setattr(multi_step, "observe_launch", lambda *_: None)
     launched = Counter[int]()
-    loop = EngineLoop(runner, engine_config(max_running=1), steps=steps, step_cost=costs, multi_step=multi_step)
+    loop = EngineLoop(runner, engine_config(max_running=1), steps=steps, step_cost=costs, passes=passes)
+    # As small models have it, whose host would hold their device up.
+    monkeypatch.setattr(loop.speculation.updates.multi_step, "observe_launch", lambda *_: None)
     monkeypatch.setattr(loop, "_observe", counting(loop._observe, launched))
     loop.drafting.attach(ScriptedDraft(loop.drafting, knowing_tree(truth, runner.vocabulary_size, 12, right=1.0)))
     loop.drafting.listen()

@@ -14,7 +14,7 @@ from outrider.errors import QuotaExceeded
 from outrider.sampling import SamplingParams
 from outrider.wire.frames import OpenSequence
 from target_service.core.sequence import SequenceFailed, SequenceFinished, StepVerdict
-from target_service.engine import loop as loop_module
+from target_service.engine import launching
 from target_service.engine.loop import EngineLoop
 from target_service.execution.batch import StepBatch
 from target_service.execution.device_executor import DeviceSteps
@@ -87,7 +87,7 @@ def test_lockstep_says_what_the_fast_loop_says(tiny_model: PreTrainedModel, monk
         made.append(DeviceSteps(runner, max_sequences=max_sequences, max_rows=max_rows))
         return made[-1]
 
-    monkeypatch.setattr(loop_module, "best_steps", device_steps)
+    monkeypatch.setattr(launching, "best_steps", device_steps)
     seeded = SamplingParams(temperature=0.8, ignore_eos=True)
     wanted = [request([5, 6, 7], 12), request([9] * 20, 9), request([3], 7, sampling=seeded)]
     said: dict[bool, list[list[int]]] = {}

@@ -21,7 +21,6 @@ from target_service.core.sequence import SequenceEvent, SequenceFailed, Sequence
 from target_service.engine.loop import EngineLoop
 from target_service.execution.device_executor import DeviceSteps
 from target_service.execution.host_executor import HostSteps, Steps
-from target_service.execution.multi_step import MultiStep
 from target_service.model.runner import ModelRunner
 from target_service.telemetry.metrics import PrometheusObserver
 
@@ -56,7 +55,7 @@ def outcomes_of(
     runner: ModelRunner, wanted: Sequence[SequenceRequest], kind: str, propose: Propose | None = None, passes: int = 1
 ) -> list[tuple[tuple[int, ...], SequenceEvent]]:
     """The tokens of each request, and its last event."""
-    loop = EngineLoop(runner, engine_config(), steps=executor(kind, runner), multi_step=MultiStep(passes))
+    loop = EngineLoop(runner, engine_config(), steps=executor(kind, runner), passes=passes)
     if propose is not None:
         loop.drafting.attach(ScriptedDraft(loop.drafting, propose))
         loop.drafting.listen()

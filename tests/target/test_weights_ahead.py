@@ -20,7 +20,6 @@ from target_service.engine.exchange import WeightExchange
 from target_service.engine.loop import EngineLoop
 from target_service.execution.device_executor import DeviceSteps
 from target_service.execution.host_executor import HostSteps, Steps
-from target_service.execution.multi_step import MultiStep
 from target_service.model.runner import ModelRunner
 
 pytestmark = pytest.mark.values
@@ -51,7 +50,7 @@ def test_continuing_behind_steps_under_way(
     sampling = SamplingParams(ignore_eos=True, temperature=temperature, seed=3)
     wanted = [request(prompt, TOKENS, sampling=sampling) for prompt in PROMPTS]
     runner = make_runner(copy.deepcopy(old))
-    loop = EngineLoop(runner, engine_config(), steps=steps_of(kind, runner), multi_step=MultiStep(passes))
+    loop = EngineLoop(runner, engine_config(), steps=steps_of(kind, runner), passes=passes)
     exchange = WeightExchange(runner, loop, lambda: None, lambda: None)
     results: list[WeightsUpdated | OutriderError] = []
     verdicts: dict[int, list[StepVerdict]] = {}

@@ -1,0 +1,227 @@
+"""Launches steps: how many passes and rows each has, and what it waits for."""
+
+from __future__ import annotations
+
+import logging
+import time
+from collections.abc import Callable, Mapping
+
+import torch
+
+from outrider.errors import OutriderError, QuotaExceeded
+from target_service.config import TargetConfig
+from target_service.core.running_means import RunningTime
+from target_service.core.schedule import Schedule
+from target_service.core.scheduler import Scheduler
+from target_service.core.sequence import Sequence
+from target_service.engine.speculation import EngineSpeculation
+from target_service.engine.step import Step, StepClock
+from target_service.execution.batch import DeviceRows, StepBatch, lay_out
+from target_service.execution.device_executor import best_steps
+from target_service.execution.host_executor import HostSteps, Launched, Steps
+from target_service.model.runner import ModelRunner
+from target_service.speculation.hidden_states.encoding import AHEAD_ROWS
+from target_service.speculation.policy.gathering import Gathered
+from target_service.speculation.policy.launch_mode import LaunchMode
+from target_service.speculation.policy.live_sequence import LiveSequence
+from target_service.speculation.policy.predicted_nodes import graft_expected, graft_predictions
+from target_service.speculation.policy.throughput_trial import SpeculationLevel
+
+log = logging.getLogger(__name__)
+# Longest time that a pass is held for its draft: in times of an answer, and in seconds before the first answer.
+_WAIT_IN_ANSWERS, _FIRST_WAIT_SECONDS = 1.5, 0.01
+# Weight of one launch in the mean time of launches: some ten.
+_LAUNCH_SHARE = 0.1
+
+
+def choose_steps(runner: ModelRunner, config: TargetConfig) -> Steps:
+    """The fastest executor for the runner, or the plain one in lockstep."""
+    if config.lockstep:
+        return HostSteps(runner)
+    # Kernels of typical acceptance are compiled at start where requests may ask for it.
+    typical, most_rows = config.allow_lossy, config.step_rows
+    return best_steps(runner, max_sequences=config.max_running, max_rows=most_rows, typical=typical)
+
+
+class StepLauncher:
+    """Schedules steps and launches them, alone or behind the one that runs."""
+
+    def __init__(
+        self,
+        runner: ModelRunner,
+        steps: Steps,
+        scheduler: Scheduler,
+        speculation: EngineSpeculation,
+        live: Mapping[int, LiveSequence],
+        update_use: Callable[[], None],
+        fail: Callable[[Sequence, OutriderError], None],
+    ) -> None:
+        """`live` are the sequences under way by id. `update_use` starts or stops drafting before a step is scheduled,
+        and `fail` ends a sequence that no step has memory for."""
+        self._runner = runner
+        self._steps = steps
+        self._scheduler = scheduler
+        self._drafting, self._features = speculation.drafting, speculation.features
+        self._gathering, self._policy, self._updates = speculation.gathering, speculation.policy, speculation.updates
+        self._live = live
+        self._update_use = update_use
+        self._fail = fail
+        # How the next pass is launched, and the rows that the device chose for the last one.
+        self._mode, self._rows = LaunchMode.RUN_AHEAD, 0
+        # Seconds to launch a pass that is laid out.
+        self._launching = RunningTime(_LAUNCH_SHARE)
+
+    def launch_next(self) -> Step | None:
+        """Schedule, gather drafts and launch; with fewer rows again, while the device has no memory for it."""
+        while True:
+            clock = StepClock()
+            self._update_use()
+            schedule = self._scheduler.schedule()
+            if not schedule.chunks:
+                return None
+            try:
+                return self._launch(schedule, self._gathering.gather(schedule), clock)
+            except torch.OutOfMemoryError:
+                self._make_room(schedule)
+
+    def launch_behind(self, step: Step) -> Step | None:
+        """Launch the step after `step` while that runs, unless a draft needs its tokens first. A sequence whose tokens
+        have to be on the host first sits out, and takes part in the step after the next."""
+        clock, running = StepClock(), self._scheduler.running
+        self._update_use()
+        ready = any([not self._gathering.awaits_results(one) for one in running])
+        ahead = step.launched.can_launch_before_results and ready
+        use = self._gathering.choose(running, ahead=ahead)
+        self._mode = LaunchMode.RUN_AHEAD
+        if ahead and use is LaunchMode.RUN_AHEAD:
+            self._mode = self._updates.choose_mode(len(running), self._rows, self._launching.value)
+        if (
+            use is LaunchMode.WAIT_FOR_DRAFT
+            or not ahead
+            or self._mode is LaunchMode.WAIT_FOR_DRAFT
+            or self._gathering.awaits_tokens(running)
+        ):
+            return None
+        step.await_tokens(self._gathering.sits_out)
+        try:
+            schedule = self._scheduler.schedule()
+            if not schedule.chunks or not self._scheduler.pages.reserve_behind_trees(
+                schedule, self._runner.max_context
+            ):
+                return None
+            return self._launch(schedule, self._gathering.without_waiting(schedule), clock, behind=step)
+        except torch.OutOfMemoryError:
+            # There may be memory once this step has ended.
+            self._scheduler.restart_states()
+            return None
+        finally:
+            step.forget_tokens()
+
+    def _passes(self, schedule: Schedule, gathered: Gathered, behind: Step | None) -> tuple[int, DeviceRows | None]:
+        """Passes to launch at once, and the rows that the device chooses for them."""
+        if gathered.has_trees and not self._policy.on:
+            return 1, None
+        fed = self._drafting.active and self._drafting.reads_features
+        # Hidden states are taken pass by pass, of at most this many rows.
+        most = min(self._scheduler.max_step_rows, AHEAD_ROWS) if fed else self._scheduler.max_step_rows
+        waits = self._drafting.latency.answer_seconds if self._mode is LaunchMode.WAIT_FOR_DRAFT else 0.0
+        device_rows = None
+        if self._gathering.throughput_trial.allowed(len(schedule.chunks)) is not SpeculationLevel.NONE:
+            device_rows = self._policy.choose(
+                schedule, most, self._updates.mode_with_draft(self._mode), waits, gathered.drafted_rows
+            )
+        # Where a pass behind drafts begins, only the device can find out.
+        several = behind is not None and (device_rows is not None or not behind.has_drafts)
+        several = several and gathered.use is LaunchMode.RUN_AHEAD and not (fed or gathered.has_trees)
+        if device_rows is not None or any([chunk.sequence.request.external for chunk in schedule.chunks]):
+            # Rows that the host lays out are those of one pass.
+            several = several and not schedule.laid_out
+        # The host masks the rows of every pass.
+        several = several and not any([chunk.sequence.request.has_form for chunk in schedule.chunks])
+        return self._updates.multi_step.choose(
+            schedule, self._scheduler, self._runner.max_context, device_rows, several=several
+        )
+
+    def _hold(self, behind: Step | None, batch: StepBatch, clock: StepClock) -> None:
+        """Wait for the draft's answer for a pass that is laid out, if it is to be held: for at most 1.5 times the usual
+        latency, so that a draft that has stopped costs one round trip."""
+        if behind is None and batch.device_rows is not None and self._mode is LaunchMode.WAIT_FOR_DRAFT:
+            # The others have no rows for a draft.
+            sequences = [item.sequence for item in batch.items[batch.input.laid_out :]]
+            most = _WAIT_IN_ANSWERS * self._drafting.latency.answer_seconds or _FIRST_WAIT_SECONDS
+            clock.draft_wait_ns = self._drafting.wait_for(sequences, most)
+        if self._steps.tables is not None:
+            self._steps.tables.trust = self._policy.trust
+        clock.planned = time.monotonic_ns()
+
+    def _launch(self, schedule: Schedule, gathered: Gathered, clock: StepClock, *, behind: Step | None = None) -> Step:
+        """Lay a step out and launch it, `behind` the one that runs if there is one."""
+        passes, device_rows = self._passes(schedule, gathered, behind)
+        batch = lay_out(schedule.chunks, gathered.trees, self._runner.cache, passes, device_rows)
+        verifiers = [self._live[item.sequence.sequence_id].verifier for item in batch.items]
+        if device_rows is not None and self._steps.tables is not None:
+            graft_predictions((item.sequence for item in batch.items), self._live, self._steps.tables)
+        launched = self._steps.launch(batch, verifiers, passes, lambda: self._hold(behind, batch, clock))
+        self._scheduler.count_launched(schedule)
+        if behind is not None:
+            # Without the hold: the host's time alone.
+            self._launching.observe((time.monotonic_ns() - clock.planned) * 1e-9)
+        # While drafting is off by load, no states are taken; heads then begin with later tokens.
+        rows = len(batch.input.token_ids) if device_rows is None else device_rows.rows
+        features = self._features.after_launch(rows) if self._drafting.active else None
+        if launched.awaits_masks and behind is None:
+            self._mask(launched, batch)
+        elif launched.span is not None and not launched.awaits_masks:
+            launched.span.record_end()
+        clock.launched = clock.forwarded = time.monotonic_ns()
+        self._rows = device_rows.rows if device_rows is not None else 0
+        self._scheduler.count_drafted(schedule, self._rows)
+        for item in batch.items:
+            # For what runs after this step, their keys and values are computed.
+            item.sequence.kv_length += item.known + passes - 1
+            item.sequence.scored_tokens += len(item.scores)
+        return Step(
+            batch,
+            gathered,
+            launched,
+            clock,
+            ahead=behind is not None,
+            behind_tree=behind is not None and behind.batch.drafted,
+            passes=passes,
+            own=schedule.own,
+            features=features,
+        )
+
+    def _mask(self, launched: Launched, batch: StepBatch) -> None:
+        """Complete a launch whose rows grammars mask, now that all tokens before it are committed; and have what is
+        expected behind them in the tables."""
+        launched.mask([item.sequence.sequence_id in self._live and item.tree is not None for item in batch.items])
+        if launched.span is not None:
+            launched.span.record_end()
+        if self._steps.tables is not None:
+            graft_expected((item.sequence for item in batch.items), self._live, self._steps.tables)
+
+    def mask_ahead(self, step: Step) -> Step | None:
+        """The same of a step that was launched while the last one ran, if it waits for it. None where the device has no
+        memory for it: its sequences are read again."""
+        if not step.launched.awaits_masks:
+            return step
+        try:
+            self._mask(step.launched, step.batch)
+        except torch.OutOfMemoryError:
+            torch.cuda.empty_cache()
+            self._scheduler.shrink()
+            for item in step.batch.items:
+                if item.sequence.sequence_id in self._live and item.kept:
+                    self._scheduler.preempt(item.sequence)
+            return None
+        return step
+
+    def _make_room(self, schedule: Schedule) -> None:
+        """Run smaller steps from now on; if the smallest did not fit, fail the youngest of its sequences."""
+        torch.cuda.empty_cache()
+        if self._scheduler.shrink():
+            log.warning("a step of %d rows did not fit the device's memory; steps are smaller now", schedule.rows)
+            return
+        youngest = max((chunk.sequence for chunk in schedule.chunks), key=lambda sequence: sequence.sequence_id)
+        self._fail(youngest, QuotaExceeded("the device has no memory for a step", rows=schedule.rows))

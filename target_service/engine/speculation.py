@@ -1,0 +1,120 @@
+"""What an engine drafts with: drafts, the policies of their use, and what those learn from steps."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Mapping
+
+from outrider.tree import TokenTree
+from outrider.wire.frames import DraftInfo
+from target_service.config import TargetConfig
+from target_service.core.scheduler import Scheduler
+from target_service.core.sequence import Sequence, StepVerdict
+from target_service.engine.policy_updates import PolicyUpdates
+from target_service.engine.step import Step
+from target_service.execution.multi_step import MultiStep
+from target_service.execution.node_tables import NodeTables
+from target_service.model.runner import ModelRunner
+from target_service.sampling.verifier import Verified
+from target_service.speculation.drafts import DraftTrees
+from target_service.speculation.hidden_states.prefixes import SharedPrefixStates
+from target_service.speculation.hidden_states.sending import Features
+from target_service.speculation.policy.draft_switch import DraftSwitch
+from target_service.speculation.policy.gathering import Gathering
+from target_service.speculation.policy.live_sequence import LiveSequence
+from target_service.speculation.policy.lookup_baseline import LookupBaseline
+from target_service.speculation.policy.predicted_nodes import note_passes
+from target_service.speculation.policy.row_budget import RowBudget
+from target_service.speculation.policy.row_policy import RowPolicy
+from target_service.speculation.policy.step_cost import StepCost
+
+# Interval at which a pass that may have ended is polled. A thread takes some 0.1 ms to wake.
+_POLL_NS = 100_000
+
+
+class EngineSpeculation:
+    """Drafts of the sequences under way, and what decides on their use."""
+
+    def __init__(
+        self,
+        runner: ModelRunner,
+        config: TargetConfig,
+        scheduler: Scheduler,
+        live: Mapping[int, LiveSequence],
+        tables: NodeTables | None,
+        step_cost: StepCost | None,
+        passes: int,
+    ) -> None:
+        """`live` are the sequences under way by id, and `tables` those of the device, None where the host chooses rows.
+        Without a `step_cost` drafts are never turned off. Launches begin with so many `passes`."""
+        self.tables = tables
+        self.features = Features(runner, config.feature_window if config.speculates else 0)
+        self.drafting = DraftTrees(config, runner.vocabulary_size, self.features, tables)
+        scheduler.pages.states = SharedPrefixStates(self.features, self._is_drafted) if config.speculates else None
+        # Batch-invariant drafts are chains, which the host cuts.
+        device_chooses = tables is not None and not (config.batch_invariant and config.speculates)
+        most = config.max_draft_nodes if device_chooses else 0
+        self.policy = RowPolicy(most, step_cost, live, config.speculative_disable_queue_size)
+        lookup_tokens = runner.node_table.lookup_tokens if runner.node_table is not None else 0
+        self.gathering = Gathering(
+            drafting=self.drafting,
+            scheduler=scheduler,
+            budget=RowBudget(step_cost),
+            live=live,
+            policy=self.policy,
+            switch=None if step_cost is None else DraftSwitch(),
+            looks_up=lookup_tokens > 0,
+        )
+        self.updates = PolicyUpdates(
+            gathering=self.gathering,
+            tables=tables,
+            multi_step=MultiStep(passes),
+            lookup_baseline=LookupBaseline(lookup_tokens),
+        )
+        self._draft: DraftInfo | None = None
+
+    def _is_drafted(self, sequence: Sequence) -> bool:
+        return self.drafting.active and self.drafting.is_eligible(sequence)
+
+    def update_use(self) -> bool:
+        """Start or stop drafting by load, before a step is scheduled; returns whether that changed."""
+        if self.drafting.info is not self._draft:
+            # Another draft: what was observed does not apply to it.
+            self._draft = self.drafting.info
+            self.updates.forget_draft()
+        return self.gathering.update_drafting()
+
+    def exchanged(self, version: int) -> None:
+        """Drop what was learnt of drafts for the old weights, and open every sequence at the draft again."""
+        self.drafting.reopen_all(version)
+        self.updates.forget_draft()
+
+    def publish_until_end(self, step: Step, begun_ns: int) -> bool:
+        """While a step runs, publish drafts as they arrive: the device reads them when it begins the next one, which is
+        launched already. `begun_ns`: when the device began the step. Returns whether it was seen to run until about
+        its end."""
+        if self.tables is None or not self.drafting.has_open_sequences:
+            return True
+        ends = begun_ns + int(step.passes * self.updates.pass_ends.earliest(*step.size) * 1e9)
+        self.drafting.listen()
+        self.tables.publish()
+        seen_running = False
+        # An answer may be followed by a larger tree. The pass is polled once it should have ended.
+        while not step.launched.ended():
+            now = time.monotonic_ns()
+            seen_running = now >= ends
+            self.drafting.wait_until(max(ends, now + _POLL_NS) * 1e-9)
+            self.drafting.listen()
+            self.tables.publish()
+        return seen_running
+
+    def observe_tree(self, step: Step, live: LiveSequence, tree: TokenTree, outcome: Verified) -> None:
+        """Learn from a sequence's tree before its outcome is committed."""
+        answered = step.gathered.answered
+        if answered or (step.batch.drafted and tree.drafted):
+            self.gathering.observe_tree(live, tree, outcome, step.gathered.row_cost)
+
+    def observe_verdict(self, live: LiveSequence, outcome: Verified, verdict: StepVerdict) -> None:
+        """Move a prediction on behind what was committed."""
+        if live.prediction is not None and self.tables is not None:
+            note_passes(live, outcome.device_passes, len(verdict.token_ids), self.tables)
