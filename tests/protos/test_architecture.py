@@ -61,6 +61,19 @@ GRPC_EDGES = {
     "outrider.drafting.link",
     "target_service.api.server",
 }
+# Packages that services and clients work without, each with the modules outside that may load it: those of its command.
+TOOLS: dict[str, set[str]] = {
+    "draft_service.training": set(),
+    "target_service.distillation": set(),
+    "outrider_client.bench": {
+        "outrider_client.cli.bench",
+        "outrider_client.cli.tune",
+        "outrider_client.demo",
+        "outrider_client.tuning",
+    },
+    "outrider_client.tuning": {"outrider_client.cli.tune"},
+    "outrider_client.demo": {"outrider_client.cli.demo"},
+}
 # What turns bytes into running code. Bytes from elsewhere are read by protobuf, JSON, TOML and safetensors.
 FORBIDDEN_MODULES = {"pickle", "cPickle", "_pickle", "dill", "cloudpickle", "joblib", "shelve", "marshal", "jsonpickle"}
 FORBIDDEN_CALLS = {"torch.load", "yaml.load", "yaml.unsafe_load", "yaml.full_load", "numpy.load", "np.load"}
@@ -112,25 +125,32 @@ class Source:
     def at(self, line: int, what: str) -> str:
         return f"{self.path.relative_to(ROOT)}:{line}: {what}"
 
+    @cached_property
+    def nodes(self) -> list[ast.AST]:
+        return list(ast.walk(self.tree))
+
     def imports(self) -> Iterator[tuple[str, int]]:
         """Every import of the file, also inside functions, and its line. Relative ones begin with a dot."""
-        for node in ast.walk(self.tree):
+        for node in self.nodes:
             if isinstance(node, ast.Import):
                 yield from ((alias.name, node.lineno) for alias in node.names)
             elif isinstance(node, ast.ImportFrom):
                 yield "." * node.level + (node.module or ""), node.lineno
 
-    def imported_modules(self) -> Iterator[str]:
+    @cached_property
+    def imported_modules(self) -> set[str]:
         """Files of ours that this one loads, also inside functions. What only a type checker reads is left out: types
         of the dispatch beside a kernel's arguments load nothing."""
+        found: set[str] = set()
         for node in ast.walk(_without_type_checking(self.tree)):
             if isinstance(node, ast.Import):
-                yield from (alias.name for alias in node.names if alias.name in NAMES)
+                found.update(alias.name for alias in node.names if alias.name in NAMES)
             elif isinstance(node, ast.ImportFrom) and node.module:
-                inner = [f"{node.module}.{alias.name}" for alias in node.names]
-                yield from (name for name in inner if name in NAMES)
-                if node.module in NAMES and not set(inner) <= NAMES:
-                    yield node.module
+                inner = {f"{node.module}.{alias.name}" for alias in node.names}
+                found |= inner & NAMES
+                if node.module in NAMES and not inner <= NAMES:
+                    found.add(node.module)
+        return found
 
     def uses_grpc(self) -> bool:
         return any(name.partition(".")[0] == "grpc" for name, _ in self.imports())
@@ -175,14 +195,14 @@ def test_folders_have_no_circles() -> None:
     """A folder's files may import another folder's, or the other way round, and not both, however far around."""
     arrows: dict[str, set[str]] = defaultdict(set)
     for module in MODULES + SCRIPTS:
-        for name in module.imported_modules():
+        for name in module.imported_modules:
             if _room(name) != _room(module.name):
                 arrows[_room(module.name)].add(_room(name))
     assert _circle(arrows) is None
 
 
 def test_files_have_no_circles() -> None:
-    arrows = {module.name: set(module.imported_modules()) - {module.name} for module in MODULES + SCRIPTS}
+    arrows = {module.name: module.imported_modules - {module.name} for module in MODULES + SCRIPTS}
     assert _circle(arrows) is None
 
 
@@ -211,6 +231,20 @@ def test_grpc_stays_at_the_edges() -> None:
     assert {module.name for module in MODULES if module.uses_grpc()} == GRPC_EDGES
 
 
+def test_tools_are_loaded_by_their_commands_alone() -> None:
+    """Training, distillation, benchmarks, tuning and the demo: no service and no client carries them."""
+    loading = {
+        (module.name, tool)
+        for module in MODULES
+        for tool in TOOLS
+        if any(f"{name}.".startswith(f"{tool}.") for name in module.imported_modules)
+        and not f"{module.name}.".startswith(f"{tool}.")
+        and not {module.name, _room(module.name)} & TOOLS[tool]
+    }
+    assert loading == set()
+    assert set(TOOLS) <= FOLDERS
+
+
 def test_descriptions_and_layers_do_not_know_transformers() -> None:
     """Only the oracle does."""
     importing = {
@@ -228,7 +262,7 @@ def test_nothing_runs_what_it_reads() -> None:
         for name, line in source.imports():
             if name.partition(".")[0] in FORBIDDEN_MODULES:
                 wrong.append(source.at(line, f"imports {name}"))
-        for node in ast.walk(source.tree):
+        for node in source.nodes:
             if isinstance(node, ast.Call) and ast.unparse(node.func) in FORBIDDEN_BUILTINS | FORBIDDEN_CALLS:
                 wrong.append(source.at(node.lineno, f"calls {ast.unparse(node.func)}"))
     assert wrong == []
@@ -242,7 +276,7 @@ def test_files_are_short() -> None:
 def test_functions_are_short() -> None:
     wrong = []
     for source in MODULES + SCRIPTS:
-        for node in ast.walk(source.tree):
+        for node in source.nodes:
             if not isinstance(node, Function):
                 continue
             compiled = any(ast.unparse(decorator).startswith(KERNEL_DECORATORS) for decorator in node.decorator_list)
@@ -255,7 +289,7 @@ def test_functions_are_short() -> None:
 def test_no_class_name_is_used_twice() -> None:
     """What a search for a class finds is that class."""
     sources = MODULES + SCRIPTS
-    names = Counter(node.name for source in sources for node in ast.walk(source.tree) if isinstance(node, ast.ClassDef))
+    names = Counter(node.name for source in sources for node in source.nodes if isinstance(node, ast.ClassDef))
     assert {name for name, count in names.items() if count > 1} == set()
 
 
@@ -263,7 +297,7 @@ def test_methods_say_what_they_do() -> None:
     """A method's name is read where it is called, without its class."""
     wrong = []
     for source in MODULES:
-        for owner in ast.walk(source.tree):
+        for owner in source.nodes:
             if not isinstance(owner, ast.ClassDef):
                 continue
             for node in owner.body:
@@ -290,7 +324,7 @@ def test_nothing_swallows_every_error() -> None:
     wrong = []
     for source in MODULES + SCRIPTS:
         lines = ["", *source.text.splitlines()]
-        for node in ast.walk(source.tree):
+        for node in source.nodes:
             if not isinstance(node, ast.ExceptHandler):
                 continue
             broad = node.type is None or ast.unparse(node.type) in ("Exception", "BaseException")
