@@ -27,7 +27,7 @@ def test_a_tiny_model_is_tuned(tiny_model: Any, tmp_path: Path) -> None:
     words = ["--model", str(model), "--dtype", "float32", "--prompts", str(prompts), "--max-tokens", "8"]
     words += ["--candidates", "target.max_draft_nodes=3; trie.num_draft_tokens=4; target.max_draft_nodes=200"]
     # Where services take all of it to start, the settings in force are measured alone.
-    words += ["--minutes", "0.2", "--concurrency", "1,2", "--config", str(own), "--out", str(out)]
+    words += ["--minutes", "0.12", "--concurrency", "1,2", "--config", str(own), "--out", str(out)]
     environment = {**os.environ, "OMP_NUM_THREADS": "1"}
     argv = [str(shared_python("services") / "outrider"), "tune", *words]
     done = subprocess.run(argv, capture_output=True, text=True, env=environment)

@@ -206,6 +206,8 @@ def leading(without_gpu: None, model: PreTrainedModel) -> Iterator[RerunRunner]:
         finally:
             messages.put(None)
             following.result()
+            # One for all threads: where both ranks change it at once, what the first had found is lost.
+            torch.compiler.set_stance("default")  # type: ignore[no-untyped-call]
 
 
 def requests(sampling: SamplingParams) -> list[SequenceRequest]:
