@@ -139,7 +139,7 @@ def test_weights_are_exchanged_on_every_rank(
     changed.save_pretrained(tmp_path)
     for version, (source, served) in enumerate([(tmp_path, changed), (folder, model)], start=2):
         loop = EngineLoop(runner, engine_config(), steps=HostSteps(runner))
-        loop.model_version = version - 1
+        loop.exchanged(version=version - 1)
         read = threading.Event()
         exchange = WeightExchange(runner, loop, read.set, lambda: None)
         results: list[WeightsUpdated | OutriderError] = []
