@@ -1,6 +1,6 @@
 """The two executors of steps beside each other on a CPU: processor time a token of the engine's loop.
 
-    python -m benchmarks.engine.executors [--model smollm2-135m-instruct] [--repeats 5] [--json FILE]
+    python -m benchmarks.host.executors [--model smollm2-135m-instruct] [--repeats 5] [--json FILE]
 
 `HostSteps` verifies row by row in the engine's thread. `DeviceSteps` is what runs on a GPU, here with its kernels'
 definitions in torch. Both run the same requests in turn, plain and with the trie drafting in this process, and must
@@ -118,7 +118,7 @@ def main() -> None:
     options = parser.parse_args()
     rows = compare(options)
     show(record_table(rows))
-    write_json(options.json, {**provenance("engine.executors"), "settings": settings_of(options), "figures": rows})
+    write_json(options.json, {**provenance("host.executors"), "settings": settings_of(options), "figures": rows})
 
 
 if __name__ == "__main__":
