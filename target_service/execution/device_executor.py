@@ -7,7 +7,8 @@ import importlib.util
 from collections.abc import Callable, Iterator, Mapping
 from collections.abc import Sequence as SequenceOf
 from dataclasses import dataclass
-from typing import Literal
+from functools import partial
+from typing import Literal, NamedTuple
 
 import numpy
 import torch
@@ -48,6 +49,17 @@ def best_steps(runner: ModelRunner, *, max_sequences: int, max_rows: int, typica
     steps = DeviceSteps(runner, max_sequences=max_sequences, max_rows=max_rows, typical=typical)
     steps.warm_up()
     return steps
+
+
+class _FirstPass(NamedTuple):
+    """The first pass of a launch, which runs."""
+
+    batch: StepBatch
+    verifiers: SequenceOf[SequenceVerifier]
+    rows: SequenceOf[RowsToVerify]
+    passes: int  # of the launch
+    done: ForwardPass
+    span: DeviceSpan | None
 
 
 class DeviceSteps:
@@ -141,7 +153,7 @@ class DeviceSteps:
             records_of(parameters, len(rows))["rows"] += batch.device_rows.limits
             return self._launch_device_rows(batch, verifiers, rows, parameters, passes, ready)
         ready()
-        span = next(self._spans).record_start() if self._spans is not None else None
+        span = self._begin_span()
         if moves is not self._nothing and min(batch.input.token_ids) < 0:
             assert passes == 1, "only the device has the positions of later passes"
             if moves is None:
@@ -151,45 +163,29 @@ class DeviceSteps:
         else:
             done = self._runner.run_pass(batch.input, parameters)
         self._moves = self._verdicts.accepted_counts if batch.drafted else self._nothing
-
-        def conclude(errors: Mapping[int, OutriderError]) -> Launched:
-            return self._conclude_laid_out(batch, verifiers, rows, parameters, passes, done, span, errors)
-
-        return self._masked(batch, verifiers, None, span, conclude) if masked else conclude({})
+        first = _FirstPass(batch, verifiers, rows, passes, done, span)
+        conclude = partial(self._conclude_laid_out, first, parameters)
+        return self._masked(first, None, conclude) if masked else conclude({})
 
     def _masked(
-        self,
-        batch: StepBatch,
-        verifiers: SequenceOf[SequenceVerifier],
-        chosen: ChosenRows | None,
-        span: DeviceSpan | None,
-        conclude: Callable[[Mapping[int, OutriderError]], Launched],
+        self, first: _FirstPass, chosen: ChosenRows | None, conclude: Callable[[Mapping[int, OutriderError]], Launched]
     ) -> Launched:
         """A launch whose forward pass runs, and which `conclude` launches the rest of, given what `ShapedLogits.mask`
         returns."""
 
         def mask(under_way: SequenceOf[bool]) -> Launched:
-            return conclude(self._shaped.mask(batch, verifiers, under_way, chosen))
+            return conclude(self._shaped.mask(first.batch, first.verifiers, under_way, chosen))
 
-        return MaskedLater(mask, self._runner.device.type == "cuda", span)
+        return MaskedLater(mask, self._runner.device.type == "cuda", first.span)
 
     def _conclude_laid_out(
-        self,
-        batch: StepBatch,
-        verifiers: SequenceOf[SequenceVerifier],
-        rows: SequenceOf[RowsToVerify],
-        parameters: NDArray[numpy.int32],
-        passes: int,
-        done: ForwardPass,
-        span: DeviceSpan | None,
-        errors: Mapping[int, OutriderError],
+        self, first: _FirstPass, parameters: NDArray[numpy.int32], errors: Mapping[int, OutriderError]
     ) -> Launched:
         """Launch what follows the first pass of a step that the host laid out, and its later passes."""
+        batch, verifiers, rows, passes, done, span = first
         prompts = self._score_prompts(batch, done)
         self._conclude(batch, rows, done)
-        verdicts, count = self._verdicts, len(rows)
-        self._count += 1
-        place = self._count % _RESULTS
+        verdicts, count, place = self._verdicts, len(rows), self._next_place()
         result = self._results[place]
         result.tensor.copy_(verdicts.tensor, non_blocking=True)
         extras = [self._extras_of(rows, place, 0)]
@@ -200,6 +196,14 @@ class DeviceSteps:
             following[later - 1].copy_(verdicts.next_tokens[:count], non_blocking=True)
             extras.append(self._extras_of(rows, place, later))
         return _OnDevice(done.logits, batch, verifiers, errors, result, extras, following, span, prompts)
+
+    def _begin_span(self) -> DeviceSpan | None:
+        return next(self._spans).record_start() if self._spans is not None else None
+
+    def _next_place(self) -> int:
+        """Where on the host the results of a launch go."""
+        self._count += 1
+        return self._count % _RESULTS
 
     def _score_prompts(self, batch: StepBatch, done: ForwardPass) -> list[ScoresUnderWay]:
         """The log-probabilities of prompts that a pass has, before another overwrites its logits."""
@@ -238,7 +242,7 @@ class DeviceSteps:
             with torch.inference_mode(False):
                 ready()
                 # Not sooner, or time in which the device is idle would be measured as busy.
-                span = next(self._spans).record_start() if self._spans is not None else None
+                span = self._begin_span()
                 self._assign_slots(batch, table)
             pre_pass.launch(step, graph_buffers, self._moves, batch.input.laid_out)
             if masked:
@@ -246,27 +250,15 @@ class DeviceSteps:
 
         done = self._runner.run_device_rows(batch.input, parameters, begin)
         self._moves = None
+        first = _FirstPass(batch, verifiers, rows, passes, done, span)
+        conclude = partial(self._conclude_device_rows, first)
+        return self._masked(first, self._chosen, conclude) if masked else conclude({})
 
-        def conclude(errors: Mapping[int, OutriderError]) -> Launched:
-            return self._conclude_device_rows(batch, verifiers, rows, passes, done, span, errors)
-
-        return self._masked(batch, verifiers, self._chosen, span, conclude) if masked else conclude({})
-
-    def _conclude_device_rows(
-        self,
-        batch: StepBatch,
-        verifiers: SequenceOf[SequenceVerifier],
-        rows: SequenceOf[RowsToVerify],
-        passes: int,
-        done: ForwardPass,
-        span: DeviceSpan | None,
-        errors: Mapping[int, OutriderError],
-    ) -> Launched:
+    def _conclude_device_rows(self, first: _FirstPass, errors: Mapping[int, OutriderError]) -> Launched:
         """Launch what follows the first pass of a step whose rows the device chose, and its later passes."""
-        table, tables = self._runner.node_table, self.tables
+        batch, verifiers, rows, passes, done, span = first
+        table, tables, place = self._runner.node_table, self.tables, self._next_place()
         assert table and tables, "rows are chosen from tables"
-        self._count += 1
-        place = self._count % _RESULTS
         prompts = self._score_prompts(batch, done)
         extras: list[PassExtras] = []
         for number in range(1, passes):
