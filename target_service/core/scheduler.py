@@ -233,7 +233,7 @@ class Scheduler:
 
     def _due(self, sequence: Sequence) -> int:
         """Known tokens to feed next. The root of a client that drafts is fed with its tree only."""
-        if sequence.sits_out or sequence in self._prefix_waits:
+        if sequence.sits_out or sequence.awaits_mask or sequence in self._prefix_waits:
             return 0
         known = len(sequence.token_ids) + sequence.pending_tokens - sequence.kv_length
         if sequence.request.external:

@@ -324,6 +324,8 @@ class Sequence:
     scored_tokens: int = 0
     # Whether it takes no part in the step that is prepared then: its own tokens have to be on the host first.
     sits_out: bool = False
+    # Whether it takes part in no step, since the mask of its next one is still computed.
+    awaits_mask: bool = False
 
     @property
     def prompt_length(self) -> int:

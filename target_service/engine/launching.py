@@ -14,6 +14,7 @@ from target_service.core.running_means import RunningTime
 from target_service.core.schedule import Schedule
 from target_service.core.scheduler import Scheduler
 from target_service.core.sequence import Sequence
+from target_service.engine.slow_masks import SlowMasks
 from target_service.engine.speculation import EngineSpeculation
 from target_service.engine.step import Step, StepClock
 from target_service.execution.batch import DeviceRows, StepBatch, lay_out
@@ -63,7 +64,7 @@ class StepLauncher:
         self._scheduler = scheduler
         self._drafting, self._features = speculation.drafting, speculation.features
         self._gathering, self._policy, self._updates = speculation.gathering, speculation.policy, speculation.updates
-        self._live = live
+        self._live, self.slow_masks = live, SlowMasks(live)
         self._update_use = update_use
         self._fail = fail
         # How the next pass is launched, and the rows that the device chose for the last one.
@@ -75,6 +76,7 @@ class StepLauncher:
         """Schedule, gather drafts and launch; with fewer rows again, while the device has no memory for it."""
         while True:
             clock = StepClock()
+            self.slow_masks.update(None)
             self._update_use()
             schedule = self._scheduler.schedule()
             if not schedule.chunks:
@@ -88,6 +90,7 @@ class StepLauncher:
         """Launch the step after `step` while that runs, unless a draft needs its tokens first. A sequence whose tokens
         have to be on the host first sits out, and takes part in the step after the next."""
         clock, running = StepClock(), self._scheduler.running
+        self.slow_masks.update(step)
         self._update_use()
         ready = any([not self._gathering.awaits_results(one) for one in running])
         ahead = step.launched.can_launch_before_results and ready

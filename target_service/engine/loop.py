@@ -133,6 +133,8 @@ class EngineLoop:
     def step(self) -> list[SequenceEvent] | None:
         """Run one step. Returns its events, or None when there was nothing to run."""
         step = self._ahead or self.launcher.launch_next()
+        if step is None and self.launcher.slow_masks.wait_for_any():
+            return self._take_failed()
         if step is None:
             self._last = LastStep()
             self.steps.use_pause()
@@ -146,6 +148,7 @@ class EngineLoop:
         counted = self._counted(step)
         step.clock.verified = time.monotonic_ns()
         verdicts = self._commit(step, counted)
+        self.launcher.slow_masks.update(self._ahead)
         self._complete_ahead(counted)
         trim_pages(step, self.scheduler.pages, {} if self._ahead is None else self._ahead.keys)
         self.drafting.collect(step.batch.items, step.features, counted.outcomes)

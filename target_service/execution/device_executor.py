@@ -28,6 +28,7 @@ from target_service.execution.post_pass import PostPass, PostPassWork, TableWork
 from target_service.execution.pre_pass import PrePass
 from target_service.execution.prompt_scores import ScoredPrompt, ScoresUnderWay, score_prompts
 from target_service.execution.shaped_logits import ShapedLogits
+from target_service.grammars import row_masks
 from target_service.model.forward import ForwardPass
 from target_service.model.runner import ModelRunner
 from target_service.sampling.verifier import SequenceVerifier, Verified
@@ -120,6 +121,7 @@ class DeviceSteps:
         self._runner.ahead.close()
         self._warm_up_verifier()
         self._post_pass.capture_ahead()
+        row_masks.warm_up()
         if self._pre_pass is not None:
             self._pre_pass.capture_ahead()
             node_tables.warm_up()

@@ -34,8 +34,9 @@ _WORD = 32
 _LEAST_CHANCE = 1 / 64
 # Of a token with which another one that may come begins, beside 1 for others. Chosen.
 _CHANCE_OF_PREFIX = 0.1
-# Of a processor, for the masks of one tree. Chosen: ten times what 20 rows of usual forms take, and what a pass takes.
-_SLOW_SECONDS = 4e-3
+# Of a processor, for the masks of one tree, beside what those of a usual form take: at the beginning of a string with a
+# bounded length 0.1 to 0.3 ms each, of 49,152 tokens. Chosen: half of what a pass takes.
+_SLOW_SECONDS, _USUAL_SECONDS = 4e-3, 2.5e-4
 # The probability of a row that somebody else drafted, as long as nothing is known of it. Chosen.
 _OTHERS_CHANCE = 0.5
 
@@ -94,7 +95,8 @@ class FollowedGrammar:
         bits[list(end_token_ids)] = True
         # The tree that `constrained` made last, and its masks.
         self._kept: tuple[TokenTree, TreeMasks] | None = None
-        # Whether the masks of one tree took so long that it had better have no drafted rows, for which others wait.
+        # Whether the masks of one tree took so long that it has no drafted rows from then on, and its sequence sits out
+        # of passes until they are there.
         self.slow = False
         # The rows that were followed last, and their masks.
         self._followed: tuple[TreeRows, ReachedRows, NDArray[np.int32]] | None = None
@@ -132,10 +134,26 @@ class FollowedGrammar:
     def follow(self, tree: TokenTree | TreeRows, output: Sequence[int]) -> FollowedTree:
         """What `masks_of` computes masks of, together with those of other outputs: the rows of a tree, also as a device
         laid them out."""
-        if self._kept is not None and self._kept[0] is tree and self._length == len(output):
+        if self._kept is not None and self._keeps(tree, output):
             return FollowedTree(self, None, self._kept[1])
         self._read(output)
         return FollowedTree(self, MaskedRows.of(self._matcher, TreeRows(tree.token_ids, tree.parents)))
+
+    def has_masks(self, tree: TokenTree, output: Sequence[int]) -> bool:
+        """Whether the masks of a tree are kept, or were computed for a step that is still under way."""
+        return self._keeps(tree, output) or (self._followed is not None and self._length == len(output))
+
+    def compute_ahead(self, tree: TokenTree, output: Sequence[int]) -> None:
+        """Compute the masks of a tree and keep them for the step that has it. In any thread; nothing else may use the
+        grammar meanwhile."""
+        masks = self.masks(tree, output)
+        self._kept = tree, masks
+
+    def _keeps(self, tree: TokenTree | TreeRows, output: Sequence[int]) -> bool:
+        if self._kept is None or self._length != len(output):
+            return False
+        # Roots alone are all the same.
+        return self._kept[0] is tree or len(self._kept[0].token_ids) == len(tree.token_ids) == 1
 
     def _read(self, output: Sequence[int]) -> None:
         self._matcher.consume_tokens(list(output[self._length :]))
@@ -147,7 +165,7 @@ class FollowedGrammar:
         """The masks of a tree's rows, given those that were computed in `room`, and its first place that is then free;
         `free` is the first one now."""
         tree = masked.tree
-        self.slow |= masked.seconds > _SLOW_SECONDS
+        self.slow |= masked.seconds > _SLOW_SECONDS + _USUAL_SECONDS * len(tree.token_ids)
         while len(lacking := np.flatnonzero(reached.words == 0)):
             # Nothing is computed where a grammar ends, nor behind that.
             row = int(lacking[0])

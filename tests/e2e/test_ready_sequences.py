@@ -4,23 +4,27 @@ from __future__ import annotations
 
 import json
 import random
+import threading
+from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any
 
 import pytest
 from conftest import make_tiny
-from engine_harness import DEVICE_SEQUENCES, engine_config, knowing_tree, make_runner, plain, request, run
+from engine_harness import DEVICE_SEQUENCES, Outcome, engine_config, knowing_tree, make_runner, plain, request, run
 from structured_forms import SCHEMAS, VOCABULARY, trained_tokenizer
 from transformers import PreTrainedModel
 
 from outrider.sampling import SamplingParams, VerificationMode
 from outrider.structured_output import StructuredOutput
+from outrider.tree import TokenTree
 from target_service.core.sequence import SequenceRequest
 from target_service.engine.launching import StepLauncher
 from target_service.engine.loop import EngineLoop
 from target_service.engine.step import Step
 from target_service.execution.device_executor import DeviceSteps
 from target_service.grammars import following
+from target_service.grammars.following import FollowedGrammar
 from target_service.model.runner import ModelRunner, runner_for
 
 pytestmark = pytest.mark.values
@@ -133,15 +137,49 @@ def test_forms_run_ahead(ended_model: PreTrainedModel, monkeypatch: pytest.Monke
     assert totals.accepted_tokens > 1
 
 
+@pytest.mark.parametrize("on_device", [True, False], ids=["device", "host"])
 def test_a_form_whose_masks_take_long_has_no_drafted_rows(
-    ended_model: PreTrainedModel, monkeypatch: pytest.MonkeyPatch
+    ended_model: PreTrainedModel, monkeypatch: pytest.MonkeyPatch, on_device: bool
 ) -> None:
-    said = [run(runner_of(ended_model, device_chooses=True), [formed("uuid")], on_device=True)[0] for _ in range(2)]
+    def output() -> Outcome:
+        return run(runner_of(ended_model, device_chooses=on_device), [formed("uuid")], on_device=on_device)[0]
+
+    said = [output() for _ in range(2)]
     monkeypatch.setattr(following, "_SLOW_SECONDS", -1.0)
-    (slow,) = run(runner_of(ended_model, device_chooses=True), [formed("uuid")], on_device=True)
+    slow = output()
     assert slow.token_ids == said[0].token_ids == said[1].token_ids
     # The first pass finds it out.
     assert slow.finished.totals.drafted_tokens == 0 < said[0].finished.totals.drafted_tokens
+
+
+def test_a_late_mask_holds_up_nobody(ended_model: PreTrainedModel, monkeypatch: pytest.MonkeyPatch) -> None:
+    (alone,) = run(runner_of(ended_model, device_chooses=True), [formed("uuid")], on_device=True)
+    monkeypatch.setattr(following, "_SLOW_SECONDS", -1.0)
+    computed, compute = threading.Event(), FollowedGrammar.compute_ahead
+
+    def late(grammar: FollowedGrammar, tree: TokenTree, output: Sequence[int]) -> None:
+        computed.wait()
+        compute(grammar, tree, output)
+
+    monkeypatch.setattr(FollowedGrammar, "compute_ahead", late)
+    runner = runner_of(ended_model, device_chooses=True, kv_tokens=1 << 14)
+    loop = EngineLoop(runner, engine_config(), steps=DeviceSteps(runner, max_sequences=DEVICE_SEQUENCES, max_rows=256))
+    for number, one in enumerate([formed("uuid"), *free_requests()]):
+        live = loop.make(number, one)
+        loop.constrain(live)
+        loop.add(live)
+    form = loop.live[0].sequence
+    try:
+        while len(loop.live) > 1:
+            loop.step()
+        # The pass that read its prompt had the mask, and showed that it takes long.
+        assert len(form.output) == 1 and form.awaits_mask
+    finally:
+        computed.set()
+    while loop.live:
+        loop.step()
+    assert tuple(form.output) == tuple(alone.token_ids)
+    assert form.totals.drafted_tokens == 0
 
 
 ODD: dict[str, SequenceRequest] = {

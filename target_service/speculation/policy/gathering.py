@@ -198,12 +198,19 @@ class Gathering:
 
     def awaits_results(self, sequence: Sequence) -> bool:
         """Whether the sequence's next pass can be laid out only when the tokens of its last one are on the host: its
-        client drafts, or the host adds rows that its grammar forces."""
+        client drafts, its masks come late, or the host adds rows that its grammar forces."""
         request = sequence.request
+        if self._is_slow(sequence):
+            return True
         if request.external or not request.has_form:
             return request.external
         chosen_by_device = self.policy.on and request.device_rows
         return request.speculate and self.drafting.config.speculation and not chosen_by_device
+
+    def _is_slow(self, sequence: Sequence) -> bool:
+        """Whether its grammar takes so long for a mask that it has no drafted rows, and sits out meanwhile."""
+        live = self.live.get(sequence.sequence_id)
+        return live is not None and live.verifier.grammar is not None and live.verifier.grammar.slow
 
     def sits_out(self, sequence: Sequence) -> bool:
         """Whether a sequence of the step under way takes no part in one that is launched behind it: its tokens have to
@@ -344,7 +351,7 @@ class Gathering:
 
     def _max_nodes(self, sequence: Sequence) -> int:
         """Drafted rows that the sequence may have: none past its last token or its pages."""
-        if sequence.remaining <= 1:
+        if sequence.remaining <= 1 or self._is_slow(sequence):
             return 0
         limit = min(sequence.request.max_draft_nodes, self.drafting.config.max_draft_nodes)
         return max(0, min(limit, self.scheduler.pages.spare_rows(sequence)))
@@ -355,7 +362,7 @@ class Gathering:
         rejects = tree is not None and bool(tree.distributions)
         if grammar is None or rejects or isinstance(tree, PredictedTree):
             return tree
-        if not (sequence.request.speculate and self.awaits_results(sequence)):
+        if grammar.slow or not (sequence.request.speculate and self.awaits_results(sequence)):
             return tree
         most = min(self._max_nodes(sequence), _drafted(tree) + spare)
         root = TokenTree.root_only(sequence.root) if tree is None else tree

@@ -46,7 +46,8 @@ def graft_expected(sequences: Iterable[Sequence], live: Mapping[int, LiveSequenc
     most = _EXPECTED // len(of_forms) if of_forms else 0
     for sequence in of_forms:
         grammar, request = live[sequence.sequence_id].verifier.grammar, sequence.request
-        if grammar is None or not (request.speculate and request.max_draft_nodes and request.device_rows):
+        drafts = request.speculate and request.max_draft_nodes and request.device_rows
+        if grammar is None or grammar.slow or not drafts:
             continue
         known = tables.expected(sequence.sequence_id)
         if known is not None and known.left() >= _ENOUGH_EXPECTED:
