@@ -30,6 +30,13 @@ NEMOTRON: dict[str, Any] = {
     "moe_intermediate_size": 24, "moe_shared_expert_intermediate_size": 24, "routed_scaling_factor": 2.5,
 }  # fmt: skip
 
+FALCON: dict[str, Any] = {
+    "num_hidden_layers": 2, "head_dim": 12, "mamba_d_ssm": 48, "mamba_n_heads": 6, "mamba_d_head": 8,
+    "mamba_d_state": 8, "mamba_n_groups": 2, "lm_head_multiplier": 0.5, "embedding_multiplier": 2.0,
+    "mlp_multipliers": [0.7, 0.8], "key_multiplier": 0.6, "attention_in_multiplier": 1.2,
+    "attention_out_multiplier": 0.9, "ssm_multipliers": [0.5, 0.8, 1.3, 0.7, 1.1], "ssm_in_multiplier": 1.4,
+    "ssm_out_multiplier": 0.6,
+}  # fmt: skip
 # By a name for the test: `model_type`, and settings beside the usual ones of `conftest.TINY`.
 RECURRENT: dict[str, tuple[str, dict[str, Any]]] = {
     "lfm2": ("lfm2", CONVOLVED),
@@ -44,6 +51,18 @@ RECURRENT: dict[str, tuple[str, dict[str, Any]]] = {
         HYBRID | {"num_local_experts": 4, "num_experts_per_tok": 2, "mamba_conv_bias": False},
     ),
     "bamba": ("bamba", MAMBA | {"attn_layer_indices": [1]}),
+    "falcon_h1": ("falcon_h1", FALCON),
+    "falcon_h1, normed": (
+        "falcon_h1",
+        FALCON
+        | {
+            "mamba_rms_norm": True,
+            "mamba_norm_before_gate": False,
+            "mamba_proj_bias": True,
+            "projectors_bias": True,
+            "ssm_in_multiplier": 1.0,
+        },
+    ),
     "nemotron_h": ("nemotron_h", NEMOTRON),
     "nemotron_h, latent": ("nemotron_h", NEMOTRON | {"moe_latent_size": 16, "use_bias": True, "n_groups": 1}),
     "qwen3_5, experts": ("qwen3_5_moe_text", DELTA | EXPERTS),

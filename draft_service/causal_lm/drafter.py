@@ -40,7 +40,7 @@ from tree_models.fused.preparing import LayerOptions, prepare_decoder
 from tree_models.layers.decoder import CacheShape, Decoder
 from tree_models.layers.paged import PagedPass, UncachedPass, attend
 from tree_models.reference import layers_that_differ
-from tree_models.spec import FamilyRefused, RecurrentSpec
+from tree_models.spec import FamilyRefused
 from tree_models.weights.checkpoint import TensorSource, TextPart, WeightsRefused, WholeNames
 
 _ATTENTION = "outrider_draft"
@@ -316,7 +316,7 @@ def _settings_of(source: str) -> tuple[Path, PretrainedConfig, Description | Non
         raise NotSupported(f"{text.model_type} cannot draft: {first_line(error)}") from None
     reason = attention_refusal(text, variants=described is not None)
     if described is not None:
-        if any(isinstance(layer.attention, RecurrentSpec) for layer in described.spec.layers):
+        if any(layer.states for layer in described.spec.layers):
             reason = "trees have no states of its recurrent layers"
     else:
         shaped = [name for name in _SHAPED_LOGITS if getattr(settings, name, None) not in (None, 1, 1.0)]

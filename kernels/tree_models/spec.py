@@ -167,8 +167,12 @@ class StateSpaceSpec:
     bias: bool = False  # of the products
     convolution_bias: bool = True
     step_limits: tuple[float, float] = (0.0, float("inf"))  # of the factor of a token and of its decay
+    normed: bool = True  # whether the gated output is
     # Of heads, each normed by itself, and 1 for all together; also where ranks have some of the heads each.
     norm_groups: int = 1
+    # Of the first product's parts: the output's gates, values, keys, queries, steps; and of the output.
+    part_scales: tuple[float, float, float, float, float] = (1.0, 1.0, 1.0, 1.0, 1.0)
+    scale: float = 1.0
 
     @property
     def rotary(self) -> None:
@@ -187,6 +191,7 @@ class GateSpec:
     limit: float = 0.0  # of the size of up, and the most that gate is; 0 for none
     limits_activated: bool = False  # what is limited is activation(gate), not gate
     offset: float = 0.0  # added to up
+    scale: float = 1.0  # of gate
 
 
 @dataclass(frozen=True, slots=True)
@@ -198,6 +203,7 @@ class MLPSpec:
     gated: bool = True
     bias: bool = False
     gate: GateSpec = GateSpec()
+    scale: float = 1.0  # of the output
 
 
 @dataclass(frozen=True, slots=True)
@@ -285,8 +291,14 @@ class LayerSpec:
     after_mlp: NormSpec | None = None
     parallel: bool = False
     residual_scale: float = 1.0  # of what attention and MLP add
+    beside: StateSpaceSpec | None = None  # what reads the same rows as attention, and is added with it
     added_input: AddedInputSpec | None = None
     scaled: bool = False  # the layer's output is multiplied by a stored number
+
+    @property
+    def states(self) -> list[RecurrentSpec]:
+        """What keeps states."""
+        return [spec for spec in (self.attention, self.beside) if isinstance(spec, RecurrentSpec)]
 
     @property
     def rotary(self) -> RotarySpec | None:

@@ -39,6 +39,7 @@ FAMILIES: Mapping[str, Family] = {
     "ernie4_5_moe": ernie.ernie4_5_moe,
     "exaone4": others.exaone4,
     "exaone_moe": mixtures.exaone_moe,
+    "falcon_h1": granite.falcon_h1,
     "flex_olmo": olmo.flex_olmo,
     "gemma": gemma.gemma,
     "gemma2": gemma.gemma2,

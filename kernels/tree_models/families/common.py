@@ -105,7 +105,8 @@ def state_space(config: Any) -> StateSpaceSpec:
     """Mamba2 by the names that hybrids with `mamba_` settings have."""
     if activation(config) != "silu":
         raise FamilyRefused(f"the activation {config.hidden_act} of a state space is not served")
-    if getattr(config, "mamba_expand", 1) * config.hidden_size != config.mamba_n_heads * config.mamba_d_head:
+    width = getattr(config, "mamba_d_ssm", None) or getattr(config, "mamba_expand", 1) * config.hidden_size
+    if width != config.mamba_n_heads * config.mamba_d_head:
         raise FamilyRefused("state spaces whose heads are not as wide as their product are not served")
     least, most = getattr(config, "time_step_limit", None) or (0.0, float("inf"))
     return StateSpaceSpec(

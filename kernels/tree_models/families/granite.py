@@ -1,7 +1,8 @@
-"""Granite 3 and 4, dense and with experts; Granite 4's hybrids with Mamba2, and Bamba."""
+"""Granite 3 and 4, dense and with experts; Granite 4's hybrids with Mamba2, Bamba and Falcon-H1."""
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
 from tree_models.families.common import (
@@ -19,7 +20,7 @@ from tree_models.families.common import (
 )
 from tree_models.families.rotary import rotary
 from tree_models.names import WeightNames
-from tree_models.spec import AttentionSpec, ExpertsSpec, MLPSpec, RouterSpec, StateSpaceSpec
+from tree_models.spec import AttentionSpec, ExpertsSpec, FamilyRefused, GateSpec, MLPSpec, RouterSpec, StateSpaceSpec
 
 _SHARED: dict[str, Any] = {"gate_up": ("shared_mlp.input_linear",), "down": "shared_mlp.output_linear"}
 _EXPERTS: dict[str, Any] = {
@@ -36,6 +37,16 @@ _EXPERTS_SWA = _EXPERTS | {
     "expert_down": "block_sparse_moe.experts.down_proj",
     "expert_suffix": "",
 }
+
+
+# Of Bamba and Falcon-H1.
+_BAMBA = WeightNames(
+    final_norm="model.final_layernorm",
+    before_mlp="pre_ff_layernorm",
+    gate_up=("feed_forward.gate_proj", "feed_forward.up_proj"),
+    down="feed_forward.down_proj",
+    **STATE_SPACES,
+)
 
 
 def granite(config: Any) -> Description:
@@ -76,13 +87,45 @@ def bamba(config: Any) -> Description:
         attends = config.layers_block_type[index] == "full_attention"
         mixing = attention(config, index) if attends else state_space(config)
         layers.append(layer(mixing, mlp(config), norm))
-    names: dict[str, Any] = {
-        "final_norm": "model.final_layernorm",
-        "before_mlp": "pre_ff_layernorm",
-        "gate_up": ("feed_forward.gate_proj", "feed_forward.up_proj"),
-        "down": "feed_forward.down_proj",
+    return Description(decoder(config, layers, norm), _BAMBA)
+
+
+def falcon_h1(config: Any) -> Description:
+    """Falcon-H1: attention and Mamba2 side by side in every layer, and many fixed scales."""
+    norm, (gate, down) = rms_norm(config), config.mlp_multipliers
+    feeding = mlp(config, gate=GateSpec(scale=float(gate)), scale=float(down))
+    beside = _falcon_space(config)
+    layers = [layer(_falcon_attention(config, index), feeding, norm, beside=beside) for index in counted(config)]
+    scales = {
+        "embedding_scale": float(config.embedding_multiplier),
+        "logits_scale": float(config.lm_head_multiplier),
     }
-    return Description(decoder(config, layers, norm), WeightNames(**names, **STATE_SPACES))
+    return Description(decoder(config, layers, norm, **scales), _BAMBA)
+
+
+def _falcon_attention(config: Any, index: int) -> AttentionSpec:
+    """Scales of rows, keys and outputs are those of scores and values."""
+    rows, out = float(config.attention_in_multiplier), float(config.attention_out_multiplier)
+    if config.attention_bias and (rows, out) != (1.0, 1.0):
+        raise FamilyRefused("scaled attention with biases is not served")
+    scaling = head_width(config) ** -0.5 * float(config.key_multiplier) * rows * rows
+    return attention(config, index, scaling=scaling, value_scale=rows * out)
+
+
+def _falcon_space(config: Any) -> StateSpaceSpec:
+    rows = float(config.ssm_in_multiplier)
+    if config.mamba_proj_bias != config.projectors_bias or (config.mamba_proj_bias and rows != 1.0):
+        raise FamilyRefused("a state space with some biases, or scaled ones, is not served")
+    if config.mamba_rms_norm and config.mamba_norm_before_gate:
+        raise FamilyRefused("a state space whose output is normed before its gate is not served")
+    gates, values, keys, queries, steps = (rows * float(scale) for scale in config.ssm_multipliers)
+    return replace(
+        state_space(config),
+        normed=bool(config.mamba_rms_norm),
+        norm_groups=int(config.mamba_n_groups),
+        part_scales=(gates, values, keys, queries, steps),
+        scale=float(config.ssm_out_multiplier),
+    )
 
 
 def _experts(config: Any, shared: int) -> ExpertsSpec:

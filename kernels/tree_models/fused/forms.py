@@ -123,6 +123,8 @@ def parts_of(layer: DecoderLayer) -> LayerParts | None:
     """The parts of a layer whose products lie as published and whose form the launches have, else None."""
     attention, mlp, spec = layer.attention, layer.mlp, layer.spec
     mixer, out, fed, added = None, None, None, None
+    if layer.beside is not None:
+        return None
     if attention is not None:
         product: Any = attention.out
         mixer, out = mixer_of(attention), product.plain
@@ -184,7 +186,7 @@ def _mlp_parts(mlp: MLP) -> MLPParts | None:
     gate_up, down = mlp.gate_up.plain, mlp.down.plain
     kinds = {kind.value: kind for kind in ActivationKind}
     kind = kinds.get(mlp.spec.activation)
-    if gate_up is None or down is None or kind is None or mlp.spec.gate != GateSpec():
+    if gate_up is None or down is None or kind is None or (mlp.spec.gate, mlp.spec.scale) != (GateSpec(), 1.0):
         return None
     activation = Activation(kind, None if mlp.xielu is None else mlp.xielu.numbers)
     return MLPParts(gate_up, activation, mlp.spec.gated, down)

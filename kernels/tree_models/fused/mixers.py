@@ -214,8 +214,8 @@ def mixer_of(
     if isinstance(attention, GatedConvolution) and attention.products.plain is not None:
         convolution = ShortConvolution(attention.weight, attention.bias)
         return ConvolutionMixer(attention.state_layer, attention.products.plain, convolution)
-    # A norm over all ranks' heads is the plain form's.
-    if isinstance(attention, StateSpace) and attention.products.plain is not None and attention.norm_ranks is None:
+    # A norm over all ranks' heads is the plain form's, and so are scales.
+    if isinstance(attention, StateSpace) and attention.products.plain is not None and attention.is_usual:
         return SpaceMixer(
             attention.state_layer,
             attention.products.plain,

@@ -45,8 +45,11 @@ Tap = Callable[[Tensor], None]
 class DecoderLayer(nn.Module):
     """See `LayerSpec`: [R, H] -> [R, H]."""
 
-    def __init__(self, spec: LayerSpec, hidden_size: int, layer: int, place: Placement, kept: int) -> None:
-        """`kept` counts the layers whose keys and values, or whose states, are kept beside this one's."""
+    def __init__(
+        self, spec: LayerSpec, hidden_size: int, layer: int, place: Placement, kept: int, kept_beside: int = 0
+    ) -> None:
+        """`kept` counts the layers whose keys and values, or whose states, are kept beside this one's; `kept_beside`
+        those with states beside what this one has beside its attention."""
         super().__init__()
         self.spec, self._ranks = spec, place.ranks
         of = hidden_size, layer, place
@@ -63,6 +66,7 @@ class DecoderLayer(nn.Module):
             self.attention = GatedDeltaNet(spec.attention, *of, kept)
         else:
             self.attention = StateSpace(spec.attention, *of, kept)
+        self.beside = StateSpace(spec.beside, *of, kept_beside) if spec.beside else None
         self.mlp: MLP | MixtureOfExperts | DenseAndExperts | None
         if spec.mlp is None:
             self.mlp = None
@@ -92,7 +96,10 @@ class DecoderLayer(nn.Module):
         if rows is None:
             rows = hidden if self.before_attention is None else self.before_attention(hidden)
         if self.attention is not None:
-            hidden = self._added(hidden, self.attention(rows, angles, step), self.after_attention)
+            mixed: Tensor = self.attention(rows, angles, step)
+            if self.beside is not None:
+                mixed = mixed + self.beside(rows, angles, step)
+            hidden = self._added(hidden, mixed, self.after_attention)
         if not self.spec.parallel:
             rows = hidden if self.before_mlp is None else self.before_mlp(hidden)
         if self.mlp is not None:
@@ -125,6 +132,8 @@ class DecoderLayer(nn.Module):
                 yield from norm.slots(names.in_layer(name, layer), copy)
         if self.attention is not None:
             yield from self.attention.slots(names, copy)
+        if self.beside is not None:
+            yield from self.beside.slots(names, copy)
         if self.added_input is not None:
             yield from self.added_input.slots(names, layer, copy)
         if self.scale is not None:
@@ -176,18 +185,21 @@ def _keeps_own(spec: AttentionSpec | LatentSpec | RecurrentSpec | None) -> TypeG
     return isinstance(spec, LatentSpec) or (isinstance(spec, AttentionSpec) and spec.keys_of is None)
 
 
-def _kept_places(specs: Sequence[AttentionSpec | LatentSpec | RecurrentSpec | None]) -> list[int]:
-    """The place of each layer's keys and values among those that are kept, or of its state among states; layers with
-    neither count among neither."""
-    places: list[int] = []
+def _kept_places(layers: Sequence[LayerSpec]) -> list[tuple[int, int]]:
+    """The place of each layer's keys and values among those that are kept, or of its state among states, and of the
+    state beside its attention; layers with neither count among neither."""
+    places: list[tuple[int, int]] = []
     counts = {True: 0, False: 0}
-    for spec in specs:
-        if isinstance(spec, AttentionSpec) and spec.keys_of is not None:
-            places.append(places[spec.keys_of])
-            continue
+    for layer in layers:
+        spec = layer.attention
         kind = isinstance(spec, RecurrentSpec)
-        places.append(counts[kind])
-        counts[kind] += spec is not None
+        if isinstance(spec, AttentionSpec) and spec.keys_of is not None:
+            own = places[spec.keys_of][0]
+        else:
+            own = counts[kind]
+            counts[kind] += spec is not None
+        places.append((own, counts[True]))
+        counts[True] += layer.beside is not None
     return places
 
 
@@ -201,10 +213,9 @@ class LayerStack(nn.Module):
         computed."""
         super().__init__()
         self.place, self.layer_specs, self.longest_context = place, tuple(specs), longest_context
-        places = _kept_places([layer.attention for layer in specs])
         made = [
-            DecoderLayer(layer, hidden_size, index, place, kept + own)
-            for index, (layer, own) in enumerate(zip(specs, places, strict=True))
+            DecoderLayer(layer, hidden_size, index, place, kept + own, beside)
+            for index, (layer, (own, beside)) in enumerate(zip(specs, _kept_places(specs), strict=True))
         ]
         if specs and not any(isinstance(layer.attention, AttentionSpec | LatentSpec) for layer in specs):
             raise FamilyRefused("no layer attends to earlier tokens")
@@ -330,11 +341,7 @@ class Decoder(LayerStack):
     @property
     def recurrent_layers(self) -> tuple[int, StateShape] | None:
         """How many layers keep states, and of which shape; None where there are none."""
-        shapes = [
-            state_shape(layer.attention, self.hidden_size)
-            for layer in self.spec.layers
-            if isinstance(layer.attention, RecurrentSpec)
-        ]
+        shapes = [state_shape(spec, self.hidden_size) for layer in self.spec.layers for spec in layer.states]
         return (len(shapes), shapes[0]) if shapes else None
 
     @property

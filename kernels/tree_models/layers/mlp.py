@@ -87,11 +87,12 @@ class MLP(nn.Module):
         activation = self.xielu or FUNCTIONS[self.spec.activation]
         if self.spec.gated:
             gate, up = product.chunk(2, dim=-1)
+            gate = gate if self.spec.gate.scale == 1.0 else gate * self.spec.gate.scale
             product = gated(gate, up, activation, self._gate_form)
         else:
             product = activation(product)
         output: Tensor = self.down(product)
-        return output
+        return output if self.spec.scale == 1.0 else output * self.spec.scale
 
     def slots(self, gate_up: Sequence[str], down: str, activation: str, copy: Copy) -> Iterator[WeightSlot]:
         """Slots of the tensors with these whole names; without a gate, of the last of `gate_up`."""

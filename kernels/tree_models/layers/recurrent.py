@@ -139,31 +139,44 @@ class StateSpace(nn.Module):
         self.decay = place.empty(spec.heads, dtype=torch.float32)
         self.decay_bias = place.empty(spec.heads, dtype=torch.float32)
         self.skip = place.empty(spec.heads, dtype=torch.float32)
-        self.norm = place.empty(values)
+        self.norm = place.empty(values) if spec.normed else None
         self.out = Linear(values, [hidden_size], place, bias=spec.bias)
+        # Of the product's numbers.
+        parts = zip(spec.part_scales, (values, values, keys, keys, spec.heads), strict=True)
+        scales = torch.cat([torch.full((count,), scale, device=place.device) for scale, count in parts])
+        self.register_buffer("_scales", scales if set(spec.part_scales) != {1.0} else None, persistent=False)
+        self._scales: Tensor | None
         self.layout = HeadsLayout(StateRule.SUM, spec.groups, values + keys, values, 0)
         # Of ranks each has some groups of the heads that are normed together, or a part of one.
         ranks = place.ranks
-        self.norm_ranks = ranks if ranks is not None and spec.norm_groups % ranks.size else None
-        groups = 1 if self.norm_ranks is not None else spec.norm_groups // (1 if ranks is None else ranks.size)
+        self.norm_ranks = ranks if spec.normed and ranks is not None and spec.norm_groups % ranks.size else None
+        alone = self.norm_ranks is not None or not spec.normed
+        groups = 1 if alone else spec.norm_groups // (1 if ranks is None else ranks.size)
         own = None if self.norm_ranks is not None else self.norm
         self.output = SpaceOutput(self.skip, own, spec.epsilon, groups)
+
+    @property
+    def is_usual(self) -> bool:
+        """Whether nothing is scaled, and no norm reaches over ranks."""
+        return self.norm_ranks is None and self._scales is None and self.spec.scale == 1.0
 
     def forward(self, rows: Tensor, angles: Angles | None, step: PagedPass) -> Tensor:
         """[R, H] -> [R, H]."""
         del angles
         spec, channels = self.spec, len(self.weight)
         product: Tensor = self.products(rows)
+        if self._scales is not None:
+            product = (product * self._scales).to(rows.dtype)
         values = spec.heads * spec.value_width
         gate, inputs = product[:, :values], product[:, values : values + channels]
         gates = space_gates(product[:, values + channels :], self.decay, self.decay_bias, spec.step_limits)
         mixed, convolved = self._mixed(inputs, gates, step)
         gated = space_output(mixed, convolved[:, :values], gate, self.output)
-        if self.norm_ranks is not None:
+        if self.norm_ranks is not None and self.norm is not None:
             normed = rms_over_ranks(gated, spec.epsilon, self.norm_ranks, spec.norm_groups)
             gated = self.norm * normed.to(rows.dtype)
         output: Tensor = self.out(gated)
-        return output
+        return output if spec.scale == 1.0 else output * spec.scale
 
     @torch.compiler.disable  # type: ignore[untyped-decorator]
     def _mixed(self, inputs: Tensor, gates: Tensor, step: PagedPass) -> tuple[Tensor, Tensor]:
@@ -184,7 +197,8 @@ class StateSpace(nn.Module):
         yield _decay_slot(of(names.decay), self.decay, copy)
         yield in_place(of(names.decay_bias), self.decay_bias, copy)
         yield in_place(of(names.skip), self.skip, copy)
-        yield in_place(f"{of(names.mixer_norm)}.weight", self.norm, copy)
+        if self.norm is not None:
+            yield in_place(f"{of(names.mixer_norm)}.weight", self.norm, copy)
         yield from self.out.slots([of(names.mixer_out)], copy)
 
 

@@ -87,10 +87,14 @@ class _Divider:
         if mixer is not None:
             mixer, of_mixer = self._mixer(mixer)
             cuts += of_mixer
+        beside = layer.beside
+        if beside is not None:
+            beside, of_beside = self._state_space(beside)
+            cuts += of_beside
         if mlp is not None:
             mlp, of_mlp = self._mlp(mlp)
             cuts += of_mlp
-        return replace(layer, attention=mixer, mlp=mlp), cuts
+        return replace(layer, attention=mixer, mlp=mlp, beside=beside), cuts
 
     def _mixer(self, spec: _MixerSpec) -> tuple[_MixerSpec, _Cuts]:
         if isinstance(spec, AttentionSpec):

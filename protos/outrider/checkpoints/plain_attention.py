@@ -22,7 +22,7 @@ _COMPUTED = {"attn_logit_softcapping", "conv_L_cache", "linear_num_value_heads",
 _PLAIN = {"full_attention", "attention"}
 _WINDOWED = {"sliding_attention"}
 # With an entry in `tree_models.families`.
-_OWN = _WINDOWED | {"conv", "linear_attention", "mamba", "mlp", "moe"}
+_OWN = _WINDOWED | {"conv", "hybrid", "linear_attention", "mamba", "mlp", "moe"}
 
 
 def attention_refusal(config: PretrainedConfig, *, variants: bool = False) -> str:
