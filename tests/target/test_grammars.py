@@ -9,6 +9,7 @@ from collections.abc import Sequence
 
 import numpy as np
 import pytest
+from llguidance import LLMatcher
 from numpy.typing import NDArray
 from structured_forms import VOCABULARY, trained_tokenizer
 from tokenizers import Tokenizer, decoders, models, normalizers, pre_tokenizers
@@ -137,6 +138,20 @@ class TestMasks:
         for masks, expected in zip(masked(trees, timed=timed), alone, strict=True):
             assert masks.error is None
             assert (masks.words == expected).all()
+
+    @pytest.mark.parametrize("most", [1, 5, 13, 40])
+    def test_tokens_that_are_allowed_at_once_are_those_that_may_come(self, grammars: Grammars, most: int) -> None:
+        form = StructuredOutput(json_schema=json.dumps({"type": "string", "minLength": 1, "maxLength": most}))
+        tokenizer = grammar_tokenizer(trained_tokenizer(), VOCABULARY, (END,))
+        # One by one.
+        matcher = LLMatcher(tokenizer.with_slices([]), compiling.grammar_of(form), log_level=0)
+        followed, output, dice = grammars.followed(form, "t"), list[int](), random.Random(most)
+        while not output or output[-1] != END:
+            words = np.frombuffer(matcher.compute_bitmask(), np.int32)
+            masks = followed.masks(chain(9, []), output)
+            assert (masks.words[0] == words[: followed.words]).all()
+            output.append(dice.choice(sorted(allowed(masks, 0))))
+            assert output[-1] == END or matcher.consume_token(output[-1])
 
     def test_characters_may_be_cut_between_tokens(self, grammars: Grammars) -> None:
         # Not forced, or it would come in the tokenizer's own tokens.
