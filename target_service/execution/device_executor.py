@@ -4,10 +4,13 @@ log-probabilities where they were asked for."""
 from __future__ import annotations
 
 import importlib.util
+import logging
+import time
 from collections.abc import Callable, Iterator, Mapping
 from collections.abc import Sequence as SequenceOf
 from dataclasses import dataclass
 from functools import partial
+from math import inf
 from typing import Literal, NamedTuple
 
 import numpy
@@ -39,8 +42,12 @@ from tree_kernels.node_table import Mailboxes, NodeTable, StepIntegers
 from tree_kernels.node_table.layout import REPORT
 from tree_kernels.verification import DeviceVerifier, Mode, RowsToVerify, Verdicts, Walk, records_of
 
+log = logging.getLogger(__name__)
 # Results in flight at most: that of a step, and that of the one launched after it.
 _RESULTS = 2
+# Without a step for so long, sizes of steps are captured, for each of which a request that comes then waits: 0.14 s on
+# an H100 (`benchmarks/results/2026-11-27-h100-start.md`). Chosen.
+_QUIET_SECONDS = 0.5
 
 
 def best_steps(runner: ModelRunner, *, max_sequences: int, max_rows: int, typical: bool = False) -> Steps:
@@ -107,6 +114,8 @@ class DeviceSteps:
             mail = Mailboxes(max_sequences, runner.device)
             self.tables, self._pre_pass = NodeTables(max_sequences, mail), PrePass(runner, table, mail)
         self._count = 0
+        # When a step was launched last.
+        self._launched = -inf
         self._spans = device_spans() if on_gpu else None
         # Of the last step that was launched.
         self._verdicts = self._verifier.verdicts
@@ -139,10 +148,24 @@ class DeviceSteps:
 
     def use_pause(self) -> bool:
         """See `Steps.use_pause`."""
-        return self._post_pass.capture_more()
+        if time.monotonic() - self._launched < _QUIET_SECONDS:
+            # The next request may come at once.
+            self._post_pass.capture_more()
+            return True
+        done = self._runner.capture_later()
+        if done is None:
+            return self._post_pass.capture_more()
+        try:
+            self._post_pass.capture_behind(done)
+            if self._pre_pass is not None:
+                self._pre_pass.capture_before(done)
+        except torch.OutOfMemoryError:
+            log.warning("no memory to capture what follows a step of %d rows", len(done.token_ids))
+        return True
 
     def launch(self, batch: StepBatch, verifiers: SequenceOf[SequenceVerifier], passes: int, ready: Ready) -> Launched:
         """See `Steps.launch`."""
+        self._launched = time.monotonic()
         places = self._shaped.write(batch, verifiers)
         rows = [_to_verify(*each) for each in zip(batch.items, verifiers, places, strict=True)]
         masked = any([one.masked for one in verifiers])

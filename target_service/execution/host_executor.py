@@ -97,8 +97,8 @@ class Steps(Protocol):
         """Whether the host goes on while a step runs."""
 
     def use_pause(self) -> bool:
-        """Do for some milliseconds what later steps would wait for. No step is under way. False where nothing is left
-        to be done."""
+        """Do for some milliseconds, or where none was launched lately for longer, what later steps would wait for. No
+        step is under way. False where nothing is left to be done."""
 
     @property
     def tables(self) -> NodeTables | None:

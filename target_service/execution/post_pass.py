@@ -95,18 +95,23 @@ class PostPass:
     def capture_ahead(self) -> None:
         """Capture what follows captured passes, size by size for as long as there is time, so that no request waits
         for it. Before the first request."""
-        start, sizes, tables = time.monotonic(), 0, self._runner.node_table is not None
+        start, sizes = time.monotonic(), 0
         for done in self._runner.empty_passes():
             if time.monotonic() - start > _CAPTURE_SECONDS:
                 break
-            for work in _all_work(drafts=len(done.token_ids) > 1, tables=tables, typical=self._typical):
-                self.launch(work, done)
+            self.capture_behind(done)
             sizes += 1
         if sizes:
             log.info("captured what follows steps of %d sizes in %.1f s", sizes, time.monotonic() - start)
         self._rest = self._capture_rest()
         # Of the first size at least, which compiles the kernels.
         next(self._rest, None)
+
+    def capture_behind(self, done: ForwardPass) -> None:
+        """Capture what follows this pass, which has no sequences."""
+        tables = self._runner.node_table is not None
+        for work in _all_work(drafts=len(done.token_ids) > 1, tables=tables, typical=self._typical):
+            self.launch(work, done)
 
     def capture_more(self) -> bool:
         """Capture more of what some requests need, for some milliseconds, while no step runs. False where there is
@@ -120,21 +125,23 @@ class PostPass:
     def _capture_rest(self) -> Iterator[bool]:
         """Capture what only some requests need, step by step, small passes first: all of the smallest, then one piece
         of work at a time. Empty where there is nothing more, or no memory for it."""
-        tables, first, count = self._runner.node_table is not None, True, 0
-        passes = [(len(done.token_ids), number) for number, done in enumerate(self._runner.empty_passes())]
-        for rows, number in sorted(each for each in passes if each[0] <= _MOST_REST_ROWS):
-            for work in _work_of_some(drafts=rows > 1, tables=tables):
-                done = next(itertools.islice(self._runner.empty_passes(), number, None))
-                try:
-                    self.launch(work, done)
-                except torch.OutOfMemoryError:
-                    log.warning("no memory to capture more of what follows passes")
-                    return
-                count += 1
-                if not first:
-                    yield True
+        tables, count = self._runner.node_table is not None, 0
+        for first in (True, False):
+            # The others once pauses begin, since more sizes may have been captured until then.
+            passes = sorted((len(done.token_ids), number) for number, done in enumerate(self._runner.empty_passes()))
+            kept = [each for each in passes if each[0] <= _MOST_REST_ROWS]
+            for rows, number in kept[:1] if first else kept[1:]:
+                for work in _work_of_some(drafts=rows > 1, tables=tables):
+                    done = next(itertools.islice(self._runner.empty_passes(), number, None))
+                    try:
+                        self.launch(work, done)
+                    except torch.OutOfMemoryError:
+                        log.warning("no memory to capture more of what follows passes")
+                        return
+                    count += 1
+                    if not first:
+                        yield True
             if first:
-                first = False
                 yield True
         if count:
             log.info("captured %d more kinds of what follows passes", count)

@@ -8,6 +8,7 @@ from functools import partial
 from torch import Tensor
 
 from target_service.model.cuda_graphs.pass_graphs import PassGraphs
+from target_service.model.forward import ForwardPass
 from target_service.model.runner import ModelRunner
 from tree_kernels.node_table import Mailboxes, NodeTable, StepIntegers
 
@@ -48,5 +49,9 @@ class PrePass:
     def capture_ahead(self) -> None:
         """Capture what comes before each captured pass. Before the first request."""
         for empty in self._runner.empty_passes():
-            if empty.step is not None and len(empty.token_ids) > 1:
-                self.launch(empty.step, empty.graph_buffers)
+            self.capture_before(empty)
+
+    def capture_before(self, empty: ForwardPass) -> None:
+        """Capture what comes before this pass, which has no sequences."""
+        if empty.step is not None and len(empty.token_ids) > 1:
+            self.launch(empty.step, empty.graph_buffers)

@@ -234,6 +234,11 @@ class ModelRunner:
         the first request."""
         return iter(())
 
+    def capture_later(self) -> ForwardPass | None:
+        """Capture one of the sizes that were left for later, while no step is under way: a pass of it without
+        sequences, whose results nobody needs. None where no size is left."""
+        return None
+
     def _run_from_device(self, batch: ForwardInput, step: StepIntegers) -> ForwardPass:
         """Run `batch` with the rows that the integers of `step` have by now."""
         starts, prefixes = tuple(step.query_starts.tolist()), tuple(step.prefix_lengths.tolist())

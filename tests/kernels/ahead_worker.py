@@ -120,7 +120,7 @@ def steps() -> dict[str, Any]:
     module.single_row_linears, module.many_row_linears = VectorLinears, CublasLinears
     module.computes_the_same = lambda *_: True
     config = LlamaConfig(
-        hidden_size=64, intermediate_size=128, num_hidden_layers=1, num_attention_heads=4, num_key_value_heads=2,
+        hidden_size=64, intermediate_size=128, num_hidden_layers=5, num_attention_heads=4, num_key_value_heads=2,
         head_dim=16, vocab_size=128, max_position_embeddings=512,
     )  # fmt: skip
     model = LlamaForCausalLM(config).to(torch.bfloat16)
@@ -134,9 +134,12 @@ def steps() -> dict[str, Any]:
             captured.rehearse(bucket)
             sizes.append([bucket.rows, bucket.sequences])
             names.append([json.loads(entry)["name"] for entry in entries[before:]])
+        rehearsed = len(entries)
+        for bucket in captured.buckets[:1] + captured.buckets[-1:]:
+            captured._run(captured._rehearsed(bucket))
     keys = [key for key, _ in captured.cache.pools]
     written = any(bool(tensor.any()) for tensors in keys for tensor in tensors)
-    return {"sizes": sizes, "names": names, "written": written}
+    return {"sizes": sizes, "names": names, "written": written, "left": entries[rehearsed:]}
 
 
 def ambiguous() -> list[str]:

@@ -1,4 +1,5 @@
-"""Captured passes on two ranks, as threads and without a GPU: a graph is a launch that is run again.
+"""Captured passes on two ranks, as threads and without a GPU: a graph is a launch that is run again. And on one whose
+sizes are captured in part before the first request, and in part in pauses.
 
 What a GPU would do by itself is done here by the plain forms of its kernels, over the very buffers of a captured step.
 """
@@ -14,22 +15,26 @@ from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, replace
 from types import SimpleNamespace
 from typing import Any
+from unittest.mock import Mock
 
 import pytest
 import torch
 from conftest import make_tiny
 from engine_harness import engine_config, knowing_tree, plain, request, run
+from fake_clock import FakeClock
 from thread_ranks import Exchange, ThreadRank
 from torch import Tensor
 from transformers import PreTrainedModel
 
 from outrider.sampling import SamplingParams
 from target_service.core.sequence import SequenceRequest
+from target_service.execution import device_executor
 from target_service.execution.device_executor import DeviceSteps
+from target_service.model.cuda_graphs import capturing
 from target_service.model.cuda_graphs.capturing import capture_steps
 from target_service.model.cuda_graphs.pass_graphs import PassGraphs
 from target_service.model.cuda_graphs.runner import CapturedRunner, CaptureOptions
-from target_service.model.cuda_graphs.sizes import buckets_up_to
+from target_service.model.cuda_graphs.sizes import Bucket, buckets_up_to
 from target_service.model.cuda_graphs.step_buffer import StepBuffer
 from target_service.model.rank_link import PassMessage
 from target_service.model.ranks.followed_passes import FollowedPasses
@@ -38,6 +43,7 @@ from target_service.model.support import description_of
 from tree_kernels import paging
 from tree_kernels.attention import AttentionBatch, TreeAttention
 from tree_kernels.linear import layers as linear_layers
+from tree_models.building import build
 from tree_models.fused.preparing import LayerOptions
 from tree_models.layers import paged
 from tree_models.layers.placing import Placement
@@ -167,14 +173,15 @@ def model() -> PreTrainedModel:
     return make_tiny(num_hidden_layers=2)
 
 
-def captured_rank(model: PreTrainedModel, link: ThreadLink) -> RerunRunner:
+def captured_rank(model: PreTrainedModel, link: ThreadLink | None = None) -> RerunRunner:
     """As `loader.load_runner` makes one."""
     description = description_of(model.config)
     assert description is not None
-    decoder = build_rank(description, published_tensors(model), Placement(CPU, torch.float32, ranks=link))
+    place = Placement(CPU, torch.float32, ranks=link)
+    decoder = (build_rank if link else build)(description, published_tensors(model), place)
     runner = runner_over(decoder, None, num_pages=64, page_size=PAGE_SIZE, end_token_ids=())
     runner.attention = ReadBack()
-    if link.leads:
+    if link is None or link.leads:
         runner.enable_device_row_selection(SEQUENCES, 3)
     options = CaptureOptions(ROWS, SEQUENCES, LayerOptions(compiled=False))
     captured = RerunRunner(runner, options)
@@ -239,3 +246,49 @@ def test_captured_passes_of_ranks(leading: RerunRunner, model: PreTrainedModel) 
                 outcomes = run(leading, each, propose=propose, launch=steps, passes=passes, stagger=2, config=config)
                 assert [outcome.token_ids for outcome in outcomes] == expected
             assert sum(outcome.finished.totals.accepted_tokens for outcome in outcomes) > 10
+
+
+def test_sizes_are_captured_in_pauses(
+    without_gpu: None, model: PreTrainedModel, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    del without_gpu
+    time = FakeClock()
+    monkeypatch.setattr(device_executor, "time", SimpleNamespace(monotonic=time))
+    runner = captured_rank(model)
+    runner.compiled_ahead = True
+    # Such small steps would all be captured first.
+    monkeypatch.setattr(capturing, "_TREE_ROWS", 0)
+    capture_steps(runner, seconds=60.0, memory_share=0.5)
+    first, every = runner.captured_steps
+    assert 0 < first < every == len(buckets_up_to(ROWS, SEQUENCES))
+    with torch.inference_mode():
+        # Every number of rows is there, for any number of sequences.
+        assert runner.pass_sizes(SEQUENCES) == [4, 16, 32, ROWS] and runner.buckets[0] == Bucket(1, 1)
+        steps = DeviceSteps(runner, max_sequences=SEQUENCES, max_rows=ROWS, backend="torch")
+        steps.warm_up()
+        wanted = requests(SAMPLINGS["seeded"])
+        expected = [plain(model, one) for one in wanted]
+        config = engine_config(max_step_rows=ROWS, max_running=SEQUENCES, prefill_chunk=ROWS)
+
+        def check() -> None:
+            outcomes = run(runner, wanted, launch=steps, passes=2, stagger=2, config=config)
+            assert [outcome.token_ids for outcome in outcomes] == expected
+
+        check()
+        # The next request may come at once.
+        assert steps.use_pause() and runner.captured_steps == (first, every)
+        time.now += 1.0
+        assert steps.use_pause() and runner.captured_steps == (first + 1, every)
+        check()
+        time.now += 1.0
+        # Without memory no request fails, and the rest is left.
+        with monkeypatch.context() as patch:
+            patch.setattr(runner, "_record", Mock(side_effect=torch.OutOfMemoryError("none is left")))
+            steps.use_pause()
+        assert runner.captured_steps == (first + 1, every) and "are not captured: none is left" in caplog.text
+        assert runner.capture_later() is None
+        runner.keep_to_captured(buckets_up_to(ROWS, SEQUENCES))
+        while steps.use_pause():
+            pass
+        assert runner.captured_steps == (every, every)
+        check()

@@ -23,6 +23,11 @@ class AheadCompiler:
         """`command` runs `CHILD`. The processes start now, and import while a model is being loaded."""
         self._compilers = CompilerProcesses(command, processes) if processes else None
 
+    @property
+    def has_processes(self) -> bool:
+        """Whether anything is compiled ahead."""
+        return self._compilers is not None
+
     def compile(self, what: str, launches: Iterable[Callable[[], object]]) -> int:
         """Run `launches` without launching anything, and return once what they would compile is compiled: how many
         kernels. None of it changes a result: what is not compiled here is compiled where it is launched.

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import replace
 from typing import Any, NamedTuple, Protocol, TypeGuard
 
@@ -230,6 +231,8 @@ class LayerStack(nn.Module):
         self.final_form: FinalForm | None = None
         # By layer, from 0; the number of layers stands for the rows after the last norm.
         self._taps: dict[int, list[Tap]] = {}
+        # Layers that passes compute.
+        self._computed: Sequence[int] = range(len(made))
 
     @property
     def expanded_shapes(self) -> Sequence[CacheShape]:
@@ -263,7 +266,8 @@ class LayerStack(nn.Module):
         first layer's attention reads, normed whole, where that is not its own norm of the hidden rows; `vectors`
         [R, layers, W] what each layer adds where they have added inputs."""
         carried: Any = given
-        for index, (layer, form, kind) in enumerate(zip(self.layers, self.forms, self._rotary_places, strict=True)):
+        for index in self._computed:
+            layer, form, kind = self.layers[index], self.forms[index], self._rotary_places[index]
             angles = None if kind is None else every[kind]
             own = None if vectors is None else vectors[:, index]
             # Its own forms read what a pass has; without a cache layers are plain.
@@ -277,6 +281,20 @@ class LayerStack(nn.Module):
             for tap in self._taps.get(index, ()):
                 tap(hidden)
         return hidden
+
+    @contextmanager
+    def few_layers(self) -> Iterator[None]:
+        """While the block runs, passes compute two layers of each kind, one behind the other where there are such, and
+        the last one: these launch every kernel that all layers do."""
+        count, kept = len(self.layers), set[int]()
+        for kind in dict.fromkeys(self.layer_specs):
+            of_kind = [index for index, spec in enumerate(self.layer_specs) if spec == kind]
+            kept |= {of_kind[0], min(of_kind[0] + 1, count - 1), of_kind[-1], max(of_kind[-1] - 1, 0)}
+        self._computed = sorted(kept)
+        try:
+            yield
+        finally:
+            self._computed = range(count)
 
     def tap(self, layer: int, keep: Tap) -> Callable[[], None]:
         """Give the output of a layer to `keep` in every pass; the number of layers stands for the rows after the last

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 import sys
+from collections.abc import Sequence
 from functools import partial
 
 import torch
@@ -25,10 +26,11 @@ _TREE_ROWS = 64
 
 
 def capture_steps(captured: CapturedRunner, *, seconds: float, memory_share: float) -> None:
-    """Capture the largest step, give the KV cache the memory that is left, and capture the others.
+    """Capture the largest step, give the KV cache the memory that is left, and capture the others: the most important
+    ones where their kernels were compiled ahead, and the rest then in pauses, by `CapturedRunner.capture_later`.
 
-    No capture begins later than after `seconds`; steps of sizes that are not captured run as the next larger ones. The
-    runner's cache, just large enough to run a step, is replaced by one of `memory_share` of the memory that is free
+    No capture begins here later than after `seconds`; steps of sizes that are not captured run as the next larger ones.
+    The runner's cache, just large enough to run a step, is replaced by one of `memory_share` of the memory that is free
     then, or kept with 0. Raises `ModelRefused` where steps of several ranks cannot be captured.
     """
     captured.ahead.compile("steps", (partial(captured.rehearse, bucket) for bucket in ordered_sizes(captured)))
@@ -65,10 +67,11 @@ def _cache_of(small: KVCache, free: float, share: float) -> KVCache:
 
 def _capture_all(captured: CapturedRunner, seconds: float) -> None:
     ordered = ordered_sizes(captured)
+    first = first_sizes(ordered) if captured.compiled_ahead else ordered
     with Progress(transient=True, disable=not sys.stderr.isatty(), console=error_console()) as bars:
-        bar = bars.add_task("capturing steps", total=len(ordered))
-        done = captured.capture(ordered, seconds=seconds, progress=lambda: bars.advance(bar))
-    captured.keep_to_captured()
+        bar = bars.add_task("capturing steps", total=len(first))
+        done = captured.capture(first, seconds=seconds, progress=lambda: bars.advance(bar))
+    captured.keep_to_captured(ordered if captured.compiled_ahead else ())
     log.info("captured %d of %d sizes of steps", done, len(ordered))
 
 
@@ -77,6 +80,21 @@ def ordered_sizes(captured: CapturedRunner) -> list[Bucket]:
     largest, *others = reversed(captured.buckets)
     # The largest first, which every step fits.
     return [largest, *sorted(others, key=_importance)]
+
+
+def first_sizes(ordered: Sequence[Bucket]) -> list[Bucket]:
+    """Those of `ordered` in which every step finds its number of rows: of each number, and of each size of trees, the
+    one for the most sequences; and for one sequence alone all that hold a tree, whose attention is divided for it."""
+    most: dict[tuple[int, int], int] = {}
+    for bucket in ordered:
+        kind = bucket.rows, bucket.largest_tree
+        most[kind] = max(bucket.sequences, most.get(kind, 0))
+    return [
+        bucket
+        for bucket in ordered
+        if bucket.sequences == most[bucket.rows, bucket.largest_tree]
+        or (bucket.sequences == 1 and bucket.rows <= _TREE_ROWS)
+    ]
 
 
 def _importance(bucket: Bucket) -> tuple[bool, int, int]:

@@ -6,11 +6,12 @@ one copy from pinned memory fills. Rows that a step leaves free have no sequence
 
 from __future__ import annotations
 
+import contextlib
+import logging
 import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field, fields
 from math import inf
-from typing import Literal
 
 import numpy
 import torch
@@ -39,7 +40,9 @@ from tree_kernels.node_table import NodeTable, fill_pending
 from tree_kernels.recurrence import RecurrentPass
 from tree_kernels.verification import Verdicts
 from tree_models.fused.preparing import LayerOptions
+from tree_models.layers.decoder import Decoder
 
+log = logging.getLogger(__name__)
 # Versions of a layer that the compiler may make: one for each number of rows and each frame of a layer.
 _RECOMPILE_LIMIT = 64
 
@@ -79,11 +82,15 @@ class CapturedRunner(ModelRunner):
         self.buckets = buckets_up_to(self._options.max_rows, self._options.max_sequences)
         self._capturable = len(self.buckets)
         self._captured: dict[Bucket, _Captured] = {}
-        # Threads of NCCL ask for the state of their events meanwhile.
-        mode: Literal["global", "thread_local"] = "global" if runner.link is None else "thread_local"
-        self._graphs = GraphCapture(torch.cuda.Stream(self.device), mode)  # type: ignore[no-untyped-call]
+        # Sizes that are captured while it serves.
+        self._later: list[Bucket] = []
+        # Meanwhile threads of NCCL ask for the state of their events, and others of a service allocate pinned memory.
+        self._graphs = GraphCapture(torch.cuda.Stream(self.device), "thread_local")  # type: ignore[no-untyped-call]
         self.ahead = runner.ahead
-        prepare_network(self.network, self._options.layers, self.ahead)
+        fused = prepare_network(self.network, self._options.layers, self.ahead)
+        # Whether capturing a size compiles nothing any more once the largest is captured and others were rehearsed:
+        # layers that PyTorch compiles are compiled where they are captured.
+        self.compiled_ahead = self.ahead.has_processes and fused == self.network.layer_count
         self.draft_head = runner.draft_head
         if runner.node_table is not None:
             self._keep_tokens_as(runner.node_table)
@@ -185,9 +192,30 @@ class CapturedRunner(ModelRunner):
 
     @torch.inference_mode()
     def empty_passes(self) -> Iterator[ForwardPass]:
-        for captured in self._captured.values():
-            captured.buffer.integers.zero_()
-            yield _pass_of(captured, self.cache)
+        yield from map(self._empty, self._captured.values())
+
+    @torch.inference_mode()
+    def capture_later(self) -> ForwardPass | None:
+        """See `ModelRunner.capture_later`."""
+        if not self._later:
+            return None
+        bucket = self._later.pop(0)
+        try:
+            self._captured[bucket] = self._capture(bucket)
+        # Also where the device has no memory left: steps of these sizes run as the next larger ones.
+        except RuntimeError as error:
+            log.warning("%d sizes of steps are not captured: %s", 1 + len(self._later), error)
+            self._later.clear()
+            return None
+        self.keep_to_captured(self._later)
+        if not self._later:
+            log.info("captured all %d sizes of steps", len(self._captured))
+        return self._empty(self._captured[bucket])
+
+    def _empty(self, captured: _Captured) -> ForwardPass:
+        """The pass without sequences."""
+        captured.buffer.integers.zero_()
+        return _pass_of(captured, self.cache)
 
     def drop_captures(self) -> None:
         """Drop every graph and its memory."""
@@ -221,9 +249,11 @@ class CapturedRunner(ModelRunner):
         if self.node_table is not None:
             self._keep_tokens_as(self.node_table)
 
-    def keep_to_captured(self) -> None:
-        """Capture nothing more: a step of another size runs as the next larger captured one, or eagerly."""
+    def keep_to_captured(self, later: Iterable[Bucket] = ()) -> None:
+        """Capture nothing more, but those for `later` by `capture_later`: a step of another size runs as the next
+        larger captured one, or eagerly."""
         self.buckets = tuple(sorted(self._captured))
+        self._later = [bucket for bucket in later if bucket not in self._captured]
 
     def capture(
         self, buckets: Iterable[Bucket], *, seconds: float = inf, progress: Callable[[], object] | None = None
@@ -276,8 +306,11 @@ class CapturedRunner(ModelRunner):
 
     @torch.inference_mode()
     def rehearse(self, bucket: Bucket) -> None:
-        """Launch what a step of this size launches, outside of a graph and without effect. Not with other ranks."""
-        self._run(self._rehearsed(bucket))
+        """Launch the kernels that a step of this size launches, by a few layers, outside of a graph and without effect.
+        Not with other ranks."""
+        network = self.network
+        with network.few_layers() if isinstance(network, Decoder) else contextlib.nullcontext():
+            self._run(self._rehearsed(bucket))
 
     def _rehearsed(self, bucket: Bucket) -> StepBuffer:
         """A buffer that holds a step which fills the bucket and writes no key."""
