@@ -58,6 +58,8 @@ TINY_OF: dict[str, dict[str, Any]] = {
     "ministral": {"head_dim": 12},
     "hunyuan_v1_dense": {"head_dim": 12},
     "hunyuan_v1_moe": {"head_dim": 12},
+    # By itself a quarter of a head is rotated, which is odd here.
+    "stablelm": {"rope_parameters": {"rope_type": "default", "rope_theta": 1e4, "partial_rotary_factor": 0.5}},
     "dots1": {"n_routed_experts": 4, "num_experts_per_tok": 2, "n_shared_experts": 1},
     # Of attention layers alone.
     "granitemoehybrid": {"layer_types": ["attention"] * 2, "mamba_n_heads": 4},

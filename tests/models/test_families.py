@@ -144,6 +144,10 @@ TINY_MODELS: dict[str, tuple[str, dict[str, Any]]] = {
     "hy_v3": (
         "hy_v3", EXPERTS | {"head_dim": 16, "num_shared_experts": 1, "router_scaling_factor": 2.5},
     ),
+    "phi": ("phi", {"tie_word_embeddings": False}),
+    "phi, normed": ("phi", {"qk_layernorm": True, "rope_parameters": PARTIAL}),
+    "stablelm": ("stablelm", {"use_qkv_bias": True}),
+    "stablelm, parallel": ("stablelm", {"use_parallel_residual": True}),
     "youtu": ("youtu", V3),
     "minicpm3": ("minicpm3", V3 | {"scale_emb": 3.0, "scale_depth": 1.4}),
 } | WINDOWED | RECURRENT  # fmt: skip

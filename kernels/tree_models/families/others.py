@@ -104,6 +104,19 @@ def nemotron(config: Any) -> Description:
     return Description(decoder(config, layers, norm), WeightNames())
 
 
+def stablelm(config: Any) -> Description:
+    """StableLM: LayerNorms, a part of each head rotated; attention and MLP perhaps side by side."""
+    if config.qk_layernorm:
+        raise FamilyRefused("norms of each head by itself are not served")
+    norm = NormSpec("layer", float(config.layer_norm_eps), bias=True)
+    aside: dict[str, Any] = {"before_mlp": None, "parallel": True} if config.use_parallel_residual else {}
+    own = {"qkv_bias": bool(config.use_qkv_bias), "out_bias": False}
+    layers = [
+        layer(attention(config, index, **own), mlp(config, bias=False), norm, **aside) for index in counted(config)
+    ]
+    return Description(decoder(config, layers, norm), WeightNames())
+
+
 def jais2(config: Any) -> Description:
     """Jais 2: LayerNorms, squared ReLU."""
     norm = NormSpec("layer", float(config.layer_norm_eps), bias=True)

@@ -1,4 +1,4 @@
-"""Phi-3 and 4, whose checkpoints have merged products; Phi-3.5-MoE."""
+"""Phi 1 and 2; Phi-3 and 4, whose checkpoints have merged products; Phi-3.5-MoE."""
 
 from __future__ import annotations
 
@@ -13,13 +13,38 @@ from tree_models.families.common import (
     decoder,
     head_width,
     layer,
+    mlp,
 )
 from tree_models.families.llama import llama
 from tree_models.families.rotary import rotary
 from tree_models.names import WeightNames
-from tree_models.spec import ExpertsSpec, NormSpec, RouterSpec
+from tree_models.spec import ExpertsSpec, HeadNormSpec, NormSpec, RouterSpec
 
 _EXPERT = "block_sparse_moe.experts.{expert}."
+
+
+def phi(config: Any) -> Description:
+    """Phi 1, 1.5 and 2: attention and MLP side by side, LayerNorms, biases everywhere, a part of each head rotated."""
+    norm = NormSpec("layer", float(config.layer_norm_eps), bias=True)
+    attending: dict[str, Any] = {
+        "head_norm": HeadNormSpec(norm) if config.qk_layernorm else None,
+        "qkv_bias": True,
+        "out_bias": True,
+    }
+    feeding = mlp(config, gated=False, bias=True)
+    layers = [
+        layer(attention(config, index, **attending), feeding, norm, before_mlp=None, parallel=True)
+        for index in counted(config)
+    ]
+    names = WeightNames(
+        final_norm="model.final_layernorm",
+        out="self_attn.dense",
+        query_norm="self_attn.q_layernorm",
+        key_norm="self_attn.k_layernorm",
+        gate_up=("mlp.fc1",),
+        down="mlp.fc2",
+    )
+    return Description(decoder(config, layers, norm, head_bias=True), names)
 
 
 def phi3(config: Any) -> Description:
