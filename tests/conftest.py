@@ -78,7 +78,7 @@ LONGEST = (
     "e2e/test_real_model.py",
     "e2e/test_train_head.py",
     "chaos/test_runs.py",
-    "target/test_row_policy.py",
+    "target/test_controller.py",
     "e2e/test_lookup.py",
     "target/test_main.py",
     "e2e/test_mtp_lossless.py",

@@ -65,17 +65,16 @@ class Scheduler:
         """`pass_sizes` are those of the runner, see `ModelRunner.pass_sizes`; `cost` as in `StepTimes`."""
         self._max_running, self._prefill_chunk = config.max_running, config.chunk_rows
         self._prompt_wait, self._pass_sizes = config.longest_prompt_wait, pass_sizes
-        # Drafted rows of the last step that only decoded.
-        self._drafted = 0
+        self._drafted = 0  # drafted rows of the last step that only decoded
+        # Those of a step of so many sequences and rows that leaves rows of prompts unread.
+        self.drafted_beside: Callable[[int, int], int] = lambda _decoding, _rows: self._drafted
         self._cache = cache
         self.pages = SequencePages(cache, shares=config.prefix_cache, records=config.kv_events > 0)
         self._prefix_waits = PrefixWaits(self.pages, cache.page_size)
-        # Observed by the engine. Without any, time is not shared.
-        self.times = StepTimes(cost)
+        self.times = StepTimes(cost)  # observed by the engine; without any, time is not shared
         self._waiting: dict[str, deque[Sequence]] = {}
         self._evicted: dict[int, Sequence] = {}
-        # New sequences held until `release`; None unless `hold_back` was called.
-        self._held_back: list[Sequence] | None = None
+        self._held_back: list[Sequence] | None = None  # new ones, until `release`; None unless `hold_back` was called
         self._places, self._rows, self._time = FairShare(), FairShare(), TimeShares()
         self.running: list[Sequence] = []
         # Most rows of a step: as configured, or fewer where those did not fit the device's memory.
@@ -216,9 +215,10 @@ class Scheduler:
             return rows
         read, beside, sizes = sum(due), decoding, self._pass_sizes(decoding + len(due))
         if decoding:
-            beside += self._drafted
             longest = max(self._prompt_wait, _TWICE * self.times.decoding_seconds(decoding, self._drafted))
-            within = max(_LEAST_READ, self.times.prefill_within(decoding, longest, rows, self._drafted))
+            whole = decoding + self.times.prefill_within(decoding, longest, rows)
+            beside += (drafted := self.drafted_beside(decoding, rows_that_fill(whole, 0, sizes)))
+            within = max(_LEAST_READ, self.times.prefill_within(decoding, longest, rows, drafted))
             rows = min(rows, rows_that_fill(within, beside, sizes))
         if read <= rows and max(due) < self._prefill_chunk:
             return rows

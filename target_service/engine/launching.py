@@ -63,12 +63,12 @@ class StepLauncher:
         self._steps = steps
         self._scheduler = scheduler
         self._drafting, self._features = speculation.drafting, speculation.features
-        self._gathering, self._policy, self._updates = speculation.gathering, speculation.policy, speculation.updates
+        self._gathering, self._updates = speculation.gathering, speculation.updates
+        self._controller = speculation.controller
         self._live, self.slow_masks = live, SlowMasks(live)
         self._update_use = update_use
         self._fail = fail
-        # How the next pass is launched, and the rows that the device chose for the last one.
-        self._mode, self._rows = LaunchMode.RUN_AHEAD, 0
+        self._mode = LaunchMode.RUN_AHEAD  # of the next pass
         # Seconds to launch a pass that is laid out.
         self._launching = RunningTime(_LAUNCH_SHARE)
 
@@ -97,7 +97,7 @@ class StepLauncher:
         use = self._gathering.choose(running, ahead=ahead)
         self._mode = LaunchMode.RUN_AHEAD
         if ahead and use is LaunchMode.RUN_AHEAD:
-            self._mode = self._updates.choose_mode(len(running), self._rows, self._launching.value)
+            self._mode = self._updates.choose_mode(len(running), self._launching.value)
         if (
             use is LaunchMode.WAIT_FOR_DRAFT
             or not ahead
@@ -122,15 +122,15 @@ class StepLauncher:
 
     def _passes(self, schedule: Schedule, gathered: Gathered, behind: Step | None) -> tuple[int, DeviceRows | None]:
         """Passes to launch at once, and the rows that the device chooses for them."""
-        if gathered.has_trees and not self._policy.on:
+        if gathered.has_trees and not self._controller.on:
             return 1, None
         fed = self._drafting.active and self._drafting.reads_features
         # Hidden states are taken pass by pass, of at most this many rows.
         most = min(self._scheduler.max_step_rows, AHEAD_ROWS) if fed else self._scheduler.max_step_rows
         waits = self._drafting.latency.answer_seconds if self._mode is LaunchMode.WAIT_FOR_DRAFT else 0.0
         device_rows = None
-        if self._gathering.throughput_trial.allowed(len(schedule.chunks)) is not SpeculationLevel.NONE:
-            device_rows = self._policy.choose(
+        if self._controller.allowed(len(schedule.chunks)) is not SpeculationLevel.NONE:
+            device_rows = self._controller.choose(
                 schedule, most, self._updates.mode_with_draft(self._mode), waits, gathered.drafted_rows
             )
         # Where a pass behind drafts begins, only the device can find out.
@@ -154,7 +154,7 @@ class StepLauncher:
             most = _WAIT_IN_ANSWERS * self._drafting.latency.answer_seconds or _FIRST_WAIT_SECONDS
             clock.draft_wait_ns = self._drafting.wait_for(sequences, most)
         if self._steps.tables is not None:
-            self._steps.tables.trust = self._policy.trust
+            self._steps.tables.trust = self._controller.trust
         clock.planned = time.monotonic_ns()
 
     def _launch(self, schedule: Schedule, gathered: Gathered, clock: StepClock, *, behind: Step | None = None) -> Step:
@@ -177,8 +177,7 @@ class StepLauncher:
         elif launched.span is not None and not launched.awaits_masks:
             launched.span.record_end()
         clock.launched = clock.forwarded = time.monotonic_ns()
-        self._rows = device_rows.rows if device_rows is not None else 0
-        self._scheduler.count_drafted(schedule, self._rows)
+        self._scheduler.count_drafted(schedule, device_rows.rows if device_rows is not None else 0)
         for item in batch.items:
             # For what runs after this step, their keys and values are computed.
             item.sequence.kv_length += item.known + passes - 1

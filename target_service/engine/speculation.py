@@ -19,13 +19,13 @@ from target_service.sampling.verifier import Verified
 from target_service.speculation.drafts import DraftTrees
 from target_service.speculation.hidden_states.prefixes import SharedPrefixStates
 from target_service.speculation.hidden_states.sending import Features
+from target_service.speculation.policy.controller import SpeculationController
 from target_service.speculation.policy.draft_switch import DraftSwitch
 from target_service.speculation.policy.gathering import Gathering
 from target_service.speculation.policy.live_sequence import LiveSequence
 from target_service.speculation.policy.lookup_baseline import LookupBaseline
 from target_service.speculation.policy.predicted_nodes import note_passes
 from target_service.speculation.policy.row_budget import RowBudget
-from target_service.speculation.policy.row_policy import RowPolicy
 from target_service.speculation.policy.step_cost import StepCost
 
 # Interval at which a pass that may have ended is polled. A thread takes some 0.1 ms to wake.
@@ -54,14 +54,16 @@ class EngineSpeculation:
         # Batch-invariant drafts are chains, which the host cuts.
         device_chooses = tables is not None and not (config.batch_invariant and config.speculates)
         most = config.max_draft_nodes if device_chooses else 0
-        self.policy = RowPolicy(most, step_cost, live, config.speculative_disable_queue_size)
+        self.controller = SpeculationController(most, step_cost, live, config.speculative_disable_queue_size)
+        if self.controller.on and step_cost is not None:
+            scheduler.drafted_beside = self.controller.beside_prompts
         lookup_tokens = runner.node_table.lookup_tokens if runner.node_table is not None else 0
         self.gathering = Gathering(
             drafting=self.drafting,
             scheduler=scheduler,
             budget=RowBudget(step_cost),
             live=live,
-            policy=self.policy,
+            controller=self.controller,
             switch=None if step_cost is None else DraftSwitch(),
             looks_up=lookup_tokens > 0,
         )

@@ -70,4 +70,4 @@ def test_nothing_is_raced_where_every_drafted_row_is_verified() -> None:
     load = Load(loop, 8, tenants=False)
     for _ in range(300):
         load.step()
-        assert loop.gathering.throughput_trial.allowed(8) is SpeculationLevel.DRAFT
+        assert loop.gathering.controller.allowed(8) is SpeculationLevel.DRAFT

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import random
 from dataclasses import dataclass, field
 
@@ -35,7 +36,7 @@ class Engine:
 
     def __post_init__(self) -> None:
         self._dice = random.Random(self.seed)
-        self.switch = DraftGate(lambda: self.now)
+        self.switch = DraftGate(clock=lambda: self.now)
 
     def run(self, passes: int = 1 << 30, seconds: float = 1e9) -> list[bool]:
         """Whether each was followed."""
@@ -62,30 +63,48 @@ class Engine:
         return 1 - made / whole
 
 
+def runs_of(with_draft: list[bool]) -> list[tuple[bool, int]]:
+    """Whether passes in a row were followed, and how many."""
+    return [(followed, len(list(run))) for followed, run in itertools.groupby(with_draft)]
+
+
 def first_trial(with_draft: list[bool]) -> int:
-    """Passes that followed before the first that no longer did; all of them if none did."""
-    begun = with_draft.index(True)
-    return with_draft.index(False, begun) - begun if False in with_draft[begun:] else len(with_draft)
+    """Passes that were followed before it was dropped for longer than passes without it are timed; all if it never
+    was."""
+    followed = 0
+    for with_it, count in runs_of(with_draft):
+        if not with_it and count != ALONE_FIRST and followed:
+            return followed
+        followed += count * with_it
+    return len(with_draft)
 
 
 def is_dropped(with_draft: list[bool]) -> bool:
-    return False in with_draft[with_draft.index(True) :]
+    return first_trial(with_draft) < len(with_draft)
+
+
+def test_a_first_load_is_followed_at_once_and_timed_alone_where_it_is_in_doubt() -> None:
+    """Behind its first eight answers, and once."""
+    engine = Engine(gain=1.3)
+    assert engine.switch.uses_draft(1) and not engine.switch.measures(1)
+    first, alone, rest = runs_of(engine.run(passes=600))
+    assert first[0] and 128 <= first[1] < 140
+    assert alone == (False, ALONE_FIRST) and rest[0]
+
+
+def test_one_in_no_doubt_is_never_left() -> None:
+    assert all(Engine(gain=2.0, noise=0.3).run(passes=2000))
 
 
 def test_it_says_that_it_measures() -> None:
     engine = Engine(gain=1.2)
-    assert engine.switch.measures(1)
+    while engine.switch.uses_draft(1):
+        assert not engine.switch.measures(1)
+        engine.run(1)
     engine.run(ALONE_FIRST - 1)
     assert engine.switch.measures(1)
     engine.run(1)
     assert not engine.switch.measures(1)
-    assert engine.switch.measures(8)
-
-
-def test_a_load_is_measured_alone_first() -> None:
-    engine = Engine(gain=1.3)
-    assert not engine.switch.uses_draft(1)
-    assert engine.run(passes=200) == [False] * ALONE_FIRST + [True] * (200 - ALONE_FIRST)
 
 
 @pytest.mark.parametrize("seed", range(12))
@@ -94,7 +113,7 @@ def test_a_load_is_measured_alone_first() -> None:
 def test_one_that_halves_the_speed_is_dropped_at_once(longer: float, noise: float, seed: int) -> None:
     engine = Engine(0.5, noise, longer, seed)
     # What varies more takes longer to see.
-    assert first_trial(engine.run(passes=500)) <= (45 if noise < 0.6 else 150)
+    assert first_trial(engine.run(passes=1200)) <= (150 if noise < 0.6 else 300)
 
 
 @pytest.mark.parametrize("seed", range(12))
@@ -104,7 +123,7 @@ def test_one_that_halves_the_speed_costs_little(longer: float, noise: float, see
     """Of the tokens of a minute."""
     engine = Engine(0.5, noise, longer, seed)
     engine.run(seconds=60)
-    assert engine.lost() < (0.03 if noise < 0.6 else 0.05)
+    assert engine.lost() < (0.035 if noise < 0.6 else 0.055)
 
 
 def test_pauses_double() -> None:
@@ -118,7 +137,7 @@ def test_pauses_double() -> None:
             last = at
         elif now and not before and last:
             pauses.append(at - last)
-    assert pauses[:7] == pytest.approx([1.5, 3, 6, 12, 24, 48, 60], abs=0.05)
+    assert pauses[1:8] == pytest.approx([1.5, 3, 6, 12, 24, 48, 60], abs=0.05)
 
 
 @pytest.mark.parametrize("seed", range(12))
@@ -140,10 +159,10 @@ def test_one_that_makes_more_is_kept_however_passes_vary(seed: int) -> None:
 
 @pytest.mark.parametrize("seed", range(3))
 def test_one_that_halves_the_speed_is_dropped_after_a_slow_start(seed: int) -> None:
-    """The first pass of all took half a second, as where something is compiled or captured."""
+    """A pass without it took half a second, as where something is compiled or captured."""
     engine = Engine(0.5, 0.1, seed=seed)
     engine.switch.observe_pass(1, 0.5, with_draft=False)
-    assert first_trial(engine.run(passes=500)) <= 40
+    assert first_trial(engine.run(passes=500)) <= 150
 
 
 @pytest.mark.parametrize("seed", range(6))
@@ -185,14 +204,14 @@ def test_another_draft_is_followed_at_once_and_judged_anew() -> None:
 
 def test_loads_are_told_apart_by_powers_of_two() -> None:
     engine = Engine(0.5, load=4)
-    engine.run(passes=100)
-    assert not any(engine.switch.uses_draft(load) for load in (4, 5, 7))
+    engine.run(passes=200)
+    assert not any(engine.switch.uses_draft(load) for load in (3, 4))
     engine.load, engine.gain = 8, 1.3
     assert not engine.switch.uses_draft(8)
     engine.run(passes=ALONE_FIRST)
-    assert all(engine.switch.uses_draft(load) for load in (8, 11, 15))
+    assert all(engine.switch.uses_draft(load) for load in (5, 7, 8))
     # The nearest load says whether it is followed where none was tried.
-    assert not any(engine.switch.uses_draft(load) for load in (1, 2, 4, 7, 16))
+    assert not any(engine.switch.uses_draft(load) for load in (1, 2, 4, 16))
     assert all(engine.run(passes=500))
     assert engine.switch.uses_draft(16)
 

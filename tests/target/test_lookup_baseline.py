@@ -21,7 +21,7 @@ from target_service.engine.loop import EngineLoop
 from target_service.engine.step import Step
 from target_service.execution.device_executor import DeviceSteps
 from target_service.speculation.policy.draft_gate import DraftGate
-from target_service.speculation.policy.lookup_baseline import LookupBaseline, predicted_tokens
+from target_service.speculation.policy.lookup_baseline import ComparedSequence, LookupBaseline, predicted_tokens
 from target_service.speculation.policy.step_cost import StepCost
 from tree_kernels.node_table import longest_run
 
@@ -71,7 +71,7 @@ def test_a_chain_is_followed_as_far_as_the_text_says_it(text: list[int], data: s
 def test_a_pass_is_compared_with_a_chain_of_as_many_rows(rows: int, by_lookup: int) -> None:
     text, compared = [1, 2, 3, 4, 1, 2], LookupBaseline(lookup_tokens=15)
     own = sequence([*text, 3, 4])
-    compared.start_comparison(3, cast(Sequence, own), start=6, made=2, rows=rows)
+    compared.start_comparison(3, [ComparedSequence(cast(Sequence, own), start=6, made=2, rows=rows)])
     own.token_ids += [1, 2, 9]
     own.token_ids += [7] * 20
     assert compared.finished_comparison() == (3, 2, by_lookup, True)
@@ -80,9 +80,9 @@ def test_a_pass_is_compared_with_a_chain_of_as_many_rows(rows: int, by_lookup: i
 
 def test_a_comparison_waits_for_the_text_to_go_on() -> None:
     compared, own = LookupBaseline(lookup_tokens=4), sequence([5, 6, 5, 6])
-    compared.start_comparison(1, cast(Sequence, own), start=3, made=1, rows=15)
+    compared.start_comparison(1, [ComparedSequence(cast(Sequence, own), start=3, made=1, rows=15)])
     # One at a time.
-    compared.start_comparison(1, cast(Sequence, sequence([8, 8])), start=1, made=1, rows=15)
+    compared.start_comparison(1, [ComparedSequence(cast(Sequence, sequence([8, 8])), start=1, made=1, rows=15)])
     for token in (5, 6, 5):
         assert compared.finished_comparison() is None
         own.token_ids.append(token)
@@ -93,17 +93,32 @@ def test_a_comparison_waits_for_the_text_to_go_on() -> None:
 
 def test_a_text_that_has_ended_is_compared_as_it_is() -> None:
     compared, own = LookupBaseline(lookup_tokens=15), sequence([5, 6, 5, 6, 5])
-    compared.start_comparison(1, cast(Sequence, own), start=3, made=2, rows=15)
+    compared.start_comparison(1, [ComparedSequence(cast(Sequence, own), start=3, made=2, rows=15)])
     own.totals.finished_ns = 1
     # Two tokens were left to say, whoever had known more.
     assert compared.finished_comparison() == (1, 2, 2, True)
 
 
+def test_several_sequences_of_a_pass_are_compared_as_one() -> None:
+    """By the mean of each, once the texts of all are there."""
+    compared, texts = LookupBaseline(lookup_tokens=15), [sequence([5, 6, 5, 6, 5]), sequence([7, 8, 9, 9, 9])]
+    both = zip(texts, (2, 3), strict=True)
+    several = [ComparedSequence(cast(Sequence, own), start=3, made=made, rows=1) for own, made in both]
+    compared.start_comparison(32, several)
+    assert compared.is_busy
+    texts[0].token_ids.append(6)
+    texts[1].totals.finished_ns = 1
+    assert compared.finished_comparison() == (32, 2.5, 1.5, True)
+    assert not compared.is_busy
+    compared.start_comparison(32, [])
+    assert not compared.is_busy
+
+
 def test_without_lookup_a_pass_would_make_one_token() -> None:
     compared, own = LookupBaseline(lookup_tokens=0), sequence([5, 6, 5, 6, 5])
-    compared.start_comparison(1, cast(Sequence, own), start=2, made=3, rows=15)
+    compared.start_comparison(1, [ComparedSequence(cast(Sequence, own), start=2, made=3, rows=15)])
     assert compared.finished_comparison() == (1, 3, 1, True)
-    compared.start_comparison(1, cast(Sequence, own), start=2, made=3, rows=15, with_draft=False)
+    compared.start_comparison(1, [ComparedSequence(cast(Sequence, own), start=2, made=3, rows=15)], with_draft=False)
     assert compared.finished_comparison() == (1, 3, 1, False)
 
 

@@ -8,8 +8,9 @@ what passes without a draft make beyond that; only its time is compared with oth
 the text. Comparing tokens of passes before and after does not work: on an H200, a draft that made a third more was
 dropped most of the time, because texts differ by more.
 
-What one load has shown serves at the next. Where passes without a draft were never timed, a draft is followed from the
-first pass on if the nearest load that was judged says that it pays; they are timed there only if it is in doubt.
+A draft is followed from the first pass on, unless the nearest load that was judged says that it does not pay. Passes
+without it are timed where it is in doubt, behind the first answers of a load. Times are relative to what a pass of its
+rows is expected to take (`PassTimes.relative`), so that passes of other sizes and beside prompts count as well.
 """
 
 from __future__ import annotations
@@ -22,6 +23,7 @@ from dataclasses import dataclass, field
 from functools import partial
 
 from target_service.core.running_means import RunningMean, RunningTime
+from target_service.speculation.policy.launch_mode import load_size
 
 # Passes without a draft that are timed at a load before it is followed there: a quarter of a second at 8B size.
 _ALONE_FIRST = 48
@@ -38,6 +40,9 @@ _FIRST_PAUSE, _LONGEST_PAUSE = 1.5, 60.0
 # Comparisons after which a load that follows another one is judged for itself, and the gain from which it need not be:
 # what a draft costs of a pass would have to be a third more than at the other load to undo it. Chosen.
 _LOOKED_AT, _BEYOND_DOUBT = 12, 1.5
+# Passes of a new load before it is judged for itself, unless the draft hardly pays at best: its first eight answers, of
+# some hundred passes with their prompts, are not spent on passes without a draft. Chosen.
+_UNJUDGED = 128
 # Gain at which pauses are short again: above the noise of a kept draft without any. Chosen, not measured.
 _RECOVERED = 1.05
 # Weight of one pass in the mean times: some two hundred passes.
@@ -102,8 +107,14 @@ class _LoadGain:
 
     @property
     def slower(self) -> float:
-        """Seconds of passes with the draft for each second of the others."""
-        return self.with_draft.seconds.value / self.alone.value if self.alone.value else 1.0
+        """Seconds of passes with the draft for each second of the others; 1 before these were timed."""
+        return self.with_draft.seconds.value / self.alone.value if self.is_timed else 1.0
+
+    @property
+    def is_judged(self) -> bool:
+        """Whether it is known if the draft pays."""
+        enough = bool(self.until) or self.with_draft.made.count >= _LOOKED_AT
+        return enough and (self.is_timed or not self.in_doubt)
 
     @property
     def gain(self) -> float:
@@ -124,40 +135,50 @@ class _LoadGain:
         share = compared / (compared + _ASSUMED)
         return 1.0 + share * (max(1.0, self.alone_made.value / self.alone_by_lookup.value) - 1.0)
 
-    @property
-    def fails(self) -> bool:
-        """Whether the draft loses tokens, beyond the error allowed for."""
-        count, at_best = self.with_draft.made.count, self.gain * math.exp(_GRANTED * self.with_draft.error)
+    def fails_with(self, gain: float) -> bool:
+        """Whether the draft loses tokens if its gain is this one, beyond the error allowed for."""
+        count, at_best = self.with_draft.made.count, gain * math.exp(_GRANTED * self.with_draft.error)
         return any(count >= comparisons and at_best < share for comparisons, share in _DROPPED)
+
+    def is_doubtful(self, gain: float) -> bool:
+        """Whether passes without the draft are to be timed, where its gain seems to be this one."""
+        if self.with_draft.made.count < _LOOKED_AT:
+            return self.fails_with(gain)
+        at_best = gain * math.exp(_GRANTED * self.with_draft.error)
+        return at_best < _RECOVERED or (self.with_draft.seconds.count >= _UNJUDGED and gain < _BEYOND_DOUBT)
 
 
 class DraftGate:
-    """Decides by load in powers of two."""
+    """Decides by load, see `load_size`."""
 
-    def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
-        """`clock` in seconds."""
-        self._clock = clock
+    def __init__(
+        self, without_draft: Callable[[int], float] = lambda _: 1.0, clock: Callable[[], float] = time.monotonic
+    ) -> None:
+        """`without_draft`: by load, how much more passes without a draft make a second with the rows that suit them
+        than with those that they are compared with; `clock` in seconds."""
+        self._without_draft, self._clock = without_draft, clock
         self._loads: defaultdict[int, _LoadGain] = defaultdict(_LoadGain)
 
     def uses_draft(self, load: int) -> bool:
         """Whether a draft is used at this load."""
-        here = self._loads.get(load.bit_length())
+        here = self._loads.get(load_size(load))
         if here is None or not (here.is_timed or here.in_doubt):
-            return self._shown_by(load.bit_length()) is not None
+            return not self._judged() or self._shown_by(load_size(load)) is not None
         return here.is_timed and self._clock() >= here.until
 
     def measures(self, load: int) -> bool:
         """Whether passes without a draft are still being timed at this load."""
-        here = self._loads.get(load.bit_length())
+        here = self._loads.get(load_size(load))
         return (here is None or not here.is_timed) and not self.uses_draft(load)
+
+    def _judged(self) -> list[int]:
+        """Loads where it was judged, by their power of two."""
+        return [known for known, one in self._loads.items() if one.is_judged]
 
     def _shown_by(self, size: int) -> _LoadGain | None:
         """The nearest load, by its power of two, where a draft was judged; None if it does not pay there. A larger one
         says more than a smaller one, as drafts gain less with more sequences."""
-        judged = [
-            known for known, one in self._loads.items() if one.is_timed and (one.until or one.with_draft.made.count)
-        ]
-        nearest = min(judged, key=lambda known: (abs(known - size), -known), default=None)
+        nearest = min(self._judged(), key=lambda known: (abs(known - size), -known), default=None)
         if nearest is None:
             return None
         other = self._loads[nearest]
@@ -165,25 +186,26 @@ class DraftGate:
         return other if enough and other.gain > 1.0 and self._clock() >= other.until else None
 
     def observe_pass(self, load: int, seconds: float, *, with_draft: bool) -> None:
-        """Observe the time of a pass, from the end of the one before, without what prompts added to it."""
-        here = self._loads[load.bit_length()]
+        """Observe the time of a pass, from the end of the one before, for each second that its rows are expected to
+        take."""
+        here = self._loads[load_size(load)]
         (here.with_draft.seconds if with_draft else here.alone).observe(seconds)
 
     def compare(self, load: int, made: float, by_lookup: float, *, with_draft: bool = True) -> None:
         """Observe the tokens of a sequence in a pass that `with_draft` the draft or did not, and those that it would
         have made by lookup alone."""
-        here = self._loads[load.bit_length()]
+        here = self._loads[load_size(load)]
         if not with_draft:
             here.alone_made.observe(made)
             here.alone_by_lookup.observe(by_lookup)
             return
         here.with_draft.compare(made, by_lookup)
         if not here.is_timed:
-            other = self._shown_by(load.bit_length())
-            enough = here.with_draft.made.count >= _LOOKED_AT
-            here.in_doubt |= other is not None and enough and here.gain_as(other) < _BEYOND_DOUBT
+            other = self._shown_by(load_size(load))
+            gain = here.gain_as(here if other is None else other) / self._without_draft(load)
+            here.in_doubt |= here.is_doubtful(gain)
             return
-        if here.fails:
+        if here.fails_with(here.gain / self._without_draft(load)):
             here.until, here.with_draft = self._clock() + here.pause, _DraftedPasses()
             here.pause = min(_LONGEST_PAUSE, 2 * here.pause)
         elif here.with_draft.made.count >= _DROPPED[-1][0] and here.gain > _RECOVERED:

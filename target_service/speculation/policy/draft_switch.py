@@ -8,7 +8,7 @@ take beyond plain ones with as many rows.
 from __future__ import annotations
 
 from target_service.speculation.policy.draft_times import ENOUGH, ENOUGH_OF_MANY, LoadTimes, StepTime, enough_plain
-from target_service.speculation.policy.launch_mode import LaunchMode
+from target_service.speculation.policy.launch_mode import LaunchMode, load_size
 
 # Longest wait for a draft, in plain steps: a step hardly ever yields more tokens.
 _WORTH = 8.0
@@ -115,11 +115,11 @@ class DraftSwitch:
             self._at(load).observe_after(seconds, row_cost, answered=answered)
 
     def _at(self, load: int) -> LoadTimes:
-        size = load.bit_length()
+        size = load_size(load)
         if size not in self._loads:
             lower = max((known for known in self._loads if known < size), default=None)
             if lower is not None:
                 self._loads[size] = self._loads[lower].warm_start()
             else:
-                self._loads[size] = LoadTimes(overhead=StepTime(first_few=ENOUGH if size == 1 else ENOUGH_OF_MANY))
+                self._loads[size] = LoadTimes(overhead=StepTime(first_few=ENOUGH_OF_MANY if size else ENOUGH))
         return self._loads[size]

@@ -18,13 +18,12 @@ from target_service.grammars.following import ConstrainedTree
 from target_service.sampling.verifier import Verified
 from target_service.speculation.drafts import DRAFTED_ANYWAY, DraftTrees
 from target_service.speculation.merged_tree import MergedTree, PredictedTree
-from target_service.speculation.policy.draft_gate import DraftGate
+from target_service.speculation.policy.controller import SpeculationController
 from target_service.speculation.policy.draft_switch import DraftSwitch
 from target_service.speculation.policy.launch_mode import LaunchMode
 from target_service.speculation.policy.live_sequence import LiveSequence
 from target_service.speculation.policy.row_budget import IN_ORDER_NODES, Offer, RowBudget
-from target_service.speculation.policy.row_policy import RowPolicy
-from target_service.speculation.policy.throughput_trial import SpeculationLevel, ThroughputTrial
+from target_service.speculation.policy.throughput_trial import SpeculationLevel
 from tree_kernels.pages import OutOfPages
 
 # Time to send a sequence to a draft, and the features that a head needs by then, in plain steps.
@@ -79,11 +78,9 @@ class Gathering:
     budget: RowBudget
     # The engine's own table.
     live: Mapping[int, LiveSequence]
-    policy: RowPolicy
+    controller: SpeculationController
     # None always waits for drafts, and always uses them.
     switch: DraftSwitch | None
-    draft_gate: DraftGate = field(default_factory=DraftGate)
-    throughput_trial: ThroughputTrial = field(default_factory=ThroughputTrial)
     # Whether the device looks tokens up in the sequences' own texts.
     looks_up: bool = False
     # How the next step uses drafts, and whether it may be launched behind the one under way.
@@ -95,9 +92,9 @@ class Gathering:
         """Whether drafts are in use, or were recently, or may be soon."""
         if self.switch is None:
             return True
-        if self.policy.on:
+        if self.controller.on:
             load = max(1, len(self.scheduler.running))
-            return self.throughput_trial.allowed(load) is SpeculationLevel.DRAFT and self.draft_gate.uses_draft(load)
+            return self.controller.allowed(load) is SpeculationLevel.DRAFT
         load, heads = self.scheduler.load, self.drafting.reads_features
         if load and heads and self.switch.needs_unfed(load, ahead=self._ahead):
             return False
@@ -127,20 +124,22 @@ class Gathering:
         ][:places]
         if not records:
             return False
-        expected = sum(map(self.budget.expected_tokens, records)) / self.policy.tokens_each.value + load - len(records)
+        expected = (
+            sum(map(self.budget.expected_tokens, records)) / self.controller.tokens_each.value + load - len(records)
+        )
         return switch.best(load, expected) is not LaunchMode.RUN_AHEAD
 
     @property
     def measures(self) -> bool:
         """Whether passes without a draft are still being timed at this load, so that none is used."""
         load = max(1, len(self.scheduler.running))
-        return self.policy.on and self.switch is not None and self.draft_gate.measures(load)
+        return self.controller.on and self.switch is not None and self.controller.draft_gate.measures(load)
 
     def update_drafting(self) -> bool:
         """Read what has arrived from the draft, and start or stop drafting by load. Returns whether that changed."""
         was = self.drafting.active
         self.drafting.listen()
-        if self.switch is not None and not (was or self.policy.on) and self._pays_for_beginning(self.switch):
+        if self.switch is not None and not (was or self.controller.on) and self._pays_for_beginning(self.switch):
             self.switch.resume()
         self.drafting.update_load(self.scheduler.load, self.drafts_useful)
         return self.drafting.active != was
@@ -171,7 +170,7 @@ class Gathering:
         records = [self.live[sequence.sequence_id].record for sequence in eligible]
         load, others = len(running), len(running) - len(eligible)
         # Per token of plain steps, which make more than one each where the device drafts for them.
-        expected = sum(map(self.budget.expected_tokens, records)) / self.policy.tokens_each.value + others
+        expected = sum(map(self.budget.expected_tokens, records)) / self.controller.tokens_each.value + others
         if self.scheduler.admits or any([one.kv_length + 1 < len(one.token_ids) for one in running]):
             # It reads prompts: the times of such steps are not observed.
             return self.switch.best(load, expected)
@@ -186,7 +185,7 @@ class Gathering:
     def device_chooses(self, sequences: SequenceOf[Sequence]) -> bool:
         """Whether the device chooses rows of some of the sequences, predicted ones too: then no step waits for the
         drafts of the others."""
-        return self.policy.on and any([one.request.device_rows for one in sequences])
+        return self.controller.on and any([one.request.device_rows for one in sequences])
 
     def is_cut_for(self, sequence: Sequence) -> bool:
         """Whether the host has drafts to cut for the sequence, or may get some, while the device chooses the rows of
@@ -204,7 +203,7 @@ class Gathering:
             return True
         if request.external or not request.has_form:
             return request.external
-        chosen_by_device = self.policy.on and request.device_rows
+        chosen_by_device = self.controller.on and request.device_rows
         return request.speculate and self.drafting.config.speculation and not chosen_by_device
 
     def _is_slow(self, sequence: Sequence) -> bool:
@@ -217,7 +216,8 @@ class Gathering:
         be known first, for a client, a grammar, or drafts that the host cuts."""
         if self.awaits_results(sequence):
             return True
-        return self.device_chooses(self.scheduler.running) and self.is_cut_for(sequence)
+        # The latter looks at every sequence.
+        return self.is_cut_for(sequence) and self.device_chooses(self.scheduler.running)
 
     def _lives(self, sequences: SequenceOf[Sequence]) -> list[LiveSequence]:
         live = self.live

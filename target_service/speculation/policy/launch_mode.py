@@ -1,4 +1,4 @@
-"""Whether a step waits for its draft."""
+"""Whether a step waits for its draft, and which loads count as one."""
 
 from __future__ import annotations
 
@@ -12,3 +12,9 @@ class LaunchMode(Enum):
     RUN_AHEAD = "run_ahead"
     # Once the draft has answered the last committed tokens. Nothing runs on the device until then.
     WAIT_FOR_DRAFT = "wait_for_draft"
+
+
+def load_size(load: int) -> int:
+    """Loads in powers of two, up to and with each: as many sequences as there is room for, and one less, which an
+    arrival replaces, are one load."""
+    return (load - 1).bit_length()

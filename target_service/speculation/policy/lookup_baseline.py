@@ -7,7 +7,9 @@ more passes without a draft make than that, by recycled tokens, is found from su
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from collections.abc import Sequence as SequenceOf
+from dataclasses import dataclass, replace
+from typing import NamedTuple
 
 import numpy as np
 import numpy.typing as npt
@@ -20,19 +22,50 @@ Ints = npt.NDArray[np.int32]
 
 
 @dataclass(frozen=True, slots=True)
-class _ComparedPass:
-    load: int
+class ComparedSequence:
+    """One sequence of a pass: its length before it, the tokens that the pass made of it, and the rows of a chain that
+    it would have had by lookup."""
+
     sequence: Sequence
-    # The sequence's length before it.
     start: int
     made: int
     rows: int
+
+    @property
+    def is_known(self) -> bool:
+        """Whether its text is longer by a chain, or has ended."""
+        return self.behind() > self.rows or bool(self.sequence.totals.finished_ns)
+
+    def behind(self) -> int:
+        """Tokens that the sequence has by now since the pass began."""
+        return len(self.sequence.token_ids) - self.start
+
+    def by_lookup(self) -> int:
+        """Tokens that the pass would have made by lookup."""
+        token_ids, behind = self.sequence.token_ids, self.behind()
+        text = np.array(token_ids[max(0, self.start - WINDOW - LONGEST) : self.start + self.rows], np.int32)
+        return min(behind, 1 + predicted_tokens(text, len(text) - min(behind, self.rows)))
+
+
+class LookupComparison(NamedTuple):
+    """What a pass of `load` sequences made, and what it would have made by lookup alone, in tokens of a sequence."""
+
+    load: int
+    made: float
+    by_lookup: float
+    with_draft: bool
+
+
+@dataclass(frozen=True, slots=True)
+class _ComparedPass:
+    load: int
+    sequences: SequenceOf[ComparedSequence]
     with_draft: bool
 
 
 @dataclass(slots=True)
 class LookupBaseline:
-    """Compares one pass of one sequence at a time: that is enough, and each costs some host time."""
+    """Compares one pass of a few sequences at a time: that is enough, and each costs some host time."""
 
     # Tokens that the device looks up at most; 0 for none.
     lookup_tokens: int
@@ -43,27 +76,27 @@ class LookupBaseline:
             # Compile now, not at the first comparison.
             predicted_tokens(np.zeros(2, np.int32), 1)
 
-    def start_comparison(
-        self, load: int, sequence: Sequence, start: int, made: int, rows: int, *, with_draft: bool = True
-    ) -> None:
-        """Start to compare a pass that `with_draft` a draft or did not, and made `made` tokens after the first `start`
-        of a sequence; by lookup it would have had `rows` rows of a chain. Ignored while another pass is compared."""
-        if self._pending is None:
-            self._pending = _ComparedPass(load, sequence, start, made, min(rows, self.lookup_tokens), with_draft)
+    @property
+    def is_busy(self) -> bool:
+        """Whether a pass is being compared."""
+        return self._pending is not None
 
-    def finished_comparison(self) -> tuple[int, int, int, bool] | None:
-        """(load, tokens that the pass made, tokens that it would have made by lookup, whether it had a draft) of
-        the running comparison, once the text is longer by a chain, or has ended; else None."""
-        if self._pending is None:
-            return None
-        was, token_ids = self._pending, self._pending.sequence.token_ids
-        behind = len(token_ids) - was.start
-        if behind <= was.rows and not was.sequence.totals.finished_ns:
+    def start_comparison(self, load: int, sequences: SequenceOf[ComparedSequence], *, with_draft: bool = True) -> None:
+        """Start to compare a pass that `with_draft` a draft or did not. Ignored while another pass is compared."""
+        if self._pending is None and sequences:
+            bounded = [replace(one, rows=min(one.rows, self.lookup_tokens)) for one in sequences]
+            self._pending = _ComparedPass(load, bounded, with_draft)
+
+    def finished_comparison(self) -> LookupComparison | None:
+        """The running comparison, once all its texts are longer by a chain, or have ended; else None."""
+        was = self._pending
+        if was is None or not all([one.is_known for one in was.sequences]):
             return None
         self._pending = None
-        text = np.array(token_ids[max(0, was.start - WINDOW - LONGEST) : was.start + was.rows], np.int32)
-        known = len(text) - min(behind, was.rows)
-        return was.load, was.made, min(behind, 1 + predicted_tokens(text, known)), was.with_draft
+        count = len(was.sequences)
+        made = sum([one.made for one in was.sequences]) / count
+        by_lookup = sum([one.by_lookup() for one in was.sequences]) / count
+        return LookupComparison(was.load, made, by_lookup, was.with_draft)
 
 
 @compiled

@@ -14,6 +14,7 @@ from dataclasses import dataclass, field
 from enum import IntEnum
 
 from target_service.core.running_means import RunningMean
+from target_service.speculation.policy.launch_mode import load_size
 
 
 class SpeculationLevel(IntEnum):
@@ -71,12 +72,6 @@ class _LoadTrial:
         return self.due[0] is not self.best and self.tokens < _HOPELESS * self.rates[self.best].value * self.seconds
 
 
-def _size(load: int) -> int:
-    """Loads in powers of two, up to and with each: as many sequences as there is room for, and one less, which a
-    arrival replaces, are one load."""
-    return (load - 1).bit_length()
-
-
 class ThroughputTrial:
     """Chooses by load in powers of two. Where the host is not the limit, every level is allowed."""
 
@@ -85,7 +80,7 @@ class ThroughputTrial:
 
     def allowed(self, load: int) -> SpeculationLevel:
         """The most that the next launch of `load` sequences may use."""
-        here = self._loads.get(_size(load))
+        here = self._loads.get(load_size(load))
         if here is None or here.best is None:
             return SpeculationLevel.DRAFT
         return here.due[0] if here.due else here.best
@@ -95,7 +90,7 @@ class ThroughputTrial:
     ) -> None:
         """Observe a launch: its tokens of all sequences, the seconds since the end of the one before, and those of them
         that the host waited. `most` is what launches could use, `drafted` whether this one had drafted rows."""
-        here = self._loads[_size(load)]
+        here = self._loads[load_size(load)]
         if drafted and seconds > 0:
             here.busy.observe(1 - waited / seconds)
         if here.best is None:
@@ -103,7 +98,7 @@ class ThroughputTrial:
                 here.best = most
                 self._start(here, most)
         elif here.busy.value < _NO_LIMIT:
-            del self._loads[_size(load)]
+            del self._loads[load_size(load)]
         else:
             self._count(here, most, tokens, seconds)
 

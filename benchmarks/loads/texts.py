@@ -95,7 +95,7 @@ def lookup_chain(run: int, tokens: int) -> Candidates:
 
 
 @dataclass(frozen=True)
-class Drafter:
+class SimulatedDrafts:
     """How good a draft is: the chance that a node is right, for each chance that it says; and how often a tree that was
     made for the root before holds the new one."""
 
@@ -110,7 +110,7 @@ class SimulatedText:
     seed: int
     prompt_tokens: int
     answer_tokens: int
-    drafter: Drafter
+    drafter: SimulatedDrafts
     token_ids: list[int] = field(init=False)
     # By place in the text: of what repeats, the tokens since it began and those until it ends; 0 elsewhere.
     runs: list[tuple[int, int]] = field(init=False)
@@ -151,12 +151,12 @@ class SimulatedText:
 
 
 @functools.lru_cache(1024)
-def made_up_text(seed: int, prompt_tokens: int, answer_tokens: int, drafter: Drafter) -> SimulatedText:
+def made_up_text(seed: int, prompt_tokens: int, answer_tokens: int, drafter: SimulatedDrafts) -> SimulatedText:
     """The text of a seed, which is kept for when it is met again."""
     return SimulatedText(seed, prompt_tokens, answer_tokens, drafter)
 
 
-class Ranked(NamedTuple):
+class RankedCandidates(NamedTuple):
     """The candidates of one root, merged: [n] chances of the best, falling; which are a draft's; and by how many of
     them the first, the second .. token of the text is among them, by draft and by lookup."""
 
@@ -176,7 +176,7 @@ class Ranked(NamedTuple):
         return tuple(float(sums[min(count, limit, len(self.chances))]) for count in PROSPECTS)
 
 
-def ranked(drafted: Candidates, looked_up: Candidates, trust: float) -> Ranked:
+def ranked(drafted: Candidates, looked_up: Candidates, trust: float) -> RankedCandidates:
     """Both kinds of candidates, the best first; a draft's chances are scaled by the `trust` in them."""
     own = np.minimum(_SUREST, drafted.chances * trust**drafted.depths) if len(drafted.chances) else drafted.chances
     chances = np.concatenate((own, looked_up.chances))
@@ -185,7 +185,7 @@ def ranked(drafted: Candidates, looked_up: Candidates, trust: float) -> Ranked:
     places.fill(KEPT)
     places[order] = np.arange(len(order))
     count = len(own)
-    return Ranked(
+    return RankedCandidates(
         chances[order],
         order < count,
         _reached(places[:count], drafted.right),

@@ -1,11 +1,11 @@
 """What the policies of speculation make of whole answers at several loads: the engine's own loop on a simulated device,
 with a clock of its own.
 
-    python -m benchmarks.engine.simulated_loads [--drafts good,worthless,none] [--shapes 8b,small] [--json FILE]
+    python -m benchmarks.loads.simulation [--drafts good,worthless,none] [--shapes 8b,small] [--json FILE]
 
 Loop, scheduler and policies are the engine's own. Passes take what those of an 8B shape take on an H100
 (`benchmarks.host.simulated_prompts`), 3 % more where a draft reads their states, and wait for what they wait for; the
-host's work takes `Shape`'s time. What a pass accepts is drawn from the text's seed (`simulated_texts`), so that two
+host's work takes `LoadedShape`'s time. What a pass accepts is drawn from the text's seed (`loads.texts`), so that two
 commits meet the same texts and drafts. Streams send the next prompt when an answer has ended: prompts have the lengths
 of `benchmarks/prompts.jsonl`, answers 128 tokens.
 
@@ -25,16 +25,16 @@ import numpy as np
 import torch
 
 from benchmarks.engine.simulated_device import empty_runner
-from benchmarks.engine.simulated_texts import (
+from benchmarks.host.simulated_prompts import ANSWER_TOKENS, MOST_ROWS, pass_seconds, prompt_lengths
+from benchmarks.loads.texts import (
     LOOKED_UP,
     VOCABULARY,
-    Drafter,
-    Ranked,
+    RankedCandidates,
+    SimulatedDrafts,
     SimulatedText,
     made_up_text,
     ranked,
 )
-from benchmarks.host.simulated_prompts import ANSWER_TOKENS, MOST_ROWS, pass_seconds, prompt_lengths
 from benchmarks.shared.report import comma_separated, parser_of, provenance, record_table, settings_of, show, write_json
 from benchmarks.shared.virtual_clock import VirtualClock
 from outrider.drafting.events import Connected, DraftEvents, Grown
@@ -65,7 +65,7 @@ _COSTED = (1, 2, 4, 8, 12, 16, 24, 32, 48, 64, 128, 256, 512, 1024, 2048)
 
 
 @dataclass(frozen=True)
-class Shape:
+class LoadedShape:
     """Times: of a pass as a multiple of an 8B shape's, and seconds of the host for a launch and for a commit, and for
     each sequence of either; what a sequence with a draft takes besides; and of a draft's answer."""
 
@@ -85,13 +85,13 @@ class Shape:
         return StepCost([(rows, self.seconds(rows, 1, followed=False)) for rows in _COSTED])
 
 
-SHAPES = {"8b": Shape(), "small": Shape(scale=0.12)}
+SHAPES = {"8b": LoadedShape(), "small": LoadedShape(scale=0.12)}
 # "none" has lookup alone.
-DRAFTS: dict[str, Drafter | None] = {
-    "good": Drafter(),
-    "late": Drafter(late_hits=0.25),
-    "poor": Drafter(quality=0.6),
-    "worthless": Drafter(quality=0.0),
+DRAFTS: dict[str, SimulatedDrafts | None] = {
+    "good": SimulatedDrafts(),
+    "late": SimulatedDrafts(late_hits=0.25),
+    "poor": SimulatedDrafts(quality=0.6),
+    "worthless": SimulatedDrafts(quality=0.0),
     "none": None,
     "plain": None,
 }
@@ -110,7 +110,7 @@ class SimulatedDraft:
     """A `DraftLink` that answers every commit after a while, with trees of a node: what they hold is drawn by the
     device."""
 
-    def __init__(self, events: DraftEvents, clock: VirtualClock, shape: Shape) -> None:
+    def __init__(self, events: DraftEvents, clock: VirtualClock, shape: LoadedShape) -> None:
         self._events, self._clock, self._shape = events, clock, shape
         self._ids = itertools.count(1)
         # By sequence: when answers come, and the steps that they are for.
@@ -189,7 +189,7 @@ class LoadedDevice:
 
     in_background = True
 
-    def __init__(self, clock: VirtualClock, shape: Shape, *, looks_up: bool) -> None:
+    def __init__(self, clock: VirtualClock, shape: LoadedShape, *, looks_up: bool) -> None:
         self.tables = _UnreadTables(_MOST, Mailboxes(_MOST, torch.device("cpu")))
         self.draft: SimulatedDraft | None = None
         self.texts: dict[int, SimulatedText] = {}
@@ -271,7 +271,7 @@ class LoadedDevice:
             )
         return reports
 
-    def _ranked(self, number: int, begin: float) -> Ranked:
+    def _ranked(self, number: int, begin: float) -> RankedCandidates:
         text = self.texts[number]
         answered = self.draft.answered(number, begin) if self.draft is not None else None
         lag = None if answered is None else max(0, self._steps[number] - answered)
@@ -311,11 +311,11 @@ class PassCounts:
 class SimulatedEngine:
     """One engine, which keeps what its policies learnt from load to load."""
 
-    def __init__(self, shape: Shape, draft: str) -> None:
+    def __init__(self, shape: LoadedShape, draft: str) -> None:
         """`draft`: one of `DRAFTS`."""
         drafter, plain = DRAFTS[draft], draft == "plain"
         self._clock = VirtualClock()
-        self._drafter = drafter or Drafter()
+        self._drafter = drafter or SimulatedDrafts()
         settings: dict[str, Any] = {"draft": "inprocess:none"} if drafter is not None else {}
         if plain:
             settings = {"speculation": False, "lookup_tokens": 0, "max_draft_nodes": 0}
@@ -391,12 +391,12 @@ def answers_of(streams: int) -> int:
     return max(16, 2 * streams)
 
 
-def alone(shape: Shape, draft: str, streams: int, seed: int) -> dict[str, Any]:
+def alone(shape: LoadedShape, draft: str, streams: int, seed: int) -> dict[str, Any]:
     """One load from a cold start."""
     return SimulatedEngine(shape, draft).load(streams, 3 * answers_of(streams), seed)
 
 
-def changing(shape: Shape, draft: str, loads: Sequence[int], seed: int) -> Iterator[dict[str, Any]]:
+def changing(shape: LoadedShape, draft: str, loads: Sequence[int], seed: int) -> Iterator[dict[str, Any]]:
     """Loads one behind the other, and all of them again."""
     engine = SimulatedEngine(shape, draft)
     laps = [[engine.load(streams, answers_of(streams), seed) for streams in loads] for _ in range(2)]
@@ -428,9 +428,7 @@ def main() -> None:
             results["changing"] += [of | one for one in changing(SHAPES[shape], draft, CHANGING, seed)]
     for name in options.parts:
         show(f"{name}\n{record_table(results[name])}")
-    write_json(
-        options.json, {**provenance("engine.simulated_loads"), "settings": settings_of(options), "results": results}
-    )
+    write_json(options.json, {**provenance("loads.simulation"), "settings": settings_of(options), "results": results})
 
 
 if __name__ == "__main__":

@@ -22,9 +22,10 @@ from target_service.execution.batch import DeviceRows
 from target_service.model.cuda_graphs.sizes import row_sizes
 from target_service.model.runner import ModelRunner
 from target_service.sampling.verifier import Verified
+from target_service.speculation.policy.controller import SpeculationController
+from target_service.speculation.policy.estimates import POOLED, PassTimes, pooled
 from target_service.speculation.policy.launch_mode import LaunchMode
 from target_service.speculation.policy.live_sequence import LiveSequence
-from target_service.speculation.policy.row_policy import POOLED, RowPolicy, pooled
 from target_service.speculation.policy.step_cost import StepCost
 from tree_kernels.node_table.layout import KEPT, PROSPECTS
 from tree_kernels.verification import Walk
@@ -198,7 +199,7 @@ class Engine:
 
     def __init__(self, runner: ModelRunner, device: Device, drafts: Drafts, sequences: int = 1, seed: int = 0) -> None:
         self.live: dict[int, LiveSequence] = {}
-        self.policy = RowPolicy(KEPT, device.cost, self.live)
+        self.policy = SpeculationController(KEPT, device.cost, self.live)
         self.launches: list[Launch] = []
         self.drafts = drafts
         # Whether a draft is there.
@@ -224,7 +225,7 @@ class Engine:
         if self._last is not None:
             outcomes, rows, took, followed = self._last
             self.policy.observe_passes(outcomes, mode_of(followed=followed), [True] * len(outcomes))
-            self.policy.observe_time(self._sequences, rows, took, mode_of(followed=followed))
+            self.policy.observe_time(self._sequences, rows.rows if rows else 0, took, mode_of(followed=followed))
 
     def _launch(self, rows: DeviceRows | None, *, followed: bool) -> None:
         size = rows.rows if rows is not None else 0
@@ -387,7 +388,7 @@ def test_the_first_answers_at_a_load_lose_little(runner: ModelRunner, known: int
 def test_a_load_whose_rows_are_dear_does_not_judge_another(runner: ModelRunner) -> None:
     """Times are told apart by the load."""
     live: dict[int, LiveSequence] = {}
-    policy = RowPolicy(KEPT, DEVICES["large"].cost, live)
+    policy = SpeculationController(KEPT, DEVICES["large"].cost, live)
     steps = {count: schedule(runner, live, *[request([5, 7], 99)] * count) for count in (1, 8)}
     chosen: dict[int, list[int]] = {1: [], 8: []}
     for turn in range(800):
@@ -395,21 +396,55 @@ def test_a_load_whose_rows_are_dear_does_not_judge_another(runner: ModelRunner) 
         schedule(runner, live, *[request([5, 7], 99)] * count)
         rows = policy.choose(steps[count], MAX_ROWS, None)
         size = rows.rows if rows is not None else 0
-        policy.observe_time(count, rows, 1.0 + size * (count == 8), None)
+        policy.observe_time(count, size, 1.0 + size * (count == 8), None)
         chosen[count].append(size)
     assert chosen[1][100:].count(0) < 30 and chosen[8][100:].count(0) > 250
 
 
-def test_passes_are_known_by_what_they_took() -> None:
-    policy = RowPolicy(KEPT, DEVICES["large"].cost, {})
-    rows = DeviceRows(16, (15,))
-    assert policy.seconds(1, 16, LaunchMode.RUN_AHEAD) == 0.0
+def test_what_a_pass_takes_is_known_from_other_loads_modes_and_sizes() -> None:
+    times, ahead = PassTimes(StepCost([(1, 1.0), (64, 2.0), (256, 4.0)])), LaunchMode.RUN_AHEAD
+    assert times.expected((0, 64), 1, ahead) == pytest.approx({0: 1.0, 64: 2.0})
     for _ in range(20):
-        policy.observe_time(1, rows, 7e-3, LaunchMode.RUN_AHEAD)
-        policy.observe_time(1, None, 5e-3, LaunchMode.RUN_AHEAD)
-    assert policy.seconds(1, 16, LaunchMode.RUN_AHEAD) == pytest.approx(7e-3)
-    assert policy.seconds(1, 0, LaunchMode.RUN_AHEAD) == pytest.approx(5e-3)
-    assert policy.seconds(1, 16, None) == policy.seconds(2, 16, LaunchMode.RUN_AHEAD) == 0.0
+        # Half as long again as such passes of one sequence.
+        times.observe_pass(1, 64, 3.0, ahead)
+    assert times.measured(1, ahead) == pytest.approx({64: 3.0})
+    assert times.expected((0, 64, 256), 1, ahead) == pytest.approx({0: 1.5, 64: 3.0, 256: 6.0})
+    assert times.expected((0, 64), 1, None) == pytest.approx({0: 1.5, 64: 3.0})
+    assert times.measured(64, ahead) == {}
+    times.forget((64,), 1, ahead)
+    assert times.measured(1, ahead) == {}
+
+
+def test_passes_of_all_sizes_take_what_is_expected_of_them_but_for_the_draft() -> None:
+    """What contexts add is the same for every size, and so is what a draft adds."""
+    times = PassTimes(StepCost([(1, 1.0), (256, 4.0)]))
+    for rows in (64, 256) * 20:
+        times.observe_pass(64, rows, times.cost(rows) + 0.5, None)
+    for rows in (64, 128, 256, 600):
+        assert times.relative(64, rows, times.cost(rows) + 0.5) == pytest.approx(1.0)
+        assert times.relative(64, rows, 1.1 * (times.cost(rows) + 0.5)) == pytest.approx(1.1)
+
+
+@pytest.mark.parametrize("load", [32, 64, 128])
+def test_rows_beside_prompts_that_are_left_unread_bring_more_than_rows_of_prompts(
+    runner: ModelRunner, load: int
+) -> None:
+    """They are no wider than in passes without prompts, where a row takes less time."""
+    engine = Engine(runner, Device(6.5e-3, 32, 1.4e-5), GOOD, sequences=load)
+    engine.run(100)
+    seconds, rate = engine.policy.times, engine.launches[-50:]
+    assert seconds is not None
+    per_second = sum(one.tokens for one in rate) / sum(engine.seconds(one.rows, followed=True) for one in rate)
+    drafted = engine.policy.beside_prompts(load, 768)
+
+    def lost(count: int) -> float:
+        """Tokens for each row of a prompt."""
+        return (per_second * seconds.cost(768) - engine.makes(load + count)) / (768 - load - count)
+
+    assert 0 <= drafted <= 384 and drafted + load < 768
+    assert lost(drafted) < 1.05 * min(lost(int(each * load)) for each in (0, 0.25, 0.5, 1, 3))
+    # There is no room beside so few.
+    assert engine.policy.beside_prompts(load, 2 * load) == 0
 
 
 class Policies:
@@ -419,7 +454,9 @@ class Policies:
         self._runner = runner
         self.live: dict[int, LiveSequence] = {}
 
-    def rows(self, policy: RowPolicy, *requests: SequenceRequest, max_rows: int = MAX_ROWS) -> DeviceRows | None:
+    def rows(
+        self, policy: SpeculationController, *requests: SequenceRequest, max_rows: int = MAX_ROWS
+    ) -> DeviceRows | None:
         return policy.choose(schedule(self._runner, self.live, *requests), max_rows, None)
 
 
@@ -432,29 +469,29 @@ PLAIN = request([5, 7], 99)
 
 
 def test_without_costs_as_many_as_are_allowed(policies: Policies) -> None:
-    policy = RowPolicy(KEPT, None, policies.live)
+    policy = SpeculationController(KEPT, None, policies.live)
     assert policies.rows(policy, PLAIN) == DeviceRows(64, (63,))
     assert policies.rows(policy, PLAIN, PLAIN) == DeviceRows(128, (63, 63))
     assert policies.rows(policy, *[PLAIN] * 8) == DeviceRows(256, (63,) * 8)
     # The smallest size that holds all that are allowed.
-    assert policies.rows(RowPolicy(3, None, policies.live), PLAIN) == DeviceRows(4, (3,))
-    assert policies.rows(RowPolicy(5, None, policies.live), PLAIN, PLAIN) == DeviceRows(16, (5, 5))
-    assert policies.rows(RowPolicy(1000, None, policies.live), PLAIN) == DeviceRows(64, (63,))
-    none = RowPolicy(0, None, policies.live)
+    assert policies.rows(SpeculationController(3, None, policies.live), PLAIN) == DeviceRows(4, (3,))
+    assert policies.rows(SpeculationController(5, None, policies.live), PLAIN, PLAIN) == DeviceRows(16, (5, 5))
+    assert policies.rows(SpeculationController(1000, None, policies.live), PLAIN) == DeviceRows(64, (63,))
+    none = SpeculationController(0, None, policies.live)
     assert not none.on and policies.rows(none, PLAIN) is None
 
 
 @pytest.mark.parametrize("max_rows", [4, 6, 16, 32, 63, 64, 200])
 @pytest.mark.parametrize("costed", [True, False])
 def test_steps_have_only_so_many_rows(policies: Policies, max_rows: int, costed: bool) -> None:
-    policy = RowPolicy(KEPT, DEVICES["free"].cost if costed else None, policies.live)
+    policy = SpeculationController(KEPT, DEVICES["free"].cost if costed else None, policies.live)
     sizes = set()
     for turn in range(60):
         rows = policies.rows(policy, *[PLAIN] * 4, max_rows=max_rows)
         sizes.add(rows.rows if rows is not None else 0)
         if rows is not None:
             assert rows.rows <= max_rows and all(most <= rows.rows - 4 for most in rows.most)
-        policy.observe_time(4, rows, 1e-3 * (1 + turn % 3), None)
+        policy.observe_time(4, rows.rows if rows else 0, 1e-3 * (1 + turn % 3), None)
     assert sizes <= {0, *(size for size in row_sizes(max_rows) if size > 4)}
     assert (sizes == {0}) is (max_rows == 4)
 
@@ -477,7 +514,7 @@ def test_steps_have_only_so_many_rows(policies: Policies, max_rows: int, costed:
 )
 def test_those_get_them_who_want_them(policies: Policies, changes: dict[str, object], limits: tuple[int, ...]) -> None:
     """A sequence for which the device cannot choose any stands first, and takes none of the others'."""
-    policy = RowPolicy(KEPT, None, policies.live)
+    policy = SpeculationController(KEPT, None, policies.live)
     rows = policies.rows(policy, PLAIN, replace(PLAIN, **changes))  # type: ignore[arg-type]
     assert rows is not None and rows.limits == limits
     assert rows.laid_out == rows.laid_out_rows == int(limits[0] == 0)
@@ -485,7 +522,7 @@ def test_those_get_them_who_want_them(policies: Policies, changes: dict[str, obj
 
 def test_nothing_is_drafted_past_the_last_token(runner: ModelRunner) -> None:
     live: dict[int, LiveSequence] = {}
-    policy = RowPolicy(KEPT, None, live)
+    policy = SpeculationController(KEPT, None, live)
     steps = schedule(runner, live, replace(PLAIN, max_tokens=20))
     sequence = live[0].sequence
     sequence.totals.completion_tokens, sequence.pending_tokens = 12, 4
@@ -497,7 +534,7 @@ def test_nothing_is_drafted_past_the_last_token(runner: ModelRunner) -> None:
 
 
 def test_those_who_want_none_alone_get_none(policies: Policies) -> None:
-    policy = RowPolicy(KEPT, None, policies.live)
+    policy = SpeculationController(KEPT, None, policies.live)
     assert policies.rows(policy, *[replace(PLAIN, speculate=False)] * 2) is None
 
 
@@ -512,7 +549,7 @@ def beside_a_prompt(engine: Engine, rows: int, runner: ModelRunner, **changes: o
 @pytest.mark.parametrize(("read", "rows"), [(5, 64), (27, 64), (33, 128), (100, 192), (240, 256)])
 def test_drafted_rows_stand_behind_those_that_are_read(runner: ModelRunner, read: int, rows: int) -> None:
     engine = Engine(runner, DEVICES["free"], GOOD, sequences=4)
-    engine.policy = RowPolicy(7, None, engine.live)
+    engine.policy = SpeculationController(7, None, engine.live)
     found = engine.policy.choose(beside_a_prompt(engine, read, runner), MAX_ROWS, None)
     # Room for all that may be drafted, or as much as a step has.
     assert found == DeviceRows(rows, (0, *[7] * 4), 1, read)
@@ -575,7 +612,7 @@ def test_a_full_pass_of_prompts_is_not_made_larger_for_drafts(runner: ModelRunne
 
 
 def test_above_a_load_there_are_none(policies: Policies) -> None:
-    policy = RowPolicy(KEPT, None, policies.live, disable_above=3)
+    policy = SpeculationController(KEPT, None, policies.live, disable_above=3)
     assert policies.rows(policy, *[PLAIN] * 3) is not None
     assert policies.rows(policy, *[PLAIN] * 4) is None
 

@@ -1,0 +1,1 @@
+"""What policies of speculation make of whole answers at several loads, on a simulated device."""

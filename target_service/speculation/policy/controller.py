@@ -1,0 +1,310 @@
+"""How passes are launched whose rows the device chooses: with which draft, ahead or held, and with how many rows.
+
+One estimate of what passes take (`PassTimes`) and one of what they make (`TokenYield`) serve all of these decisions:
+what makes most tokens a second is chosen. The device ranks drafted nodes by path probability and takes the best
+(`tree_kernels.node_table`); how many it may take is chosen among the sizes that steps are captured for. Both estimates
+hold at every load, so that one that was never met begins with what the others have shown. What seems slower is tried
+again for as long as tries take a hundredth of the time.
+"""
+
+from __future__ import annotations
+
+import bisect
+from collections.abc import Mapping
+from collections.abc import Sequence as SequenceOf
+from dataclasses import dataclass
+
+from target_service.core.running_means import RunningMean
+from target_service.core.schedule import Schedule
+from target_service.execution.batch import DeviceRows
+from target_service.model.cuda_graphs.sizes import row_sizes
+from target_service.sampling.verifier import Verified
+from target_service.speculation.policy.draft_gate import DraftGate
+from target_service.speculation.policy.estimates import POOLED, Mode, PassTimes, TokenYield, compile_pooled
+from target_service.speculation.policy.launch_mode import LaunchMode
+from target_service.speculation.policy.live_sequence import LiveSequence
+from target_service.speculation.policy.step_cost import StepCost
+from target_service.speculation.policy.throughput_trial import SpeculationLevel, ThroughputTrial
+from tree_kernels.node_table.layout import KEPT
+
+# Rows for each token that a sequence may still generate. Chosen: as many children as a head's nodes have. A page or two
+# are held for them at the end.
+_GUESSES = 8
+# Launches until all sizes are timed again: contexts grow.
+_REFRESH = 512
+# Share of the best rate that a size needs, as estimated, to be timed.
+_WORTH_TIMING = 0.7
+# Share of the time that tries of what seems slower may take; the design of the loop allows a hundredth.
+_TRYING = 0.01
+# Launches between two tries at most: some five seconds at 8B size, in which a new draft, or a text that begins to
+# repeat itself, is noticed. And launches of a try: of rows where none seem to pay, and of the other launch mode.
+_LONGEST_PAUSE, _TRY, _TRY_MODE = 1024, 6, 16
+# Rate of drafted passes that is needed against plain ones, so that noise does not decide.
+_MARGIN = 1.02
+# Passes of a mode before its tokens are believed: they vary by as much as the mean, so that the error of the mean of 32
+# is a sixth of it. And waiting passes after which a first trial ends below this share of the others' rate: of 891
+# passes of one request 104 waited at that rate (two H100, `benchmarks/results/2026-11-25-h100-widened-eleventh.md`).
+_TRIAL, _FEW, _HOPELESS = 32, 12, 0.8
+# Waiting is tried where it takes at most this share of a pass: waiting passes made a fifth more tokens than others
+# whose trees came in time (3.36 and 2.83 in the same record).
+_WORTH_WAITING = 0.2
+# Rate that waiting needs against the others: means of sixty passes vary by 7 %, and a wrong choice costs more where the
+# device is idle for it.
+_WAITING_MARGIN = 1.1
+# Weight of one launch in the tokens of a pass.
+_SHARE = 0.02
+# Change of the trust in a draft's scores by one pass, for each token expected too much; a larger one follows the noise
+# of single passes (0.02 moved trust by a seventh up and down in a simulation).
+_TRUST_SHARE = 0.005
+# Bounds, chosen, not measured: from the lower one, where hardly a row pays, some 600 passes that each bring a token
+# more than expected lead back to full trust; the upper one keeps a lucky run from filling passes with wrong rows.
+_LEAST_TRUST, _MOST_TRUST = 0.05, 1.25
+
+
+@dataclass(slots=True)
+class _Tries:
+    """When something that seems slower is tried: so that tries cost `_TRYING` of the time."""
+
+    length: int
+    since: int = 0
+    left: int = 0
+
+    def due(self, loss: float) -> bool:
+        """Whether the next launch is a try. Called once for each launch; a try loses `loss` of its time."""
+        if self.left:
+            self.left -= 1
+            return True
+        self.since += 1
+        if self.since <= min(_LONGEST_PAUSE, max(self.length, self.length * loss / _TRYING)):
+            return False
+        self.since, self.left = 0, self.length - 1
+        return True
+
+    def hasten(self) -> None:
+        """Have a try soon, since something has changed."""
+        self.since = max(self.since, _LONGEST_PAUSE - self.length)
+
+
+class SpeculationController:
+    """Chooses level, launch mode and rows of each launch."""
+
+    def __init__(
+        self, most: int, cost: StepCost | None, live: Mapping[int, LiveSequence], disable_above: int = 1 << 30
+    ) -> None:
+        """A sequence gets at most `most` rows, and none above `disable_above` sequences; 0 turns the controller off.
+        `cost` of None takes as many rows as are allowed. `live` is the engine's own table."""
+        self.on = most > 0
+        if self.on:
+            compile_pooled()
+        self._limit = min(most, KEPT)
+        self._live = live
+        self._disable_above = disable_above
+        self.times = None if cost is None else PassTimes(cost)
+        self._yields = {mode: TokenYield() for mode in (None, *LaunchMode)}
+        self.draft_gate, self.throughput_trial = DraftGate(self._without_draft), ThroughputTrial()
+        self._was_alone = True
+        self._row_tries, self._mode_tries = _Tries(_TRY), _Tries(_TRY_MODE)
+        # The faster launch mode so far.
+        self._preferred = LaunchMode.RUN_AHEAD
+        self._since_timed = 0
+        # Of the last launch: its mode, and how long it waited.
+        self._mode: Mode = None
+        self._waits = 0.0
+        # Most rows of a launch, at first those of one sequence.
+        self._most_rows = 1 + KEPT
+        # Tokens of a sequence in a recent pass.
+        self.tokens_each = RunningMean.settled(_SHARE, 1.0)
+        # See `NodeTables.trust`.
+        self.trust = 1.0
+
+    def forget_draft(self) -> None:
+        """Drop what was observed of a draft: another one has connected, or the weights have changed."""
+        self.draft_gate.forget()
+        self.throughput_trial.forget()
+        for mode in LaunchMode:
+            self._yields[mode] = TokenYield()
+        self._preferred = LaunchMode.RUN_AHEAD
+
+    def allowed(self, load: int) -> SpeculationLevel:
+        """Where the drafted rows of the next launch may come from."""
+        if not self.on or self.times is None:
+            return SpeculationLevel.DRAFT
+        level = self.throughput_trial.allowed(load)
+        if level is SpeculationLevel.DRAFT and not self.draft_gate.uses_draft(load):
+            return SpeculationLevel.LOOKUP_ONLY
+        return level
+
+    def _without_draft(self, load: int) -> float:
+        """What passes without a draft make a second with the rows that suit them, for each token that they make with
+        those of passes with a draft."""
+        if self.times is None:
+            return 1.0
+        drafted, own = self._rates_at(load, self._preferred), self._rates_at(load, None)
+        return max(own.values()) / own[max(drafted, key=drafted.__getitem__)]
+
+    def choose_mode(self, load: int, answer_seconds: float, launch_seconds: float) -> LaunchMode:
+        """How the next pass of `load` sequences is launched, all of whose rows the device may choose.
+
+        `answer_seconds` and `launch_seconds` are the times of a draft's answer, 0 where unknown, and of a launch. While
+        a pass waits, the device is idle until the answer has come and the pass is launched.
+        """
+        ahead, waiting = (self._yields[mode] for mode in (LaunchMode.RUN_AHEAD, LaunchMode.WAIT_FOR_DRAFT))
+        if self.times is None or not answer_seconds or ahead.count < _TRIAL:
+            return LaunchMode.RUN_AHEAD
+        held = answer_seconds + launch_seconds
+        rates = self._rates_at(load, LaunchMode.RUN_AHEAD, self.times.gap(LaunchMode.RUN_AHEAD, 0.0))
+        best = max(rates, key=rates.__getitem__)
+        if held > _WORTH_WAITING * self.times.expected((best,), load, LaunchMode.RUN_AHEAD)[best] * self.times.cost(
+            load
+        ):
+            return LaunchMode.RUN_AHEAD
+        rate = {
+            LaunchMode.RUN_AHEAD: rates[best],
+            LaunchMode.WAIT_FOR_DRAFT: max(
+                self._rates_at(
+                    load, LaunchMode.WAIT_FOR_DRAFT, self.times.gap(LaunchMode.WAIT_FOR_DRAFT, held)
+                ).values()
+            ),
+        }
+        share = rate[LaunchMode.WAIT_FOR_DRAFT] / rate[LaunchMode.RUN_AHEAD]
+        if waiting.count < _TRIAL and not (waiting.count >= _FEW and share < _HOPELESS):
+            return LaunchMode.WAIT_FOR_DRAFT
+        if share > _WAITING_MARGIN:
+            self._preferred = LaunchMode.WAIT_FOR_DRAFT
+        elif share < 1.0:
+            self._preferred = LaunchMode.RUN_AHEAD
+        (other,) = set(LaunchMode) - {self._preferred}
+        # As seldom as may be: what the other makes is known by then, and changes slowly.
+        return other if self._mode_tries.due(1.0) else self._preferred
+
+    def is_preferred(self, mode: LaunchMode) -> bool:
+        """Whether a mode is the faster one so far; passes of the other one are trials."""
+        return mode is self._preferred
+
+    def _rates_at(self, load: int, mode: Mode, held: float = 0.0) -> dict[int, float]:
+        """Tokens a second of a sequence by the rows of a pass at this load."""
+        sizes = [size for size in row_sizes(max(load, self._most_rows)) if load < size <= load * (1 + self._limit)]
+        return self._rates(sizes, load, mode, held)
+
+    def choose(
+        self, schedule: Schedule, max_rows: int, mode: Mode, waits: float = 0.0, cut_rows: int = 0
+    ) -> DeviceRows | None:
+        """The rows of a step of at most `max_rows`, which waits `waits` seconds for its drafts, with those of the
+        sequences whose rows the host lays out, `cut_rows` drafted ones among them; None where a plain step is better,
+        or there are only such sequences."""
+        if not self.on:
+            return None
+        self._mode, self._waits, self._most_rows = mode, waits, max_rows
+        live, chunks, laid_out = self._live, schedule.chunks, schedule.laid_out
+        if len(chunks) > self._disable_above:
+            return None
+        limits = [self._max_rows(live[chunk.sequence.sequence_id]) for chunk in chunks[laid_out:]]
+        if not any(limits):
+            return None
+        rows = cut_rows + sum([chunk.count for chunk in chunks[:laid_out]])
+        best = self._best(limits, rows, max_rows, mode, waits)
+        return DeviceRows(best, (*[0] * laid_out, *limits), laid_out, rows) if best else None
+
+    def _best(self, limits: SequenceOf[int], laid_out_rows: int, max_rows: int, mode: Mode, waits: float) -> int:
+        """Rows of a pass of sequences with these limits, beside those that the host lays out; 0 for a plain one."""
+        # Sizes of passes without those, which the device could run instead.
+        sizes, sequences = _sizes(limits, 0, max_rows), len(limits)
+        beside = _sizes(limits, laid_out_rows, max_rows) if laid_out_rows else sizes
+        if not beside or self.times is None:
+            return beside[-1] if beside else 0
+        if not laid_out_rows:
+            return self._tried(sizes, sequences, mode, waits)
+        rate = sequences * max(self._rates(sizes, sequences, mode, waits).values())
+        tokens = {rows: sequences * self._tokens(sequences, rows - laid_out_rows, mode) for rows in beside}
+        # Rows pay if they bring more than passes without the others do in the time that they take.
+        cost = self.times.cost
+        profit = {rows: tokens[rows] - rate * cost(rows) for rows in beside}
+        best = max(beside, key=lambda rows: profit[rows])
+        plain = row_sizes(max_rows)[bisect.bisect_left(row_sizes(max_rows), laid_out_rows + sequences)]
+        return best if profit[best] > _MARGIN * sequences - rate * cost(plain) else 0
+
+    def beside_prompts(self, sequences: int, rows: int) -> int:
+        """Drafted rows of these sequences in a pass of `rows` whose others read prompts, of which more are left: as
+        many as let a row of a prompt cost the fewest tokens, compared with passes without prompts of the same time."""
+        assert self.times is not None
+        if rows <= 2 * sequences or sequences > self._disable_above:
+            return 0
+        rate = sequences * max(self._rates_at(sequences, self._mode, self._waits).values())
+        made, read = rate * self.times.cost(rows), rows - sequences
+        lost = {
+            count: (made - sequences * self._yields[self._mode].tokens(count / sequences)) / (read - count)
+            for count in [0, *(int(each * sequences) for each in POOLED if each * sequences < read / 2)]
+        }
+        return min(lost, key=lost.__getitem__)
+
+    def observe_passes(self, outcomes: SequenceOf[Verified | None], mode: Mode, drafted: SequenceOf[bool]) -> None:
+        """Learn from passes whose rows the device chose. `drafted`: the sequence's table holds only a draft's nodes."""
+        passes = [one for outcome in outcomes if outcome is not None for one in outcome.device_passes]
+        if not passes:
+            self.tokens_each.observe(1.0)
+            return
+        self._yields[mode].observe_passes(passes)
+        self.tokens_each.observe(1 + sum([one.accepted for one in passes]) / len(passes))
+        known = zip(outcomes, drafted, strict=True)
+        drafted_passes = [one for outcome, has in known if has and outcome is not None for one in outcome.device_passes]
+        if mode is not None and drafted_passes:
+            from_table = sum([one.accepted_from_table for one in drafted_passes]) / len(drafted_passes)
+            excess = from_table - sum([one.expected_from_table for one in drafted_passes]) / len(drafted_passes)
+            self.trust = min(_MOST_TRUST, max(_LEAST_TRUST, self.trust * (1 + _TRUST_SHARE * excess)))
+
+    def observe_time(self, sequences: int, rows: int, seconds: float, mode: Mode) -> None:
+        """Observe the `seconds` of a pass on the device; `rows` is 0 for a plain one."""
+        if self.times is not None:
+            self.times.observe_pass(sequences, rows, seconds, mode)
+
+    def _max_rows(self, live: LiveSequence) -> int:
+        """Drafted rows that the sequence may have."""
+        request, grammar = live.sequence.request, live.verifier.grammar
+        if not request.speculate or (grammar is not None and grammar.slow):
+            return 0
+        # The target samples the last token itself.
+        return max(0, min(self._limit, request.max_draft_nodes, _GUESSES * (live.sequence.remaining - 1)))
+
+    def _tried(self, sizes: SequenceOf[int], sequences: int, mode: Mode, waits: float) -> int:
+        """The size with the highest rate, or at times another one, to measure it again."""
+        assert self.times is not None
+        if self._was_alone and mode is not None:
+            self._yields[mode].restart()
+            self._row_tries.hasten()
+        self._was_alone = mode is None
+        self._since_timed += 1
+        if self._since_timed > _REFRESH:
+            self._since_timed = 0
+            self.times.forget((0, *sizes), sequences, mode)
+        rates, measured = self._rates(sizes, sequences, mode, waits), self.times.measured(sequences, mode)
+        rates[0] *= _MARGIN
+        best = max(rates, key=rates.__getitem__)
+        for rows, rate in rates.items():
+            if rows not in measured and rate > _WORTH_TIMING * rates[best]:
+                return rows
+        if best:
+            return best
+        expected = self.times.expected((0, sizes[0]), sequences, mode)
+        return sizes[0] if self._row_tries.due(max(0.0, expected[sizes[0]] / expected[0] - 1)) else 0
+
+    def _rates(self, sizes: SequenceOf[int], sequences: int, mode: Mode, waits: float) -> dict[int, float]:
+        """Tokens a second of a sequence by the rows of a pass, 0 for a plain one; others wait `waits` seconds."""
+        assert self.times is not None
+        cost = self.times.cost(sequences)
+        return {
+            rows: self._tokens(sequences, rows, mode) / (cost * multiple + (waits if rows else 0.0))
+            for rows, multiple in self.times.expected((0, *sizes), sequences, mode).items()
+        }
+
+    def _tokens(self, sequences: int, rows: int, mode: Mode) -> float:
+        """Tokens of each sequence in a pass with `rows`."""
+        return self._yields[mode].tokens(max(0, rows - sequences) / sequences)
+
+
+def _sizes(limits: SequenceOf[int], prefill_rows: int, max_rows: int) -> list[int]:
+    """Sizes that a pass may have with rows of prompts, one root for each limit, and drafted rows up to the limits."""
+    held = prefill_rows + len(limits)
+    sizes = row_sizes(max_rows)
+    first = bisect.bisect_right(sizes, held)
+    # The smallest size that holds all, and those below.
+    return list(sizes[first : 1 + bisect.bisect_left(sizes, held + sum(limits), first)])

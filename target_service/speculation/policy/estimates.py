@@ -1,0 +1,188 @@
+"""What passes take whose rows the device chooses, and what they make: one estimate of each, for every decision.
+
+Both hold at every load: times are multiples of what rows cost, and what a sequence gains by so many rows hardly depends
+on how many sequences there are.
+"""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Sequence as SequenceOf
+
+import numpy as np
+import numpy.typing as npt
+
+from target_service.compiling import compiled
+from target_service.core.running_means import RunningMean, RunningTime
+from target_service.core.sequence import DevicePass
+from target_service.speculation.policy.draft_times import StepTime
+from target_service.speculation.policy.launch_mode import LaunchMode, load_size
+from target_service.speculation.policy.step_cost import StepCost
+from tree_kernels.node_table.layout import PROSPECTS
+
+# Launches of a size at one load before their time is used.
+_ENOUGH = 4
+# Weight of one pass in the mean time between two passes: some thirty.
+_GAP_SHARE = 0.03
+# Weight of one pass in what contexts add to its time: they grow slowly.
+_CONTEXT_SHARE = 0.01
+Mode = LaunchMode | None
+# Weight of one launch in the means of expected and accepted tokens: some fifty launches, a quarter of a second at 8B
+# size.
+_YIELD_SHARE = 0.02
+# Rows of a sequence, on average, for which expected tokens are known: `PROSPECTS`, and fewer than one of each sequence,
+# which go to the surest. With many sequences a captured size has no more room.
+POOLED = (0.25, 0.5, *map(float, PROSPECTS))
+# Expected tokens of these before any pass: those of prompt lookup alone, on the answers that `layout.RIGHT` is from, of
+# which fewer rows than sequences take their part, as if all were as sure.
+_FIRST_PROSPECTS = (0.1, 0.2, 0.4, 0.7, 0.9, 1.0, 1.0, 1.0)
+_COUNTS, _POOLED = np.array(PROSPECTS, np.float64), np.array(POOLED, np.float64)
+# The smallest mean of expected tokens that is divided by.
+_LEAST_EXPECTED = 1e-3
+# The weight of the initial values in launches.
+_PRIOR = 3
+Reals = npt.NDArray[np.float64]
+
+
+class PassTimes:
+    """Times are multiples of the cost of a pass of the sequences' roots, so that what a size takes at one load is known
+    at the others; None is the mode of passes without a draft."""
+
+    def __init__(self, cost: StepCost) -> None:
+        self.cost = cost
+        # By load in powers of two and mode: by rows, 0 for a plain pass.
+        self._times: dict[tuple[int, Mode], dict[int, StepTime]] = {}
+        # By load: seconds of a pass beyond the cost of its rows, which is that of one sequence with a short context.
+        self._contexts = defaultdict[int, RunningMean](lambda: RunningMean(_CONTEXT_SHARE))
+        # By mode: seconds in which the device does nothing before a pass.
+        self._gaps: dict[Mode, RunningTime] = {}
+
+    def observe_pass(self, sequences: int, rows: int, seconds: float, mode: Mode) -> None:
+        """Observe the `seconds` of a pass on the device; `rows` is 0 for a plain one."""
+        times = self._times.setdefault((load_size(sequences), mode), {})
+        if rows not in times:
+            times[rows] = StepTime(first_few=_ENOUGH)
+        times[rows].observe(seconds / self.cost(sequences))
+        self._contexts[load_size(sequences)].observe(seconds - self.cost(max(sequences, rows)))
+
+    def observe_gap(self, seconds: float, mode: Mode) -> None:
+        """Observe for how long the device had nothing to do before a pass."""
+        if mode not in self._gaps:
+            self._gaps[mode] = RunningTime(_GAP_SHARE)
+        self._gaps[mode].observe(max(0.0, seconds))
+
+    def gap(self, mode: Mode, unknown: float) -> float:
+        """Seconds in which the device does nothing before a pass; `unknown` where that was not measured."""
+        return self._gaps[mode].value if mode in self._gaps else unknown
+
+    def measured(self, sequences: int, mode: Mode) -> dict[int, float]:
+        """By rows, 0 for a plain pass, the measured times."""
+        times = self._times.get((load_size(sequences), mode), {})
+        return {rows: one.value for rows, one in times.items() if one.count >= _ENOUGH}
+
+    def expected(self, sizes: SequenceOf[int], sequences: int, mode: Mode) -> dict[int, float]:
+        """By rows, the times as measured, or that of a plain pass scaled by the cost of the rows."""
+        measured, cost = self.measured(sequences, mode), self.cost(sequences)
+        plain = measured.get(0) or self._scale(sequences, mode)
+        return {
+            rows: measured[rows] if rows in measured else plain * self.cost(max(sequences, rows)) / cost
+            for rows in sizes
+        }
+
+    def _scale(self, sequences: int, mode: Mode) -> float:
+        """What passes of this load take of their cost: in this mode, else in another, else 1."""
+        for other in (mode, LaunchMode.RUN_AHEAD, LaunchMode.WAIT_FOR_DRAFT, None):
+            measured, cost = self.measured(sequences, other), self.cost(sequences)
+            if measured:
+                return min(times * cost / self.cost(max(sequences, rows)) for rows, times in measured.items())
+        return 1.0
+
+    def forget(self, sizes: SequenceOf[int], sequences: int, mode: Mode) -> None:
+        """Measure passes of these sizes anew."""
+        times = self._times.get((load_size(sequences), mode), {})
+        for rows in sizes:
+            times.pop(rows, None)
+
+    def relative(self, sequences: int, rows: int, seconds: float) -> float:
+        """A pass's `seconds` for each of those that a pass of these rows, drafted ones and those of prompts among them,
+        is expected to take at this load: the same for every size, but for what following a draft costs."""
+        return seconds / (self.cost(max(sequences, rows)) + self._contexts[load_size(sequences)].value)
+
+
+class TokenYield:
+    """Expected and accepted tokens of recent passes of one mode, at any load: what a sequence gains by so many rows
+    hardly depends on how many sequences there are."""
+
+    def __init__(self) -> None:
+        # Expected tokens of a sequence by its rows, see `POOLED`.
+        self._prospects = [RunningMean(_YIELD_SHARE, tokens, _PRIOR) for tokens in _FIRST_PROSPECTS]
+        # Their quotient scales expected tokens.
+        self._accepted, self._expected = RunningMean(_YIELD_SHARE, 1.0, _PRIOR), RunningMean(_YIELD_SHARE, 1.0, _PRIOR)
+        # Launches since the first, whatever was restarted.
+        self.count = 0
+
+    def restart(self) -> None:
+        """Learn quickly again, since a draft is used again."""
+        for mean in (self._accepted, self._expected, *self._prospects):
+            mean.count = _PRIOR
+
+    def observe_passes(self, passes: SequenceOf[DevicePass]) -> None:
+        count = len(passes)
+        self.count += 1
+        self._accepted.observe(sum([one.accepted for one in passes]) / count)
+        self._expected.observe(sum([one.expected for one in passes]) / count)
+        for prospect, expected in zip(self._prospects, pooled([one.prospects for one in passes]), strict=True):
+            prospect.observe(expected)
+
+    def tokens(self, drafted: float) -> float:
+        """Tokens of a sequence in a pass with `drafted` rows for each sequence, on average."""
+        if not drafted:
+            return 1.0
+        scale = self._accepted.value / max(self._expected.value, _LEAST_EXPECTED)
+        return 1 + scale * _between(drafted, self._prospects)
+
+
+def compile_pooled() -> None:
+    """Compile now, not at the first pass."""
+    pooled([_FIRST_PROSPECTS[-len(PROSPECTS) :]] * 2)
+
+
+def pooled(prospects: SequenceOf[SequenceOf[float]]) -> list[float]:
+    """Expected tokens of a sequence for the rows per sequence of `POOLED` [len(POOLED)], where the rows go to the best
+    of all sequences. `prospects` [B][len(PROSPECTS)] are those of each sequence's own best rows, concave in the
+    rows."""
+    found: list[float] = _pooled(np.array(prospects), _COUNTS, _POOLED).tolist()
+    return found
+
+
+@compiled
+def _pooled(prospects: Reals, counts: Reals, wanted: Reals) -> Reals:
+    """See `pooled`: of the sequences' next ranges of rows, that with the most tokens a row is taken, again and again.
+    `prospects` is [B, N], `counts` [N] and `wanted` rise. Compiled: numpy's calls take longer than a few hundred
+    figures."""
+    sequences, sizes = prospects.shape[0], len(wanted)
+    place = np.zeros(sequences, np.int64)
+    rates = prospects[:, 0] / counts[0]
+    found, size, rows, tokens = np.zeros(sizes), 0, 0.0, 0.0
+    while size < sizes:
+        best = np.argmax(rates)
+        here = place[best]
+        more = counts[here] - (counts[here - 1] if here else 0.0)
+        while size < sizes and rows + more >= wanted[size] * sequences:
+            found[size] = (tokens + rates[best] * (wanted[size] * sequences - rows)) / sequences
+            size += 1
+        rows, tokens, place[best] = rows + more, tokens + rates[best] * more, here + 1
+        rates[best] = -np.inf
+        if here + 1 < len(counts):
+            rates[best] = (prospects[best, here + 1] - prospects[best, here]) / (counts[here + 1] - counts[here])
+    return found
+
+
+def _between(drafted: float, prospects: SequenceOf[RunningMean]) -> float:
+    """Expected tokens of `drafted` rows of a sequence, interpolated linearly."""
+    before, expected = 0.0, 0.0
+    for count, known in zip(POOLED, prospects, strict=True):
+        if drafted <= count:
+            return expected + (known.value - expected) * (drafted - before) / (count - before)
+        before, expected = count, known.value
+    return expected

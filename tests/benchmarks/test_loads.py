@@ -1,0 +1,52 @@
+"""Policies on a simulated device at changing loads: streams are the texts, and drafts that are good pay."""
+
+from __future__ import annotations
+
+from benchmarks.loads.simulation import SHAPES, SimulatedEngine
+from benchmarks.loads.texts import SimulatedDrafts, SimulatedText, ranked
+
+LENGTHS = 60, 128
+
+
+def test_a_load_is_the_same_each_time() -> None:
+    """No clock of the machine takes part."""
+    found = [SimulatedEngine(SHAPES["8b"], "good").load(4, 6, seed=1) for _ in range(2)]
+    assert found[0] == found[1]
+
+
+def test_good_drafts_make_more_and_worthless_ones_cost_little() -> None:
+    rates = {name: SimulatedEngine(SHAPES["8b"], name).load(8, 24, seed=1) for name in ("good", "worthless", "none")}
+    speeds = {name: rate["tokens_per_second"] for name, rate in rates.items()}
+    assert speeds["good"] > 1.4 * speeds["none"]
+    assert speeds["worthless"] > 0.9 * speeds["none"]
+    assert rates["worthless"]["followed"] < 0.5 < rates["good"]["followed"]
+
+
+def test_a_draft_stays_followed_as_answers_end_and_others_begin() -> None:
+    """A load of one less than there is room for is no other load."""
+    engine = SimulatedEngine(SHAPES["8b"], "good")
+    for seed in (1, 2):
+        engine.load(8, 32, seed)
+    # The first passes of every answer have no tree yet.
+    assert engine.load(8, 16, seed=3)["followed"] > 0.9
+
+
+def test_the_first_answers_of_a_load_lose_little_to_what_is_found_out_there() -> None:
+    engine = SimulatedEngine(SHAPES["8b"], "good")
+    engine.load(8, 24, seed=1)
+    first, again = (engine.load(32, 40, seed=2)["first_eight_seconds"] for _ in range(2))
+    assert again > 0.85 * first
+
+
+def test_what_a_pass_accepts_grows_with_its_rows_and_is_the_texts() -> None:
+    text = SimulatedText(3, *LENGTHS, SimulatedDrafts(quality=1.0, late_hits=1.0))
+    accepted = []
+    for place in range(LENGTHS[0], sum(LENGTHS)):
+        both = ranked(*text.candidates(place, 0, looks_up=True), trust=1.0)
+        counts = [both.accepted(rows)[0] for rows in (0, 1, 3, 7, 15, 63)]
+        assert counts[0] == 0 and counts == sorted(counts)
+        assert both.chances[:1] >= both.chances[-1:]
+        accepted.append(counts[-1])
+    assert sum(accepted) / len(accepted) > 1.0
+    nothing = ranked(*text.candidates(LENGTHS[0], None, looks_up=False), trust=1.0)
+    assert nothing.accepted(63) == (0, 0) and nothing.prospects(63) == (0.0,) * 6
