@@ -107,15 +107,18 @@ def fleet_cluster() -> Iterator[FleetCluster]:
     import ray
     from ray.cluster_utils import Cluster
 
-    before = {name: os.environ.get(name) for name in _ENVIRONMENT}
-    os.environ.update(_ENVIRONMENT)
-    # Its sockets' paths must be short.
+    # Its sockets' paths must be short. The cluster's address is kept there too, and not where other users' is.
     folder = tempfile.mkdtemp(prefix="ray-", dir="/tmp")
+    own = {**_ENVIRONMENT, "RAY_TMPDIR": folder}
+    before = {name: os.environ.get(name) for name in own}
+    os.environ.update(own)
+    os.mkdir(f"{folder}/ray")
     dashboard, door = free_port(), free_port()
-    head = {**_NODE, "include_dashboard": True, "dashboard_port": dashboard, "temp_dir": folder}
-    cluster = Cluster(initialize_head=True, head_node_args={**head, "resources": {"front": 8}})
-    started = psutil.Process().children(recursive=True)
+    head = {**_NODE, "include_dashboard": True, "dashboard_port": dashboard, "temp_dir": f"{folder}/ray"}
+    cluster, started = Cluster(), list[psutil.Process]()
     try:
+        cluster.add_node(resources={"front": 8}, **head)
+        started += psutil.Process().children(recursive=True)
         yield FleetCluster(cluster, f"http://127.0.0.1:{door}", f"http://127.0.0.1:{dashboard}")
     finally:
         started += psutil.Process().children(recursive=True)

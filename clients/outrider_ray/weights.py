@@ -40,7 +40,8 @@ def update_weights(
 
     Args:
         dashboard: http://HOST:PORT of Ray's dashboard.
-        folder: below `weights_folder` of every target's machine.
+        folder: below `weights_folder` of every target's machine; another than the one that is served, which is not
+            read again.
         timeout: seconds until all targets should serve them.
 
     Raises:
