@@ -33,6 +33,8 @@ _ENVIRONMENT = {
     "RAY_USAGE_STATS_ENABLED": "0",
     "RAY_ENABLE_UV_RUN_RUNTIME_ENV": "0",
 }
+# The same, but read when Ray is imported.
+os.environ.setdefault("RAY_DASHBOARD_STARTUP_TIMEOUT_S", "300")
 _NODE = {"num_cpus": 4, "object_store_memory": 80 * 2**20, "include_dashboard": False}
 
 

@@ -1,8 +1,8 @@
 """Sums of few rows over GPUs that read each other's memory, by `tree_kernels.rank_sums`, for the sizes for which they
 are faster than NCCL's.
 
-On two H100 with NVLink a sum of 1 to 64 rows of 4,096 took 10 to 13 us in a graph, by NCCL 13 to 17
-(`benchmarks/ranks/all_reduce.py`).
+On two H100 with NVLink a sum of 1 to 64 rows of 4,096 took 5 to 7 us in a graph with the residual and the norm behind
+it, by NCCL 11 to 15 without (benchmarks/results/2026-11-28-h100-ranks.md).
 """
 
 from __future__ import annotations
