@@ -150,9 +150,9 @@ class TargetConfig(ServiceSettings):
     capture_seconds: float = setting(
         120.0, "time at start for capturing steps as CUDA graphs; 0 runs them eagerly", ge=0
     )
-    # Not by the cores, which no GPU's start was measured with.
+    # An H100's cold start took 90 s with twelve and 212 without (benchmarks/results/2026-11-28-h100-start.md).
     compile_processes: int = setting(
-        0,
+        -1,
         "processes that compile kernels at start, beside each other; 0: none, each kernel is compiled where it is "
         "first launched, -1: by the cores",
         ge=-1,

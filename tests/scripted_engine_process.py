@@ -9,7 +9,9 @@ from __future__ import annotations
 
 import sys
 import threading
+import time
 from dataclasses import replace
+from pathlib import Path
 
 from scripted_engine import SERVED, ScriptedEngine
 
@@ -23,6 +25,8 @@ from target_service.engine_process.server import Reporter, serve_engine
 from target_service.preflight import EngineRefused
 
 GARBLED, FATAL, HANGS = 297, 298, 299
+# Before a path: the model is found, and then loaded once something is there.
+FOUND = "found:"
 
 
 class ScriptedHost(ScriptedEngine):
@@ -77,6 +81,10 @@ def build(config: TargetConfig, reporter: Reporter) -> ScriptedHost:
         raise EngineRefused(2, "error: --draft: no such thing")
     if config.model == "broken":
         raise RuntimeError("a bug while loading")
+    if config.model.startswith(FOUND):
+        reporter.found_model()
+        while not Path(config.model.removeprefix(FOUND)).exists():
+            time.sleep(0.01)
     host = ScriptedHost(reporter)
     assert replace(host.served, tokenizer=None) == SERVED
     return host

@@ -96,9 +96,8 @@ class NeuralConfig(NetworkConfig):
     captured_sequences: int = setting(
         8, "sequences that graphs are captured for at the start; for more when first met", ge=1
     )
-    # Not by the cores, which no GPU's start was measured with.
     compile_processes: int = setting(
-        0,
+        -1,
         "processes that compile the kernels of captured passes at the start; 0: none, -1: a quarter of the cores, at "
         f"most {_MOST_COMPILERS}, since a target compiles too",
         ge=-1,

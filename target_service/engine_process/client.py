@@ -17,7 +17,7 @@ from outrider.errors import EngineDead
 from outrider.processes.children import exit_status, start_child
 from outrider.processes.framing import FrameCutter
 from outrider.processes.python import module_command
-from outrider.runtime import in_thread_to_leave
+from outrider.runtime import end_tasks, in_thread_to_leave
 from outrider.tree import TokenTree
 from outrider.wire.frames import DraftInfo
 from target_service.api.admission import ServedModel
@@ -60,6 +60,8 @@ class EngineLink(EngineFront, asyncio.Protocol):
         self._updates: dict[int, UpdateDone] = {}
         self._tokenizer = tokenizer
         self._served: ServedModel | None = None
+        # Set once the model's files are there.
+        self._found = asyncio.Event()
         # Set once the model is loaded, or loading has failed.
         self._loaded = asyncio.Event()
         self._refused: EngineRefused | None = None
@@ -76,16 +78,21 @@ class EngineLink(EngineFront, asyncio.Protocol):
     async def load(self) -> ServedModel:
         """Wait until the model is loaded. Raises `EngineRefused` when it cannot be, after the process has ended."""
         await asyncio.get_running_loop().create_unix_connection(lambda: self, sock=self._socket)
-        await self._loaded.wait()
-        served = self._served
-        if served is None:
-            status = await asyncio.to_thread(self._process.wait)
-            await self.stop()
-            raise self._refused or EngineRefused(1, f"the engine's process ended with status {status}")
-        if self._tokenizer is not None:
-            # Not before the other process has pulled the model.
-            served = replace(served, tokenizer=await in_thread_to_leave(self._tokenizer))
-        return served
+        tokenizer = asyncio.create_task(self._load_tokenizer())
+        try:
+            await self._loaded.wait()
+            if self._served is None:
+                status = await asyncio.to_thread(self._process.wait)
+                await self.stop()
+                raise self._refused or EngineRefused(1, f"the engine's process ended with status {status}")
+            return replace(self._served, tokenizer=await tokenizer)
+        finally:
+            await end_tasks(tokenizer)
+
+    async def _load_tokenizer(self) -> ModelTokenizer | None:
+        """The model's tokenizer, loaded as soon as the other process has pulled the model."""
+        await self._found.wait()
+        return None if self._tokenizer is None else await in_thread_to_leave(self._tokenizer)
 
     async def engine(self, observer: EngineObserver | None) -> EngineLink:
         """This link. `observer` is called on the event loop."""
@@ -166,7 +173,10 @@ class EngineLink(EngineFront, asyncio.Protocol):
                 self.draft_info = message.info
             elif isinstance(message, messages.Dead):
                 self._fail(message.reason)
+            elif isinstance(message, messages.ModelFound):
+                self._found.set()
             elif isinstance(message, messages.Ready):
+                self._found.set()
                 self._served, self._capacity = message.served, message.served.max_context
                 self._loaded.set()
             elif isinstance(message, messages.StartRefused):

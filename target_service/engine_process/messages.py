@@ -79,8 +79,13 @@ class Stop(_EngineMessage, frozen=True):
 # From the engine.
 
 
+class ModelFound(_EngineMessage, frozen=True):
+    """The model's files are on this machine, so that its tokenizer can be loaded while the model is. Each process loads
+    its own tokenizer. The first message, unless it is `StartRefused`."""
+
+
 class Ready(_EngineMessage, frozen=True):
-    """The model is loaded. The first message, unless it is `StartRefused`. Each process loads its own tokenizer."""
+    """The model is loaded. Nothing but `ModelFound` comes before."""
 
     served: ServedModel
 
@@ -128,7 +133,7 @@ class Dead(_EngineMessage, frozen=True):
 
 
 ToEngine = Configure | Submit | Verify | Cancel | UpdateWeights | CancelUpdate | Stop
-FromEngine = Ready | StartRefused | Report | WeightsDone | DrafterChanged | Dead
+FromEngine = ModelFound | Ready | StartRefused | Report | WeightsDone | DrafterChanged | Dead
 Message = ToEngine | FromEngine
 
 

@@ -76,6 +76,10 @@ class Reporter:
         with self._lock:
             self._pages += changes
 
+    def found_model(self) -> None:
+        """Tell that the model's files are there."""
+        self._outbox.send(messages.pack(messages.ModelFound()))
+
     def report(self, engine: Engine, events: list[SequenceEvent]) -> None:
         """Send what was collected, with a step's events. Never waits for the other process."""
         # All under the lock, or a snapshot could be sent behind a newer one, with an older version of the weights.
@@ -180,6 +184,7 @@ def build(config: TargetConfig, reporter: Reporter) -> Assembled:
     """Prepare the draft, then load the model and assemble its engine. Raises `EngineRefused`."""
     connect = prepared_draft(config)
     check_sources(config)
+    reporter.found_model()
     # Imported late: PyTorch takes seconds, and wrong names should be refused at once.
     from target_service.assembly import assemble, load_model
 

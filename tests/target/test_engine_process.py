@@ -19,7 +19,7 @@ import psutil
 import pytest
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 from readiness import becomes, ready
-from scripted_engine_process import FATAL, GARBLED, HANGS
+from scripted_engine_process import FATAL, FOUND, GARBLED, HANGS
 from waits import HUNG_SECONDS, until
 
 from outrider.errors import InvalidField
@@ -274,6 +274,18 @@ class TestStart:
         assert caught.value.status == status
         assert not psutil.pid_exists(link.pid)
         assert psutil.Process().num_fds() == before
+
+    def test_the_tokenizer_is_loaded_while_the_model_is(self, tmp_path: Path) -> None:
+        """The model is not there before the tokenizer is."""
+        loaded = tmp_path / "tokenizer"
+        load_tokenizer: Any = loaded.touch
+        link = EngineLink(TargetConfig(model=f"{FOUND}{loaded}"), SCRIPTED, load_tokenizer)
+
+        async def load() -> None:
+            await asyncio.wait_for(link.load(), HUNG_SECONDS)
+            await link.stop()
+
+        asyncio.run(load())
 
     def test_engine_ends_with_the_process_that_serves(self) -> None:
         """Killed, so that nothing in it can tell its engine."""

@@ -10,7 +10,6 @@ from collections.abc import Sequence
 
 # The module that a process runs: `python -P -m CHILD`.
 CHILD = "tree_kernels.ahead.child"
-_EXIT_SECONDS = 2.0
 
 
 class CompilerProcesses:
@@ -50,14 +49,11 @@ class CompilerProcesses:
         """End the processes."""
         for _ in self._processes:
             self._entries.put(None)
+        # Not SIGTERM, which a process inherits to ignore where its parent does. Files of Triton's cache are whole.
         for process in self._processes:
-            process.terminate()
+            process.kill()
         for process in self._processes:
-            try:
-                process.wait(_EXIT_SECONDS)
-            except subprocess.TimeoutExpired:
-                process.kill()
-                process.wait()
+            process.wait()
 
     def _feed(self, process: subprocess.Popen[str]) -> None:
         assert process.stdin is not None and process.stdout is not None
