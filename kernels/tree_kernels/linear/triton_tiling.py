@@ -52,6 +52,8 @@ _HEADS_OF_128 = {32: (64, 2, 8, 8, 8), MAX_BLOCK_ROWS: (128, 2, 8, 3, 8)}
 # Longest block of other tiles that are a head: with longer ones a program's stages would be too few. Not measured.
 _HEAD_BLOCK_INNER = 64
 _MAX_HEAD_SPLITS = 8
+# Numbers of a tile that four warps hold in registers: 64 rows by 128 columns.
+_FOUR_WARPS_NUMBERS = 8192
 # As many as 64 rows of an 8B layer have, whose memory is busy.
 _MIN_HEAD_PROGRAMS = 96
 # The same for weights in int8, each near the fastest of those tried on an H100:
@@ -125,6 +127,9 @@ def whole_head_tiling(tiling: LinearTiling, width: int, outputs: int, inner: int
     stages = max(3, in_flight // (width * block_inner))
     # No further than a program's own share of a row, 128 numbers a piece.
     ahead = min(tiling.ahead, 1 << max(0, (inner // splits // 128).bit_length() - 1))
+    # Of more numbers four warps would spill: 1,096 bytes a thread of 64 rows by 256 columns, 0 with eight (ptxas).
+    warps = max(tiling.warps, 8) if tiling.block_rows * width > _FOUR_WARPS_NUMBERS else tiling.warps
     return replace(
-        tiling, block_outputs=width, block_inner=block_inner, splits=splits, stages=stages, ahead=ahead, mapped=False
-    )
+        tiling, block_outputs=width, block_inner=block_inner, splits=splits, warps=warps, stages=stages, ahead=ahead,
+        mapped=False,
+    )  # fmt: skip
