@@ -144,6 +144,10 @@ TINY_MODELS: dict[str, tuple[str, dict[str, Any]]] = {
     "hy_v3": (
         "hy_v3", EXPERTS | {"head_dim": 16, "num_shared_experts": 1, "router_scaling_factor": 2.5},
     ),
+    "hyperclovax": (
+        "hyperclovax", {"embedding_multiplier": 3.0, "residual_multiplier": 0.5, "logits_scaling": 0.5, "head_dim": 12},
+    ),
+    "hyperclovax, norms before alone": ("hyperclovax", {"use_post_norm": False, "attention_multiplier": 0.3}),
     "phi": ("phi", {"tie_word_embeddings": False}),
     "phi, normed": ("phi", {"qk_layernorm": True, "rope_parameters": PARTIAL}),
     "stablelm": ("stablelm", {"use_qkv_bias": True}),

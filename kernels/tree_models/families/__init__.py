@@ -60,6 +60,7 @@ FAMILIES: Mapping[str, Family] = {
     "hunyuan_v1_dense": mixtures.hunyuan_dense,
     "hunyuan_v1_moe": mixtures.hunyuan_moe,
     "hy_v3": mixtures.hy_v3,
+    "hyperclovax": granite.hyperclovax,
     "jais2": others.jais2,
     "laguna": mixtures.laguna,
     "lfm2": lfm.lfm2,

@@ -1,4 +1,5 @@
-"""Granite 3 and 4, dense and with experts; Granite 4's hybrids with Mamba2, Bamba and Falcon-H1."""
+"""Granite 3 and 4, dense and with experts; Granite 4's hybrids with Mamba2, Bamba and Falcon-H1;
+HyperCLOVA X."""
 
 from __future__ import annotations
 
@@ -52,6 +53,17 @@ _BAMBA = WeightNames(
 def granite(config: Any) -> Description:
     """Granite 3: scaled embeddings, scores, residuals and logits."""
     return _scaled(config, mlp(config), {})
+
+
+def hyperclovax(config: Any) -> Description:
+    """HyperCLOVA X: Granite with norms behind each half, and a factor of logits where Granite has a divisor."""
+    found, norm = _scaled(config, mlp(config), {}), rms_norm(config)
+    spec = replace(found.spec, logits_scale=float(config.logits_scaling))
+    if not config.use_post_norm:
+        return replace(found, spec=spec)
+    layers = tuple(replace(one, after_attention=norm, after_mlp=norm) for one in spec.layers)
+    names = replace(found.names, after_attention="post_norm1", after_mlp="post_norm2")
+    return Description(replace(spec, layers=layers), names)
 
 
 def granitemoe(config: Any) -> Description:
