@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Callable
-from typing import TYPE_CHECKING, Any, Literal, TypeVar
+from typing import TYPE_CHECKING, Any, TypeVar
 
 import torch
 
@@ -11,15 +12,16 @@ if TYPE_CHECKING:
     from tree_kernels.attention.triton_planning import TritonPlan
 
 Output = TypeVar("Output")
+# Held while a thread captures: one that begins waits for the whole device, which CUDA forbids while another captures.
+CAPTURING = threading.Lock()
 
 
 class GraphCapture:
     """Captures graphs that share the memory of what they compute, so that one of them runs at a time."""
 
-    def __init__(self, stream: torch.cuda.Stream, error_mode: Literal["global", "thread_local"] = "global") -> None:
-        """`stream` of the capture, whose priority the graphs' kernels keep. With "thread_local", calls of other threads
-        meanwhile, such as allocations of pinned memory, do no harm."""
-        self._stream, self._error_mode = stream, error_mode
+    def __init__(self, stream: torch.cuda.Stream) -> None:
+        """`stream` of the capture, whose priority the graphs' kernels keep."""
+        self._stream = stream
         self._pool: Any = torch.cuda.graph_pool_handle()
 
     def capture(self, run: Callable[[], Output], plan: TritonPlan) -> tuple[torch.cuda.CUDAGraph, Output]:
@@ -35,7 +37,9 @@ class GraphCapture:
         # The first layer makes the schedule, which has to become part of the graph.
         plan.schedules.clear()
         graph = torch.cuda.CUDAGraph()
-        with torch.cuda.graph(graph, pool=self._pool, stream=self._stream, capture_error_mode=self._error_mode):
+        # Calls of other threads meanwhile, such as allocations of pinned memory, do no harm.
+        mode = "thread_local"
+        with CAPTURING, torch.cuda.graph(graph, pool=self._pool, stream=self._stream, capture_error_mode=mode):
             output = run()
         current.wait_stream(self._stream)
         return graph, output

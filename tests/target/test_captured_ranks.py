@@ -257,7 +257,7 @@ def test_sizes_are_captured_in_pauses(
     runner = captured_rank(model)
     runner.compiled_ahead = True
     # Such small steps would all be captured first.
-    monkeypatch.setattr(capturing, "_TREE_ROWS", 0)
+    monkeypatch.setattr(capturing, "_FEW_ROWS", 0)
     capture_steps(runner, seconds=60.0, memory_share=0.5)
     first, every = runner.captured_steps
     assert 0 < first < every == len(buckets_up_to(ROWS, SEQUENCES))

@@ -229,8 +229,8 @@ class CapturedDrafting(TreeDrafting):
         if self._rehearses:
             return run
         if self._graphs is None:
-            # Kernels keep the priority of this stream. Other threads, of a target perhaps, allocate meanwhile.
-            self._graphs = GraphCapture(drafting_stream(self.network.device), "thread_local")
+            # Kernels keep the priority of this stream.
+            self._graphs = GraphCapture(drafting_stream(self.network.device))
         graph, output = self._graphs.capture(run, plan)
 
         def replay() -> Output:

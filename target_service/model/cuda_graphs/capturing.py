@@ -23,6 +23,9 @@ _GRAPH_BYTES = 16 << 20
 _POOL_SLACK = 1.5
 # With more rows of a sequence, a step is likelier to read a prompt.
 _TREE_ROWS = 64
+# Steps of so many rows run in the size that is made for them from the first request on. Chosen: larger ones take longer
+# by their rows than by places of absent sequences.
+_FEW_ROWS = 128
 
 
 def capture_steps(captured: CapturedRunner, *, seconds: float, memory_share: float) -> None:
@@ -83,8 +86,8 @@ def ordered_sizes(captured: CapturedRunner) -> list[Bucket]:
 
 
 def first_sizes(ordered: Sequence[Bucket]) -> list[Bucket]:
-    """Those of `ordered` in which every step finds its number of rows: of each number, and of each size of trees, the
-    one for the most sequences; and for one sequence alone all that hold a tree, whose attention is divided for it."""
+    """Those of `ordered` that decoding and trees run in, and of larger ones enough for every step to find its number of
+    rows: of each number, and of each size of trees, the one for the most sequences."""
     most: dict[tuple[int, int], int] = {}
     for bucket in ordered:
         kind = bucket.rows, bucket.largest_tree
@@ -92,8 +95,7 @@ def first_sizes(ordered: Sequence[Bucket]) -> list[Bucket]:
     return [
         bucket
         for bucket in ordered
-        if bucket.sequences == most[bucket.rows, bucket.largest_tree]
-        or (bucket.sequences == 1 and bucket.rows <= _TREE_ROWS)
+        if bucket.rows <= _FEW_ROWS or bucket.sequences == most[bucket.rows, bucket.largest_tree]
     ]
 
 

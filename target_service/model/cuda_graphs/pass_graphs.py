@@ -9,6 +9,8 @@ from weakref import WeakKeyDictionary
 
 import torch
 
+from tree_kernels.graph_capture import CAPTURING
+
 Result = TypeVar("Result")
 
 
@@ -50,7 +52,7 @@ class PassGraphs:
     def _capture(self, launch: Callable[[], object]) -> tuple[torch.cuda.CUDAGraph, object]:
         self._stream.wait_stream(torch.cuda.current_stream(self._device))
         graph = torch.cuda.CUDAGraph()
-        with torch.cuda.stream(self._stream):
+        with CAPTURING, torch.cuda.stream(self._stream):
             # Not `torch.cuda.graph`, which collects garbage first: this may happen while requests wait.
             graph.capture_begin(pool=self._pool, capture_error_mode="thread_local")
             try:

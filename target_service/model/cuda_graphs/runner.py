@@ -84,8 +84,7 @@ class CapturedRunner(ModelRunner):
         self._captured: dict[Bucket, _Captured] = {}
         # Sizes that are captured while it serves.
         self._later: list[Bucket] = []
-        # Meanwhile threads of NCCL ask for the state of their events, and others of a service allocate pinned memory.
-        self._graphs = GraphCapture(torch.cuda.Stream(self.device), "thread_local")  # type: ignore[no-untyped-call]
+        self._graphs = GraphCapture(torch.cuda.Stream(self.device))  # type: ignore[no-untyped-call]
         self.ahead = runner.ahead
         fused = prepare_network(self.network, self._options.layers, self.ahead)
         # Whether capturing a size compiles nothing any more once the largest is captured and others were rehearsed:
