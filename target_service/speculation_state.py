@@ -55,5 +55,5 @@ def _about_draft(config: TargetConfig, snapshot: EngineSnapshot) -> str:
             f"{config.speculative_disable_queue_size} and resumes at {resumes_at}"
         )
     if snapshot.measuring:
-        return "drafting starts soon: the first passes at this load measure the speed without it"
+        return "drafting goes on soon: some passes at this load measure the speed without it"
     return "drafting is paused, since it costs more than it brings; it is tried again now and then"
