@@ -21,7 +21,7 @@ from target_service.model.cuda_graphs.sizes import row_sizes
 from target_service.sampling.verifier import Verified
 from target_service.speculation.policy.draft_gate import DraftGate
 from target_service.speculation.policy.estimates import POOLED, Mode, PassTimes, TokenYield, compile_pooled
-from target_service.speculation.policy.launch_mode import LaunchMode
+from target_service.speculation.policy.launch_mode import HOPELESS, MARGIN, TRYING, LaunchMode
 from target_service.speculation.policy.live_sequence import LiveSequence
 from target_service.speculation.policy.step_cost import StepCost
 from target_service.speculation.policy.throughput_trial import SpeculationLevel, ThroughputTrial
@@ -34,17 +34,13 @@ _GUESSES = 8
 _REFRESH = 512
 # Share of the best rate that a size needs, as estimated, to be timed.
 _WORTH_TIMING = 0.7
-# Share of the time that tries of what seems slower may take; the design of the loop allows a hundredth.
-_TRYING = 0.01
 # Launches between two tries at most: some five seconds at 8B size, in which a new draft, or a text that begins to
 # repeat itself, is noticed. And launches of a try: of rows where none seem to pay, and of the other launch mode.
 _LONGEST_PAUSE, _TRY, _TRY_MODE = 1024, 6, 16
-# Rate of drafted passes that is needed against plain ones, so that noise does not decide.
-_MARGIN = 1.02
 # Passes of a mode before its tokens are believed: they vary by as much as the mean, so that the error of the mean of 32
-# is a sixth of it. And waiting passes after which a first trial ends below this share of the others' rate: of 891
+# is a sixth of it. And waiting passes after which a hopeless first trial ends: of 891
 # passes of one request 104 waited at that rate (two H100, `benchmarks/results/2026-11-25-h100-widened-eleventh.md`).
-_TRIAL, _FEW, _HOPELESS = 32, 12, 0.8
+_TRIAL, _FEW = 32, 12
 # Waiting is tried where it takes at most this share of a pass: waiting passes made a fifth more tokens than others
 # whose trees came in time (3.36 and 2.83 in the same record).
 _WORTH_WAITING = 0.2
@@ -63,7 +59,7 @@ _LEAST_TRUST, _MOST_TRUST = 0.05, 1.25
 
 @dataclass(slots=True)
 class _Tries:
-    """When something that seems slower is tried: so that tries cost `_TRYING` of the time."""
+    """When something that seems slower is tried: so that tries cost `TRYING` of the time."""
 
     length: int
     since: int = 0
@@ -75,7 +71,7 @@ class _Tries:
             self.left -= 1
             return True
         self.since += 1
-        if self.since <= min(_LONGEST_PAUSE, max(self.length, self.length * loss / _TRYING)):
+        if self.since <= min(_LONGEST_PAUSE, max(self.length, self.length * loss / TRYING)):
             return False
         self.since, self.left = 0, self.length - 1
         return True
@@ -167,7 +163,7 @@ class SpeculationController:
             ),
         }
         share = rate[LaunchMode.WAIT_FOR_DRAFT] / rate[LaunchMode.RUN_AHEAD]
-        if waiting.count < _TRIAL and not (waiting.count >= _FEW and share < _HOPELESS):
+        if waiting.count < _TRIAL and not (waiting.count >= _FEW and share < HOPELESS):
             return LaunchMode.WAIT_FOR_DRAFT
         if share > _WAITING_MARGIN:
             self._preferred = LaunchMode.WAIT_FOR_DRAFT
@@ -221,7 +217,7 @@ class SpeculationController:
         profit = {rows: tokens[rows] - rate * cost(rows) for rows in beside}
         best = max(beside, key=lambda rows: profit[rows])
         plain = row_sizes(max_rows)[bisect.bisect_left(row_sizes(max_rows), laid_out_rows + sequences)]
-        return best if profit[best] > _MARGIN * sequences - rate * cost(plain) else 0
+        return best if profit[best] > MARGIN * sequences - rate * cost(plain) else 0
 
     def beside_prompts(self, sequences: int, rows: int) -> int:
         """Drafted rows of these sequences in a pass of `rows` whose others read prompts, of which more are left: as
@@ -277,7 +273,7 @@ class SpeculationController:
             self._since_timed = 0
             self.times.forget((0, *sizes), sequences, mode)
         rates, measured = self._rates(sizes, sequences, mode, waits), self.times.measured(sequences, mode)
-        rates[0] *= _MARGIN
+        rates[0] *= MARGIN
         best = max(rates, key=rates.__getitem__)
         for rows, rate in rates.items():
             if rows not in measured and rate > _WORTH_TIMING * rates[best]:

@@ -8,7 +8,7 @@ take beyond plain ones with as many rows.
 from __future__ import annotations
 
 from target_service.speculation.policy.draft_times import ENOUGH, ENOUGH_OF_MANY, LoadTimes, StepTime, enough_plain
-from target_service.speculation.policy.launch_mode import LaunchMode, load_size
+from target_service.speculation.policy.launch_mode import MARGIN, TRYING, LaunchMode, load_size
 
 # Longest wait for a draft, in plain steps: a step hardly ever yields more tokens.
 _WORTH = 8.0
@@ -16,13 +16,10 @@ _WORTH = 8.0
 _FIRST_PAUSE = 8
 _LONGEST_PAUSE = 16384
 _TRY = 4
-# Share of the time that tries may cost in the long run, and the factor by which they are more frequent at first.
-_TRYING_SHARE = 0.01
+# The factor by which tries are more frequent at first than in the long run.
 _EAGER = 2
 # Steps for which drafts have to pay before pauses are short again.
 _RECOVERED = 16
-# Gain that drafting has to be expected to bring, so that noise does not switch it.
-_MARGIN = 1.02
 # Steps after which a few plain steps are timed again.
 _REFRESH = 2048
 
@@ -67,7 +64,7 @@ class DraftSwitch:
         seen = self._at(load)
         if seen.plain.count < ENOUGH or not seen.known:
             return LaunchMode.RUN_AHEAD
-        return LaunchMode.WAIT_FOR_DRAFT if seen.gain(load, expected) > _MARGIN else LaunchMode.RUN_AHEAD
+        return LaunchMode.WAIT_FOR_DRAFT if seen.gain(load, expected) > MARGIN else LaunchMode.RUN_AHEAD
 
     def needs_unfed(self, load: int, *, ahead: bool) -> bool:
         """Whether plain steps that feed no head have to be timed, now that a head's drafts are. More are needed where
@@ -81,7 +78,7 @@ class DraftSwitch:
         return _WORTH * seen.plain.value if seen.plain.count >= ENOUGH else float("inf")
 
     def _decide(self, seen: LoadTimes, load: int, expected: float, sending: float) -> LaunchMode:
-        if not seen.known or seen.gain(load, expected) > _MARGIN:
+        if not seen.known or seen.gain(load, expected) > MARGIN:
             self._trying, self._left, self._paid = False, 0, self._paid + 1
             if self._paid > _RECOVERED:
                 self._pause = _FIRST_PAUSE
@@ -98,7 +95,7 @@ class DraftSwitch:
             if self._trying:
                 self._left = _TRY
             else:
-                longest = max(_FIRST_PAUSE, min(_LONGEST_PAUSE, int(cost / _TRYING_SHARE)))
+                longest = max(_FIRST_PAUSE, min(_LONGEST_PAUSE, int(cost / TRYING)))
                 self._left = max(longest // _EAGER, min(self._pause, longest))
                 self._pause = 2 * self._left
         return self._trying

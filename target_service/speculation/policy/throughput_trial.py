@@ -14,7 +14,7 @@ from dataclasses import dataclass, field
 from enum import IntEnum
 
 from target_service.core.running_means import RunningMean
-from target_service.speculation.policy.launch_mode import load_size
+from target_service.speculation.policy.launch_mode import HOPELESS, load_size
 
 
 class SpeculationLevel(IntEnum):
@@ -35,8 +35,8 @@ _SEEN, _SHARE = 64, 0.02
 # Launches of a window, and those at its start that do not count: a draft is sent every sequence then, and the host
 # still works for what the other level left. Chosen: some thousand tokens, of whose time prompts take a varying part.
 _WINDOW, _WARM_UP = 72, 20
-# A window ends after so many launches if it is below this share of the fastest rate. Chosen, as in `LaunchPolicy`.
-_FEW, _HOPELESS = 36, 0.8
+# Launches after which a hopeless window ends. Chosen.
+_FEW = 36
 # Launches between two trials, and their factor while the same level wins. The first trial has one window of each level,
 # and may err. Trials of three levels, the slowest at half the rate, cost at most 1.5 % in the end
 # (`test_throughput_trial.py`).
@@ -69,7 +69,7 @@ class _LoadTrial:
     def is_hopeless(self) -> bool:
         """Whether the running window is of a level that was slower, and is far slower still."""
         assert self.best is not None
-        return self.due[0] is not self.best and self.tokens < _HOPELESS * self.rates[self.best].value * self.seconds
+        return self.due[0] is not self.best and self.tokens < HOPELESS * self.rates[self.best].value * self.seconds
 
 
 class ThroughputTrial:
