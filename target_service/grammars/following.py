@@ -37,6 +37,8 @@ _CHANCE_OF_PREFIX = 0.1
 # Of a processor, for the masks of one tree, beside what those of a usual form take: at the beginning of a string with a
 # bounded length 0.1 to 0.3 ms each, of 49,152 tokens. Chosen: half of what a pass takes.
 _SLOW_SECONDS, _USUAL_SECONDS = 4e-3, 2.5e-4
+# Forced tokens behind which no more is looked for, with the last mask. Chosen: a pass seldom accepts more.
+_ENOUGH_FORCED = 4
 # The probability of a row that somebody else drafted, as long as nothing is known of it. Chosen.
 _OTHERS_CHANCE = 0.5
 
@@ -201,23 +203,26 @@ class FollowedGrammar:
             if place.path in seen:
                 continue
             seen.add(place.path)
-            words, path, node, matcher = place.words, place.path, place.node, place.matcher.deep_copy()
-            if not matcher.consume_tokens(list(path[place.consumed :])):
-                continue
+            words, path, node, matcher, consumed = place.words, place.path, place.node, place.matcher, place.consumed
             if words is None:
                 masks -= 1
+                matcher = matcher.deep_copy()
+                if not matcher.consume_tokens(list(path[consumed:])):
+                    continue
                 forced = matcher.compute_ff_tokens()
                 if self._ends.intersection(forced) or not matcher.consume_tokens(forced):
                     continue
                 for token in forced:
                     path, node = (*path, token), _add(found, node, token, 1.0)
                     seen.add(path)
-                words = self._words_of(matcher)
+                # Behind a text the last mask would often be that of a free string, which takes longest.
+                words = self._words_of(matcher) if masks or len(forced) < _ENOUGH_FORCED else None
+                consumed = len(path)
             for token, chance in ({} if words is None else self._children(words)).items():
                 child = _add(found, node, token, chance)
                 if -negative * chance >= _LEAST_CHANCE:
                     number += 1
-                    behind = _Place(matcher, len(path), (*path, token), child)
+                    behind = _Place(matcher, consumed, (*path, token), child)
                     heapq.heappush(places, (negative * chance, number, behind))
         return found
 

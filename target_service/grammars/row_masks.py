@@ -20,10 +20,10 @@ if TYPE_CHECKING:
     from llguidance import LLExecutor, LLMatcher
 
 Ints = NDArray[np.int32]
-# Threads that compute masks. Chosen: a mask takes some 10 us, and a step some hundred of them.
-_MOST_THREADS = 8
+# Threads that compute masks. Chosen: a mask takes 10 to 100 us, and a step some hundred of them.
+_MOST_THREADS = 16
 # Masks from which on waking threads pays: on busy processors that takes longer than some masks. Chosen.
-_WORTH_THREADS = 64
+_WORTH_THREADS = 24
 # A path of expected text ends where more tokens than these may come. Chosen: ten digits and what may follow them are
 # still listed.
 MOST_CHILDREN = 16
@@ -200,10 +200,11 @@ def _compute_at_once(chains: Sequence[RowChain], found: Ints) -> None:
             single.append((chain.matcher, place))
         place += len(chain.rows)
     where = found.ctypes.data, found[0].nbytes, len(found)
-    if single:
-        _executor().unsafe_compute_mask_ptr(single, *where)
+    beside = _threads().submit(_executor().unsafe_compute_mask_ptr, single, *where) if single else None
     if longer:
         _executor().unsafe_compute_mask_ptr_with_draft_token(longer, *where)
+    if beside is not None:
+        beside.result()
 
 
 @cache

@@ -19,9 +19,9 @@ _CHAIN, _RENEWED = 160, 96
 # Nodes that a form lets expect, masks that are computed for those of all sequences of a step, and for those of one at
 # least: the host computes them while a pass runs. Chosen.
 _EXPECTED_NODES, _EXPECTED, _LEAST_EXPECTED = 160, 24, 1
-# Tokens of expected text that are left below the output's last token, with which it is not renewed. Chosen: a pass
-# seldom accepts more.
-_ENOUGH_EXPECTED = 16
+# Tokens of expected text that are left below the output's last token, with which it is not renewed: of few forms, and
+# of many, whose passes have fewer rows for each. Chosen: two passes seldom accept more.
+_ENOUGH_EXPECTED, _ENOUGH_OF_MANY = 16, 6
 
 
 def graft_predictions(sequences: Iterable[Sequence], live: Mapping[int, LiveSequence], tables: NodeTables) -> None:
@@ -44,13 +44,14 @@ def graft_expected(sequences: Iterable[Sequence], live: Mapping[int, LiveSequenc
     is launched next finds it, below what this step generates."""
     of_forms = [one for one in sequences if one.sequence_id in live and live[one.sequence_id].verifier.masked]
     most = _EXPECTED // len(of_forms) if of_forms else 0
+    enough = _ENOUGH_EXPECTED if most > _LEAST_EXPECTED else _ENOUGH_OF_MANY
     for sequence in of_forms:
         grammar, request = live[sequence.sequence_id].verifier.grammar, sequence.request
         drafts = request.speculate and request.max_draft_nodes and request.device_rows
         if grammar is None or grammar.slow or not drafts:
             continue
         known = tables.expected(sequence.sequence_id)
-        if known is not None and known.left() >= _ENOUGH_EXPECTED:
+        if known is not None and known.left() >= enough:
             continue
         nodes, text = grammar.expected(_EXPECTED_NODES, max(most, _LEAST_EXPECTED)), sequence.token_ids
         tables.expect(sequence.sequence_id, ExpectedTree.of(len(text), *nodes, text) if nodes.token_ids else None)
