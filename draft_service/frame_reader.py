@@ -8,9 +8,6 @@ from typing import Any
 
 import grpc
 
-# Most waiting frames; then the transport's flow control holds the target back. Chosen, not measured: more than a target
-# sends during one call of the drafter, a frame or two per step.
-_READ_AHEAD = 64
 # Bytes of waiting frames, without the last: features of a long prompt come at 2 MiB a frame. Chosen, not measured.
 _READ_AHEAD_BYTES = 8 << 20
 # Bytes of frames that are handled without a pause, or a single larger frame. A frame of one step is far smaller.
@@ -24,7 +21,9 @@ class Inbox:
     def __init__(self, read: Callable[[], Awaitable[Any]]) -> None:
         """`read` returns the next message, and gRPC's EOF after the last."""
         self._read = read
-        self._queue: asyncio.Queue[Any] = asyncio.Queue(_READ_AHEAD)
+        # Most waiting frames; then the transport's flow control holds the target back. Chosen, not measured: more than
+        # a target sends during one call of the drafter, a frame or two per step.
+        self._queue: asyncio.Queue[Any] = asyncio.Queue(64)
         # Of the waiting frames.
         self._bytes = 0
         self._taken = asyncio.Event()

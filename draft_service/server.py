@@ -41,10 +41,8 @@ from outrider.wire.trees import check_token_ids, name_from_pb
 logger = logging.getLogger(__name__)
 
 SERVICE_NAME: str = draft_pb2.DESCRIPTOR.services_by_name["DraftService"].full_name
+# Of one message of a corpus: 256 kB. Chosen.
 MAX_CORPUS_TOKENS = 65536
-# Seconds between checks whether the last sequence has ended. Chosen, not measured: short beside `drain_seconds`, and a
-# check reads one number.
-_DRAIN_POLL = 0.05
 
 Result = TypeVar("Result")
 Part = TypeVar("Part", draft_pb2.SequenceAdvance, draft_pb2.SequenceFeatures)
@@ -101,7 +99,9 @@ class DraftServicer(draft_pb2_grpc.DraftServiceServicer):
         targets keep theirs open also without sequences."""
         self.admission.draining = True
         while self.admission.sequences:
-            await asyncio.sleep(_DRAIN_POLL)
+            # Seconds between checks whether the last sequence has ended. Chosen, not measured: short beside
+            # `drain_seconds`, and a check reads one number.
+            await asyncio.sleep(0.05)
         for inbox in self._streams:
             inbox.end(Draining("the draft service has stopped"))
 

@@ -28,9 +28,6 @@ from target_service.telemetry.metrics import PrometheusObserver
 
 logger = logging.getLogger(__name__)
 
-# Interval at which a stop polls for the end of the last request, in seconds.
-_DRAIN_POLL = 0.02
-
 
 class EngineHost(Protocol):
     """Runs an engine: `shared_engine.SharedEngine` in this process, `engine_process.client.EngineLink` in another. Its
@@ -61,7 +58,8 @@ class EngineWorker:
         """Refuse new requests and wait for those under way."""
         self.engine.drain()
         while self.engine.snapshot().sequences:
-            await asyncio.sleep(_DRAIN_POLL)
+            # Interval at which a stop polls for the end of the last request, in seconds.
+            await asyncio.sleep(0.02)
 
 
 def _make_server(config: TargetConfig, quotas: TenantQuotas, calls: RpcMetricsInterceptor) -> GrpcServer:

@@ -18,7 +18,6 @@ from outrider_client.connection import TENANT_KEY, TOKEN_KEY
 
 Metadata = Iterable[tuple[str, str | bytes]]
 _CODES: dict[int, grpc.StatusCode] = {code.value[0]: code for code in grpc.StatusCode}
-_BINARY = "-bin"
 # Bytes of a request, above which it is a call of its own, and of a message, after which the next one begins: with
 # those of other calls it must not become longer than the target takes. Chosen: an eighth of what it takes by default.
 _MOST_BYTES = 128 * 1024
@@ -310,4 +309,4 @@ def _error(code: grpc.StatusCode, details: str, trailing: grpc.aio.Metadata | No
 
 
 def _entry(pair: pb.CallMetadata) -> tuple[str, str | bytes]:
-    return pair.key, pair.value if pair.key.endswith(_BINARY) else pair.value.decode("latin-1")
+    return pair.key, pair.value if pair.key.endswith("-bin") else pair.value.decode("latin-1")

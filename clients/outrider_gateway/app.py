@@ -34,10 +34,6 @@ from outrider_gateway.target_calls import CallEndpoint, detokenize_call, tokeniz
 from outrider_gateway.targets import Targets
 from outrider_gateway.translation import chat_request, completion_request
 
-# How long a browser may go by one answer to "may I?", in seconds: Chromium's own limit.
-_REMEMBERED = 7200
-
-
 # Of OpenAI's paths, and of others that clients try.
 _NOT_SERVED = {
     "/v1/embeddings": "there are no embeddings: the model generates text",
@@ -146,7 +142,8 @@ def _cross_origin(app: ASGIApp, origins: Sequence[str]) -> ASGIApp:
         allow_headers=("*",),
         # What a caller needs of an answer besides its body.
         expose_headers=("x-request-id", "retry-after"),
-        max_age=_REMEMBERED,
+        # How long a browser may go by one answer to "may I?", in seconds: Chromium's own limit.
+        max_age=7200,
         # Chromium asks this for a gateway on the reader's own machine or network. Not for just any page.
         allow_private_network=ANY_ORIGIN not in origins,
     )

@@ -10,9 +10,8 @@ from opentelemetry.context import Context
 from outrider.telemetry.tracing import context_from_metadata
 from outrider_gateway.failures import Refused
 
-_TENANT = b"outrider-tenant"
-_API_KEY = b"x-api-key"
 _TRACE = (b"traceparent", b"tracestate")
+# Of a key or a trace. Chosen.
 _MAX_BYTES = 4096
 Headers = Iterable[tuple[bytes, bytes]]
 
@@ -40,10 +39,10 @@ def caller_from(headers: Headers) -> HttpCaller:
             if scheme.lower() != b"bearer":
                 raise Refused(401, "only bearer tokens are taken", kind="authentication_error", code="invalid_api_key")
             token = _printable(given.strip(), 401, "the bearer token")
-        elif name == _API_KEY:
+        elif name == b"x-api-key":
             # As Anthropic's clients send a token.
             token = token or _printable(value.strip(), 401, "the header x-api-key")
-        elif name == _TENANT:
+        elif name == b"outrider-tenant":
             tenant = _printable(value, 400, "the header outrider-tenant")
         elif name in _TRACE:
             trace.append((name.decode(), value.decode("latin-1")))

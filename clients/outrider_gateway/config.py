@@ -18,8 +18,10 @@ ANY_ORIGIN = "*"
 # A name as DNS has it, without a port; with a dot before it, every name below it too.
 _LABEL = r"[a-z0-9_]([a-z0-9_-]{0,61}[a-z0-9_])?"
 _HOST = re.compile(rf"\.?{_LABEL}(\.{_LABEL})*")
+# Of a name by RFC 1035.
 MAX_HOST = 253
 ANY_HOST = "*"
+# Chosen.
 MOST_WORKERS = 64
 # Whether connections can be handed to another process, as everywhere but on Windows.
 CAN_SHARE = hasattr(socket, "send_fds")

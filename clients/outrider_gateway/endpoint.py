@@ -26,8 +26,6 @@ from outrider_gateway.targets import Targets
 
 logger = logging.getLogger(__name__)
 Read = TypeVar("Read")
-# As nginx counts a client that left; it is never sent.
-_CLIENT_GONE = 499
 
 
 @dataclass(frozen=True, slots=True)
@@ -63,7 +61,8 @@ class Endpoint(ABC):
         line = RequestLine(self._name, uuid.uuid4().hex)
         writer = self._writer(scope, send, line.request_id)
         # What is counted for a request that the server's end cuts off.
-        status = _CLIENT_GONE
+        # As nginx counts a client that left; it is never sent.
+        status = 499
         try:
             caller = caller_from(scope["headers"])
             line.tenant = caller.tenant

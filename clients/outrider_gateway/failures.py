@@ -32,6 +32,7 @@ _STATUS = {
     "UNAVAILABLE": (503, "server_error"),
     "DEADLINE_EXCEEDED": (504, "server_error"),
 }
+# Chosen.
 _RETRY_SECONDS = 1.0
 # Of a message. Chosen: more than any of ours.
 _MOST_CHARACTERS = 1000

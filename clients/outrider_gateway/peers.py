@@ -5,9 +5,6 @@ from __future__ import annotations
 import contextlib
 import ipaddress
 
-# An IPv6 peer is whoever has its network: a site has 2^64 addresses.
-_IPV6_BITS = 64
-
 
 def peer_name(address: str) -> str:
     """Which peer has this address: all of an IPv6 network are one."""
@@ -17,5 +14,6 @@ def peer_name(address: str) -> str:
         parsed = ipaddress.IPv6Address(address.partition("%")[0])
         if parsed.ipv4_mapped is not None:
             return str(parsed.ipv4_mapped)
-        return str(ipaddress.IPv6Network((parsed, _IPV6_BITS), strict=False))
+        # An IPv6 peer is whoever has its network: a site has 2^64 addresses.
+        return str(ipaddress.IPv6Network((parsed, 64), strict=False))
     return address

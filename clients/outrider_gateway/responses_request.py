@@ -26,7 +26,6 @@ RESPONSES_NAMES = {
     "logprobs": "top_logprobs",
     "max_tokens": "max_output_tokens",
 }
-_LOGPROBS = "message.output_text.logprobs"
 # Of OpenAI's: a conversation has no more.
 _MOST_INCLUDED, _MOST_METADATA = 32, 16
 # Characters of an entry's name and its value, of OpenAI's too.
@@ -84,7 +83,7 @@ def responses_request(body: Mapping[str, Any], max_choices: int, max_prompt: int
     include = bounded(typed(fields.pop("include", []), list, "include"), _MOST_INCLUDED, "include")
     top = fields.whole("top_logprobs", 0, MAX_LOGPROBS)
     # Other things that may be included are of tools that are not here.
-    logprobs = (top or 0) if _LOGPROBS in include or top else None
+    logprobs = (top or 0) if "message.output_text.logprobs" in include or top else None
     sampling = sampling_params(fields, fields.whole("max_output_tokens", 1, MAX_UINT32), logprobs)
     request = ResponsesRequest(
         True,

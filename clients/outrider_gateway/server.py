@@ -31,8 +31,6 @@ from outrider_gateway.shared_state import SharedState, most_connections
 from outrider_gateway.targets import FoundTargets, Targets
 
 logger = logging.getLogger(__name__)
-_KEEP_ALIVE_SECONDS = 65
-_BACKLOG = 1024
 # Descriptors besides those of connections: of targets, logs and libraries. Chosen.
 _OTHER_FILES = 128
 
@@ -165,7 +163,8 @@ def _uvicorn_config(config: GatewayConfig, application: Application, state: Shar
         access_log=False,
         proxy_headers=False,
         server_header=False,
-        timeout_keep_alive=_KEEP_ALIVE_SECONDS,
+        # Chosen: above the 60 s of common load balancers.
+        timeout_keep_alive=65,
         timeout_graceful_shutdown=math.ceil(config.drain_seconds),
         ssl_certfile=config.tls_certificate or None,
         ssl_keyfile=config.tls_key or None,
@@ -228,7 +227,7 @@ def listen(where: str) -> socket.socket:
     host, port = host_and_port(where)
     family = socket.AF_INET6 if ":" in host else socket.AF_INET
     try:
-        return socket.create_server((host, port), family=family, backlog=_BACKLOG)
+        return socket.create_server((host, port), family=family, backlog=1024)
     except OSError as error:
         raise SettingsError(f"cannot listen on {where}: {error.strerror}") from None
 

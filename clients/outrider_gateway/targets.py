@@ -21,6 +21,7 @@ from outrider_gateway.discovery import AddressSource
 from outrider_gateway.failures import NoTarget, loading_message
 
 logger = logging.getLogger(__name__)
+# Chosen.
 _HEALTH_TIMEOUT_SECONDS = 5.0
 # Errors about the caller: the target itself serves.
 _ABOUT_THE_CALLER = ("UNAUTHENTICATED", "PERMISSION_DENIED")

@@ -14,7 +14,6 @@ from outrider_ray.service_process import STOP_SECONDS
 # Serve takes a replica that stops off its list at once, and calls its end this much later: more than gateways and
 # targets take to look at the list again.
 _LEFT_OUT_SECONDS = 5.0
-_HEALTH_SECONDS = 2.0
 # A health call beside a step of seconds. A service that ended is found at the next check in any case.
 _HEALTH_TIMEOUT_SECONDS = 30.0
 # Serve's calls to a replica are of its own and ours: an address, a state of health.
@@ -46,7 +45,7 @@ def _deployment(replica: type, name: str, resources: Mapping[str, float]) -> Any
         name=name,
         ray_actor_options=dict(resources),
         max_ongoing_requests=_CALLS,
-        health_check_period_s=_HEALTH_SECONDS,
+        health_check_period_s=2.0,
         health_check_timeout_s=_HEALTH_TIMEOUT_SECONDS,
         graceful_shutdown_wait_loop_s=_LEFT_OUT_SECONDS,
         graceful_shutdown_timeout_s=_LEFT_OUT_SECONDS + STOP_SECONDS + _LEFT_OUT_SECONDS,

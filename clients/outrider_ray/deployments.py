@@ -23,8 +23,6 @@ from outrider_ray.replicas import RunningReplicas
 from outrider_ray.service_process import ServiceProcess
 
 logger = logging.getLogger(__name__)
-# Between two looks at which drafts there are. As long as gateways take for targets by default.
-_LOOK_SECONDS = 2.0
 
 
 class DraftReplica:
@@ -152,5 +150,6 @@ async def _list_drafts(found: RunningReplicas, listed: Path) -> None:
 
 async def _follow_drafts(found: RunningReplicas, listed: Path) -> None:
     while True:
-        await asyncio.sleep(_LOOK_SECONDS)
+        # Between two looks at which drafts there are. As long as gateways take for targets by default.
+        await asyncio.sleep(2.0)
         await _list_drafts(found, listed)

@@ -10,7 +10,6 @@ from collections.abc import Callable, Mapping
 
 from prometheus_client.parser import text_string_to_metric_families
 
-_SCRAPE_SECONDS = 5.0
 Samples = Mapping[str, float]
 
 
@@ -34,7 +33,7 @@ class ServiceFigures:
         return samples, defaultdict(float, grown)
 
     def _page(self) -> str:
-        with urllib.request.urlopen(self._url, timeout=_SCRAPE_SECONDS) as page:
+        with urllib.request.urlopen(self._url, timeout=5.0) as page:
             text: str = page.read().decode()
         return text
 

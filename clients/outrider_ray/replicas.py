@@ -8,8 +8,6 @@ from typing import Any
 from outrider.log_limit import LogLimit
 
 logger = logging.getLogger(__name__)
-# For all replicas to answer; they only look an address up. One on a node that has just died does not.
-_ANSWER_SECONDS = 5.0
 
 
 class RunningReplicas:
@@ -30,7 +28,9 @@ class RunningReplicas:
         """HOST:PORT of each, sorted; empty where none answers."""
         try:
             answers = await self._handle.broadcast("address").results_async(
-                timeout_s=_ANSWER_SECONDS, return_exceptions=True
+                # For all replicas to answer; they only look an address up. One on a node that has just died does not.
+                timeout_s=5.0,
+                return_exceptions=True,
             )
         except Exception as error:
             # Ray's errors have no base of their own: no replica, a node or the controller that is gone.

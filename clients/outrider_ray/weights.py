@@ -11,9 +11,6 @@ from typing import Any
 
 from outrider.weight_updates import RunningRequests
 
-_PATH = "/api/serve/applications/"
-_CALL_SECONDS = 60.0
-_POLL_SECONDS = 1.0
 # What Serve takes with the applications; the rest of its answer are states.
 _OF_THE_CLUSTER = ("proxy_location", "http_options", "grpc_options", "target_capacity")
 
@@ -49,7 +46,7 @@ def update_weights(
             serve them.
         OSError: the dashboard cannot be reached.
     """
-    url = dashboard.rstrip("/") + _PATH
+    url = dashboard.rstrip("/") + "/api/serve/applications/"
     details = _call(url)
     if application not in details["applications"]:
         raise RolloutFailed(f"there is no application {application!r}")
@@ -66,7 +63,7 @@ def update_weights(
                 raise RolloutFailed(f"not all targets serve {folder}: {target.get('message') or state.get('message')}")
         if time.monotonic() > deadline:
             raise RolloutFailed(f"after {timeout:g} s not all targets serve {folder}")
-        sleep(_POLL_SECONDS)
+        sleep(1.0)
 
 
 def _with_weights(details: dict[str, Any], application: str, user_config: dict[str, str]) -> dict[str, Any]:
@@ -92,7 +89,7 @@ def _call(url: str, body: dict[str, Any] | None = None) -> Any:
         url, data, {"content-type": "application/json"}, method="GET" if body is None else "PUT"
     )
     try:
-        with urllib.request.urlopen(request, timeout=_CALL_SECONDS) as answer:
+        with urllib.request.urlopen(request, timeout=60.0) as answer:
             text = answer.read()
     except urllib.error.HTTPError as error:
         raise RolloutFailed(f"{url}: {error.code}: {error.read().decode(errors='replace')[:2000]}") from None

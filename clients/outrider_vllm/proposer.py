@@ -20,8 +20,6 @@ from outrider_vllm.vocabulary import model_fingerprint
 
 # Between two log lines about errors of ours, of which every step may have one.
 _ERROR_SECONDS = 60.0
-# vLLM's name for engines that are started side by side, each of which takes the drafts of its own worker.
-_EXTERNAL_LAUNCHER = "external_launcher"
 
 
 class Proposer:
@@ -151,7 +149,8 @@ def _is_draft_rank(parallel_config: Any) -> bool:
     """Whether this worker's drafts are the ones that vLLM reads. Of the workers of a stage those are the first one's
     (`MultiprocExecutor._get_output_rank`). Engines that are launched side by side have to schedule alike without
     exchanging anything, and drafts do not reach all of them in the same step."""
-    if parallel_config.distributed_executor_backend == _EXTERNAL_LAUNCHER:
+    # vLLM's name for engines that are started side by side, each of which takes the drafts of its own worker.
+    if parallel_config.distributed_executor_backend == "external_launcher":
         log.warning("no drafts: engines of an external launcher cannot be given the same ones")
         return False
     ranks = parallel_config.tensor_parallel_size * getattr(parallel_config, "prefill_context_parallel_size", 1)

@@ -34,7 +34,6 @@ COLUMNS_OF_SEQUENCE = 11
 # Entries of `rules`: least path probability and breadth, depth of the own tries and their half-life, sharpness of
 # draws.
 FLOOR, BREADTH, TRIE_DEPTH, HALF_LIFE, SHARPNESS = range(5)
-_FIRST_PLACES = 16
 
 Asked = tuple[int, int, int, int]
 
@@ -179,7 +178,7 @@ class TrieBatch:
 
     def _widen(self) -> None:
         before = len(self._table)
-        places = max(_FIRST_PLACES, 2 * before)
+        places = max(16, 2 * before)
         self._free.extend(range(places - 1, before - 1, -1))
         # New rows repeat the others until `enter` writes them.
         self._table = np.resize(self._table, (places, COLUMNS_OF_SEQUENCE))

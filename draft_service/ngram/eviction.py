@@ -24,6 +24,7 @@ from draft_service.ngram.arrays import (
     place_slot,
 )
 
+# Of the histogram that finds where to cut. Chosen.
 _BUCKETS = 4096
 
 

@@ -10,7 +10,6 @@ from outrider.settings import Settings, SettingsError, setting
 
 _AMOUNT = re.compile(r"(\d+(?:\.\d+)?)([kM]?)")
 _UNITS = {"": 1, "k": 1_000, "M": 1_000_000}
-_GPU_SEQUENCES, _CPU_SEQUENCES = 256, 16
 
 
 @dataclass(frozen=True)
@@ -137,7 +136,7 @@ class TrainingConfig(Settings):
     @property
     def sequences_at_once(self) -> int:
         """`sequences`, or the default for the device."""
-        return self.sequences or (_GPU_SEQUENCES if self.device.startswith("cuda") else _CPU_SEQUENCES)
+        return self.sequences or (256 if self.device.startswith("cuda") else 16)
 
     @property
     def out_folder(self) -> Path:

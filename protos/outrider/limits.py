@@ -18,6 +18,7 @@ from outrider.settings import SettingsError, read_text
 # The first word of a tenant's line; no token is that short.
 TENANT_WORD = "tenant"
 TENANT_NAME = re.compile(r"[A-Za-z0-9._-]{1,64}")
+# Chosen.
 _MOST_WEIGHT = 1000.0
 
 

@@ -9,7 +9,6 @@ from outrider.errors import UnknownModel
 from outrider.processes.python import module_command
 
 MODEL_STORE = "target_service.model.loading.store"
-_LOOKUP_SECONDS = 60.0
 
 
 def model_source(model: str) -> str:
@@ -19,7 +18,7 @@ def model_source(model: str) -> str:
     if ("/" in model and "@" not in model) or Path(model).is_dir():
         return model
     command = module_command(MODEL_STORE, "path", model)
-    found = subprocess.run(command, capture_output=True, text=True, timeout=_LOOKUP_SECONDS)
+    found = subprocess.run(command, capture_output=True, text=True, timeout=60.0)
     lines = found.stdout.strip().splitlines()
     if found.returncode != 0 or not lines:
         reason = found.stderr.strip().splitlines()

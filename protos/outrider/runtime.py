@@ -33,9 +33,8 @@ GOMP_SPINCOUNT = "10000"
 # some 0.4 MB. With 1,024 each, the default, a process of bf16 grew by 0.8 GB while requests of new lengths came; fewer
 # are as fast (`benchmarks/results/2026-11-27-cpu-onednn-cache.md`).
 ONEDNN_CACHES = {"ONEDNN_PRIMITIVE_CACHE_CAPACITY": "128", "LRU_CACHE_CAPACITY": "128"}
-# Thresholds of the garbage collector: usual, and while a process starts, for some ten collections, not hundreds.
+# Thresholds of the garbage collector, but while a process starts.
 _USUAL_THRESHOLDS = gc.get_threshold()
-_START_THRESHOLDS = (100_000, 50, 1000)
 # Characters of a log line. Chosen: several times the longest of ours.
 MOST_LINE = 2000
 # What the names of our packages begin with.
@@ -116,7 +115,8 @@ class OthersSeldom(logging.Filter):
 def collect_seldom() -> None:
     """Run the garbage collector rarely until `settled`, while a process starts up. A fifth of the import time of
     PyTorch and transformers was spent collecting what lives as long as the process (1.1 of 5.1 s)."""
-    gc.set_threshold(*_START_THRESHOLDS)
+    # For some ten collections, not hundreds.
+    gc.set_threshold(100_000, 50, 1000)
 
 
 @contextlib.contextmanager

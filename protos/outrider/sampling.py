@@ -10,6 +10,7 @@ from enum import Enum
 from outrider.errors import InvalidField
 from outrider.structured_output import StructuredOutput
 
+# Chosen, but for the log-probabilities, of which OpenAI gives as many.
 MAX_LOGIT_BIAS = 1024
 MAX_STOP_STRINGS = 16
 MAX_STOP_BYTES = 256

@@ -9,16 +9,9 @@ from outrider.addresses import is_local
 
 # gRPC's prefix when no connection was made; connections that break later have none.
 _NOT_CONNECTED = "failed to connect to all addresses"
-_NOT_RESOLVED = "errors resolving"
 # A server that expects TLS closes the connection on the first bytes of HTTP/2, and one that expects a client
 # certificate after the handshake. A proxy without a backend does so too, so the cause is likely and not certain.
 _HUNG_UP = ("Socket closed", "Connection reset by peer", "Connection reset by peer (104)")
-# Prefix in newer releases of gRPC if the handshake succeeded on our side.
-_SECURE = "Secure read failed"
-# In gRPC's message about a response in HTTP/1, such as a gateway's.
-_HTTP1 = "http1.x server"
-# In gRPC's message about anything else that is no HTTP/2.
-_NO_HTTP2 = "Failed parsing HTTP/2"
 # What names a proxy to gRPC, the first of them that is set.
 _PROXIES = ("grpc_proxy", "https_proxy", "http_proxy")
 SPEAKS_NO_HTTP2 = "it speaks no HTTP/2, and so no gRPC"
@@ -45,7 +38,7 @@ def cause_of(detail: str) -> tuple[str, TlsProblem | None]:
     """The cause in the message of gRPC's own UNAVAILABLE, in few words, and the likely TLS problem, if any."""
     # The system's error stands last, but for the OK of the step before a failed handshake.
     cause = detail.removesuffix(": OK").rpartition(": ")[2]
-    if detail.startswith(_NOT_RESOLVED):
+    if detail.startswith("errors resolving"):
         return f"the name is not resolved: {cause.rstrip(']')}", None
     if "WRONG_VERSION_NUMBER" in detail:
         return "the server does not speak TLS", TlsProblem.NOT_SPOKEN
@@ -53,11 +46,14 @@ def cause_of(detail: str) -> tuple[str, TlsProblem | None]:
         return f"its certificate is not trusted: {cause}", TlsProblem.NOT_TRUSTED
     if "Hostname Verification Check failed" in detail:
         return "its certificate is of another name", TlsProblem.NOT_TRUSTED
-    if detail.startswith(_NOT_CONNECTED) and _SECURE in cause:
+    # Prefix in newer releases of gRPC if the handshake succeeded on our side.
+    if detail.startswith(_NOT_CONNECTED) and "Secure read failed" in cause:
         return "it ended the TLS handshake, as a server does that asks for a client's certificate", TlsProblem.EXPECTED
-    if _HTTP1 in detail:
+    # In gRPC's message about a response in HTTP/1, such as a gateway's.
+    if "http1.x server" in detail:
         return SPEAKS_HTTP, None
-    if _NO_HTTP2 in detail:
+    # In gRPC's message about anything else that is no HTTP/2.
+    if "Failed parsing HTTP/2" in detail:
         return SPEAKS_NO_HTTP2, None
     if detail.startswith(_NOT_CONNECTED) and cause.endswith(_HUNG_UP):
         return f"it hung up at once ({cause}), as a server does that speaks TLS", TlsProblem.EXPECTED

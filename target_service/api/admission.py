@@ -29,8 +29,6 @@ if TYPE_CHECKING:
 
 # Most output tokens of a request that sets no limit.
 DEFAULT_MAX_TOKENS = 1024
-# Short texts that wait: no more than there may be calls, which are bounded.
-_MOST_SHORT = 1 << 20
 # How tokens are sampled and verified, and the rule of TYPICAL.
 _Rules = tuple[SamplingParams, VerificationMode, TypicalAcceptance]
 
@@ -93,7 +91,8 @@ class Admission:
     def __init__(self, served: ServedModel, quotas: TenantQuotas) -> None:
         self.served = served
         self.quotas = quotas
-        lines = Lines(TextPool(most_waiting=_MOST_SHORT), TextPool(lambda tenant: quotas.counted(tenant, "texts")))
+        # Short texts that wait: no more than there may be calls, which are bounded.
+        lines = Lines(TextPool(most_waiting=1 << 20), TextPool(lambda tenant: quotas.counted(tenant, "texts")))
         tokenizer = served.tokenizer
         self._prompts = Prompts(
             tokenizer,

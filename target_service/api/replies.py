@@ -25,7 +25,6 @@ _TOKEN_IDS, _TEXT = (sized_tag(pb.GenerateChunk.DESCRIPTOR, name) for name in ("
 _DRAFTED_TOKENS, _STEP, _MODEL_VERSION = (
     number_tag(pb.GenerateChunk.DESCRIPTOR, name) for name in ("drafted_tokens", "step", "model_version")
 )
-_KEPT_TIMINGS = 64
 _REASONS = {reason: pb.FinishReason.Value(f"FINISH_REASON_{reason.name}") for reason in FinishReason}
 
 
@@ -77,7 +76,7 @@ def encoded_chunk(verdict: StepVerdict, text: str) -> bytes | None:
     return sized(_CHUNK, chunk) + _encoded_timings(verdict.queue_ns, verdict.compute_ns)
 
 
-@lru_cache(_KEPT_TIMINGS)
+@lru_cache(64)
 def _encoded_timings(queue_ns: int, compute_ns: int) -> bytes:
     """The times of a step, which are those of many sequences."""
     timings = tree_pb2.Timings(queue_nanoseconds=queue_ns, compute_nanoseconds=compute_ns)

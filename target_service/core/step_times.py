@@ -15,9 +15,6 @@ _FIRST_FEW, _SHARE = 5, 0.1
 # Steps in a row that read, after which the time of a size that has not decoded alone is taken from them too. Chosen:
 # longer than a prompt takes where steps are long enough to read it in a few pieces.
 _STALE_AFTER = 16
-# A tenant's own steps of which the shortest counts. Chosen: enough that one of them was undisturbed, and few enough to
-# follow contexts that grow.
-_LAST = 16
 # Steps without a size after which its excess over the next smaller size halves, so that one that was slow while all
 # steps were is tried again. Chosen: rare enough not to show in the waits where the size really is slow.
 _EXCESS_HALF_LIFE = 2048
@@ -122,7 +119,9 @@ class _Undisturbed:
     """The time of an undisturbed step: the shortest of the last few."""
 
     def __init__(self) -> None:
-        self._last = deque[float](maxlen=_LAST)
+        # A tenant's own steps of which the shortest counts. Chosen: enough that one of them was undisturbed, and few
+        # enough to follow contexts that grow.
+        self._last = deque[float](maxlen=16)
 
     @property
     def value(self) -> float:

@@ -25,10 +25,6 @@ from target_service.speculation.policy.live_sequence import LiveSequence
 from target_service.speculation.policy.step_cost import StepCost
 
 log = logging.getLogger(__name__)
-# How often an idle engine beats, in seconds.
-_IDLE_BEAT = 0.05
-# Threads that compile forms of output. The serving process compiles them first, two at a time and tenants in turn.
-_COMPILING = 2
 
 
 class Engine(EngineFront):
@@ -58,7 +54,9 @@ class Engine(EngineFront):
         self._wake = threading.Condition()
         # Sequences whose grammars are compiled: only then do they join the others that wait.
         self._compiling: dict[int, LiveSequence] = {}
-        self._compilers = ThreadPoolExecutor(_COMPILING, thread_name_prefix="grammars")
+        # Threads that compile forms of output. The serving process compiles them first, two at a time and tenants in
+        # turn.
+        self._compilers = ThreadPoolExecutor(2, thread_name_prefix="grammars")
         self._deliver: Callable[[list[SequenceEvent]], None] = lambda _: None
         self._thread = threading.Thread(target=self._run, name="engine", daemon=True)
         self._stopping = False
@@ -222,7 +220,8 @@ class Engine(EngineFront):
             self._pages_observer.on_pages(changes)
         if events is None:
             with self._wake:
-                self._wake.wait_for(lambda: self._commands or self._stopping, timeout=_IDLE_BEAT)
+                # How often an idle engine beats, in seconds.
+                self._wake.wait_for(lambda: self._commands or self._stopping, timeout=0.05)
             self.drafting.listen()
         elif events:
             self._emit(events)

@@ -38,8 +38,6 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger(__name__)
 
-# Interval of heartbeats while the engine reports no steps, in seconds.
-_BEAT_SECONDS = 0.05
 # Longest wait for the serving process to read the last events, and bytes that are read at once. Chosen, not measured.
 _FLUSH_SECONDS = 2.0
 _RECEIVE_BYTES = 1 << 16
@@ -122,7 +120,8 @@ class EngineServer:
     def _serve(self, engine: Engine) -> None:
         engine.start(lambda events: self._reporter.report(engine, events))
         drafter: DraftInfo | None = None
-        while engine.failure is None and not self._stopping.wait(_BEAT_SECONDS):
+        # Interval of heartbeats while the engine reports no steps, in seconds.
+        while engine.failure is None and not self._stopping.wait(0.05):
             self._reporter.report(engine, [])
             if engine.draft_info != drafter:
                 drafter = engine.draft_info

@@ -8,7 +8,6 @@ from typing import Any
 
 import torch
 
-_NS_PER_MS = 1_000_000
 # Spans that are used in turn: of the launch under way, the one behind it and the one before, of which times are taken.
 _SPANS = 4
 
@@ -33,7 +32,7 @@ class DeviceSpan:
         """Nanoseconds from begin to end, and from there to the begin of the `following` span, once this one's results
         are there."""
         busy, idle = self._begun.elapsed_time(self._ended), self._ended.elapsed_time(following._begun)
-        return int(busy * _NS_PER_MS), max(0, int(idle * _NS_PER_MS))
+        return int(busy * 1e6), max(0, int(idle * 1e6))
 
 
 def device_spans() -> Iterator[DeviceSpan]:

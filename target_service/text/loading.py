@@ -23,19 +23,15 @@ from target_service.text.tokenizer import SPECIAL_NAMES, ModelTokenizer
 
 log = logging.getLogger(__name__)
 
-_OLDER_NAMES = "special_tokens_map.json"
 _TEMPLATE = "chat_template.jinja"
-_OLDER_TEMPLATE = "chat_template.json"
-_MORE_TEMPLATES = "additional_chat_templates"
 # Which of several named templates is for conversations without tools, and which for those with them.
 _DEFAULT_TEMPLATE = "default"
-_TOOL_TEMPLATE = "tool_use"
 
 
 def load_tokenizer(folder: Path) -> ModelTokenizer:
     """The tokenizer of a model folder. Raises `TokenizerRefused`."""
     settings = read_object(folder / TOKENIZER_SETTINGS)
-    names = {**read_object(folder / _OLDER_NAMES), **settings}
+    names = {**read_object(folder / "special_tokens_map.json"), **settings}
     special = {name: text for name in SPECIAL_NAMES if (text := text_of_token(names.get(name)))}
     backend = read_tokenizer(folder, special.values())
     if (folder / TOKENIZER_FILE).is_file():
@@ -106,9 +102,9 @@ def _chat_template(folder: Path, settings: Mapping[str, Any]) -> str:
     """The template of a conversation; empty where the model has none. Where the model has another for conversations
     with tools, one template of both."""
     named = _named_templates(
-        settings.get("chat_template") or read_object(folder / _OLDER_TEMPLATE).get("chat_template")
+        settings.get("chat_template") or read_object(folder / "chat_template.json").get("chat_template")
     )
-    files = [folder / _TEMPLATE, *sorted((folder / _MORE_TEMPLATES).glob("*.jinja"))]
+    files = [folder / _TEMPLATE, *sorted((folder / "additional_chat_templates").glob("*.jinja"))]
     for path in files:
         try:
             if path.is_file():
@@ -118,7 +114,7 @@ def _chat_template(folder: Path, settings: Mapping[str, Any]) -> str:
             raise TokenizerRefused(f"{path.name} cannot be read: {error}") from None
     if len(named) == 1:
         return next(iter(named.values()))
-    default, with_tools = named.get(_DEFAULT_TEMPLATE, ""), named.get(_TOOL_TEMPLATE)
+    default, with_tools = named.get(_DEFAULT_TEMPLATE, ""), named.get("tool_use")
     if not default or with_tools is None:
         return default
     # Jinja drops the line break behind a block, and a template's last. What prints nothing keeps the spaces before one.

@@ -19,7 +19,6 @@ from target_service.text.tokenizer import ModelTokenizer
 logger = logging.getLogger(__name__)
 
 TEXT_COMMAND = module_command("target_service.text.worker")
-_RECEIVE_BYTES = 1 << 16
 
 
 class TextRefused(Exception):
@@ -112,7 +111,7 @@ def _exchange(worker: socket.socket, job: Job) -> Encoded | Failed:
     """Send a job, and wait for its answer. Raises `OSError` where the worker ends first."""
     worker.sendall(pack(job))
     frames = FrameCutter()
-    while data := received(worker, _RECEIVE_BYTES):
+    while data := received(worker, 1 << 16):
         for body in frames.feed(data):
             answer = unpack(body)
             assert isinstance(answer, Encoded | Failed)

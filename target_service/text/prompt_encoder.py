@@ -17,7 +17,6 @@ from target_service.text.tokenizer import ModelTokenizer
 
 # Noncharacters, which no text has a use for; they are no spaces, and have no case.
 _MASKS = [chr(code) for code in range(0xFDD1, 0xFDEF)]
-_LOST = "the text of a special token is changed by the model's chat template, so that nobody can tell whose it is"
 
 
 class PromptEncoder:
@@ -120,7 +119,9 @@ class PromptEncoder:
                 return masked, unmask
             if not kept:
                 break
-        raise TemplateFailed(_LOST)
+        raise TemplateFailed(
+            "the text of a special token is changed by the model's chat template, so that nobody can tell whose it is"
+        )
 
 
 class _Given(NamedTuple):

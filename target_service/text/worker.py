@@ -41,7 +41,6 @@ from target_service.text.tokenizer import ModelTokenizer
 SECONDS, SECONDS_PER_BYTE = 1.0, 4e-6
 # Beyond what a worker has once the tokenizer is loaded. A megabyte of text takes some 60 MB. Chosen.
 _MEMORY = 1 << 30
-_RECEIVE_BYTES = 1 << 16
 
 
 def main(descriptor: int) -> int:
@@ -131,7 +130,7 @@ def _size(job: Job) -> int:
 
 def _messages(connection: socket.socket) -> Iterator[Message]:
     frames = FrameCutter()
-    while data := received(connection, _RECEIVE_BYTES):
+    while data := received(connection, 1 << 16):
         yield from map(unpack, frames.feed(data))
 
 

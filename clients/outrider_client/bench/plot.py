@@ -12,9 +12,7 @@ from outrider_client.bench.samples import BenchMode
 
 # By mode and task.
 _Cells = Mapping[tuple[str, str], Mapping[str, Any]]
-_WIDTH_PER_TASK = 1.25
 _BAR_SPACE = 0.8
-_LEGEND_COLUMNS = 3
 
 
 def require_matplotlib() -> None:
@@ -35,7 +33,8 @@ def save_plot(document: Mapping[str, Any], path: Path) -> None:
     levels = sorted({cell["concurrency"] for cell in results})
     tasks = [*sorted({cell["task"] for cell in results} - {ALL_TASKS}), ALL_TASKS]
     modes = list(dict.fromkeys(_label(cell) for cell in results))
-    width = 2 + _WIDTH_PER_TASK * len(tasks) * len(levels)
+    # Inches. Chosen: names of tasks have room below their bars.
+    width = 2 + 1.25 * len(tasks) * len(levels)
     figure = Figure(figsize=(min(width, 40), 8), layout="constrained")
     axes = figure.subplots(2, len(levels), squeeze=False, sharey="row")
     for column, level in enumerate(levels):
@@ -46,7 +45,7 @@ def save_plot(document: Mapping[str, Any], path: Path) -> None:
     axes[0][0].set_ylabel("tokens per second")
     axes[1][0].set_ylabel("tokens per step (1 is plain)")
     handles, labels = axes[0][0].get_legend_handles_labels()
-    figure.legend(handles, labels, loc="outside upper center", ncols=min(len(modes), _LEGEND_COLUMNS), frameon=False)
+    figure.legend(handles, labels, loc="outside upper center", ncols=min(len(modes), 3), frameon=False)
     figure.supxlabel(_caption(document), x=0.01, ha="left", fontsize=7)
     figure.savefig(path, dpi=120)
 

@@ -14,8 +14,6 @@ from outrider_client.bench.samples import BenchMode
 
 # In the order of the step: forward is the model, of which launch is the host's part; the others are host work.
 PHASES = ("wait", "plan", "launch", "forward", "verify", "commit")
-_PHASE_SUM = "outrider_step_phase_seconds_sum"
-_STEPS = "outrider_steps_total"
 # Counters with one label each, and their names here.
 _COUNTED = {
     ("outrider_draft_passes_total", "hit"): "hits",
@@ -23,7 +21,6 @@ _COUNTED = {
     ("outrider_device_seconds_total", "busy"): "busy",
     ("outrider_device_seconds_total", "idle"): "idle",
 }
-_READ_SECONDS = 10.0
 STEPS = "steps"
 # Counters by name.
 Spent = Mapping[str, float]
@@ -34,14 +31,14 @@ def _read_page(url: str) -> Spent:
     # Imported here: not part of a client's installation, and needed only for profiles.
     from prometheus_client.parser import text_string_to_metric_families
 
-    with urllib.request.urlopen(url, timeout=_READ_SECONDS) as page:
+    with urllib.request.urlopen(url, timeout=10.0) as page:
         text = page.read().decode()
     found: dict[str, float] = {}
     for family in text_string_to_metric_families(text):
         for sample in family.samples:
-            if sample.name == _PHASE_SUM:
+            if sample.name == "outrider_step_phase_seconds_sum":
                 found[sample.labels["phase"]] = sample.value
-            elif sample.name == _STEPS:
+            elif sample.name == "outrider_steps_total":
                 found[STEPS] = sample.value
             elif name := _COUNTED.get((sample.name, next(iter(sample.labels.values()), ""))):
                 found[name] = sample.value

@@ -18,7 +18,6 @@ from outrider_client.client import Message
 # Requests of a block per concurrent one: enough to keep all running, few enough to alternate modes often.
 _ROUNDS_PER_BLOCK = 4
 WARM_UP: tuple[Message, ...] = (("user", "Count from one to ten, then count from one to ten once more."),)
-_WARM_UP_TOKENS = 32
 
 
 @dataclass(frozen=True, slots=True)
@@ -63,7 +62,7 @@ class Runner:
         """Have every backend compile and allocate before anything is measured."""
         for mode in self._plan.modes:
             for _ in range(2):
-                await self._backends[mode].answer(WARM_UP, _WARM_UP_TOKENS, f"bench-{self._plan.run_id}-warm")
+                await self._backends[mode].answer(WARM_UP, 32, f"bench-{self._plan.run_id}-warm")
 
     async def measure_all(self) -> list[Block]:
         """Run every block of every repeat. Raises `ServiceUnreachable` when a target is gone."""

@@ -28,7 +28,6 @@ INTERRUPTED = 130
 # gRPC's status of a call that the service does not implement.
 _NO_METHOD = "UNIMPLEMENTED"
 _PORTS = {"target": 50051, "draft": 50052}
-_PIPE_COLUMNS = 140
 # Of a text that is wrong.
 _SHOWN_CHARACTERS = 80
 _TLS_ADVICE = {
@@ -92,7 +91,8 @@ def make_folders_of(*paths: str) -> None:
 
 def table_console() -> Console:
     """The console for tables; a file or a pipe counts as wide."""
-    return output_console(width=None if sys.stdout.isatty() else _PIPE_COLUMNS)
+    # Columns of a pipe. Chosen.
+    return output_console(width=None if sys.stdout.isatty() else 140)
 
 
 def advice(error: ServiceUnreachable) -> str:

@@ -36,7 +36,6 @@ _COMMANDS = (
     ("/quit", "leave, as Ctrl-D does"),
 )
 _HELP = "\n".join(f"{command:22} {meaning}" for command, meaning in _COMMANDS) + "\nCtrl-C ends an answer."
-_HINT = "/help lists the commands; Ctrl-C ends an answer."
 # Long enough for a restarted service to load a small model; longer waits are the user's decision.
 _WAIT_SECONDS = 30.0
 _POLL_SECONDS = 0.25
@@ -55,7 +54,7 @@ async def _run(arguments: argparse.Namespace) -> int:
         drafter = info.drafter or "none"
         console.print(f"[bold]{escape(info.model)}[/] on {escape(reach.target)}, drafter {escape(drafter)}")
         console.print(legend())
-        console.print(f"[dim]{_HINT}[/]")
+        console.print("[dim]/help lists the commands; Ctrl-C ends an answer.[/]")
         path = history_path()
         reader = LineReader(History(path) if path else None)
         await Conversation(client, console, reader, wanted, reach.deadline, arguments.system).read_and_answer()

@@ -14,8 +14,6 @@ from outrider_client.draft import DRAFT_SERVICE, DraftClient
 from outrider_client.failures import ServiceUnreachable
 from outrider_client.terminal.options import ClientOptions
 
-# Without --timeout.
-_SECONDS = 5.0
 # gRPC's statuses of a health check that does not know the service, and of a server without health checks.
 _OTHER_SERVICE = ("NOT_FOUND", "UNIMPLEMENTED")
 
@@ -33,7 +31,8 @@ async def _run(arguments: argparse.Namespace) -> int:
     console = output_console()
     try:
         async with client.connection(address) as connection:
-            healthy = await connection.serving(service, client.deadline or _SECONDS)
+            # Without --timeout.
+            healthy = await connection.serving(service, client.deadline or 5.0)
             state = "SERVING" if healthy else "NOT_SERVING"
             console.print(f"{address} {state}" + (f"  {await describe(connection)}" if healthy else ""), soft_wrap=True)
     except ServiceUnreachable as error:

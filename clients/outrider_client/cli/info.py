@@ -15,9 +15,6 @@ from outrider_client.client import Client
 from outrider_client.results import TargetInfo
 from outrider_client.terminal.options import ClientOptions
 
-# Wider than any line: a terminal folds long reasons, and a pipe gets each on one line.
-_PIPED_COLUMNS = 1000
-
 
 async def _run(arguments: argparse.Namespace) -> int:
     client = options(ClientOptions, "client", arguments)
@@ -28,7 +25,8 @@ async def _run(arguments: argparse.Namespace) -> int:
     table.add_column(overflow="fold")
     for name, value in _lines(client.target, info):
         table.add_row(name, Text(value))
-    output_console(width=None if sys.stdout.isatty() else _PIPED_COLUMNS).print(table)
+    # Wider than any line: a terminal folds long reasons, and a pipe gets each on one line.
+    output_console(width=None if sys.stdout.isatty() else 1000).print(table)
     return 0
 
 

@@ -28,7 +28,6 @@ from outrider_client.terminal.options import DemoOptions
 from outrider_client.terminal.painting import Painter, legend
 from outrider_client.terminal.waiting import waiting
 
-_TRACE_SECONDS = 10.0
 _SERVICES = (telemetry.CLIENT, telemetry.TARGET_SERVICE, telemetry.DRAFT_SERVICE)
 _WITH_HEAD = ("--drafter", "merged", "--merged-drafters", "eagle,trie")
 # Editing repeats much of the prompt, which is what an n-gram drafter drafts from.
@@ -104,7 +103,8 @@ async def run_demo(options: DemoOptions, console: Console) -> bool:
         with waiting(console, "collecting the trace"):
             # In a thread: it waits for the sink, which runs on this event loop.
             await asyncio.to_thread(tracing.shutdown)
-            spans = await sink.wait(drafted["trie"].trace_id, _SERVICES, _TRACE_SECONDS)
+            # Seconds for the spans of all services to arrive. Chosen.
+            spans = await sink.wait(drafted["trie"].trace_id, _SERVICES, 10.0)
         console.print(trace_table(spans))
     return all(run.token_ids == plain.token_ids for run in drafted.values())
 

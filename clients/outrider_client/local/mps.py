@@ -29,9 +29,8 @@ DEFAULT_PIPES = Path("/tmp/nvidia-mps")
 TAKE_TURNS = "the two take turns on the GPU, and drafts come late"
 # The path of a socket has at most 107 bytes; TMPDIR and XDG_RUNTIME_DIR may be long.
 _SHORT = Path("/tmp")
+# Chosen.
 _POLL_SECONDS = 0.05
-_WATCH_SECONDS = 1.0
-_KILL_SECONDS = 2.0
 # For a daemon to have its socket, for a first CUDA program, for `quit`, and for the end after it and after each signal.
 # Chosen, not measured: without the driver's persistence mode, a first program takes seconds.
 START_SECONDS, PROBE_SECONDS, QUIT_SECONDS, STOP_SECONDS = 5.0, 30.0, 5.0, 2.0
@@ -154,7 +153,7 @@ class Mps:
             await asyncio.sleep(_POLL_SECONDS)
 
     async def _report_end(self, child: Child) -> None:
-        await _ended(child, math.inf, every=_WATCH_SECONDS)
+        await _ended(child, math.inf, every=1.0)
         self._report(f"{CONTROL} ended with status {child.status}: what starts from now on shares the GPU without MPS")
 
     async def _quit(self, child: Child) -> None:
@@ -213,7 +212,7 @@ async def _outcome(
         # It timed out, or this task was cancelled.
         child.send_signal(signal.SIGKILL)
         # With a limit: a process that waits in the driver may outlive SIGKILL.
-        await _ended(child, _KILL_SECONDS)
+        await _ended(child, 2.0)
 
 
 def _processes_of(pipes: str) -> list[int]:

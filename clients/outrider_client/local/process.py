@@ -18,6 +18,7 @@ from outrider.errors import OutriderError
 from outrider_client.connection import Connection, Tls
 from outrider_client.failures import ServiceUnreachable
 
+# Of prctl(2): the signal that a process gets when its parent ends.
 _PR_SET_PDEATHSIG = 1
 _LINE_END = re.compile(r"[\r\n]+")
 # Characters of a line without an end that are passed on as a line.

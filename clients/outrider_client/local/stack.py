@@ -16,12 +16,8 @@ from outrider_client.connection import AsyncClosing
 from outrider_client.failures import ServiceUnreachable
 from outrider_client.local.process import Child, ServiceDied, ServiceSlow, wait_serving
 
-_TAIL_LINES = 30
-_START_SECONDS = 600.0
+# Chosen.
 _STOP_SECONDS = 5.0
-_CONNECT_SECONDS = 30.0
-_POLL_SECONDS = 0.1
-_DEATH_SECONDS = 0.5
 
 
 class ServiceFailed(Exception):
@@ -81,7 +77,7 @@ class Stack(AsyncClosing):
             yield
         except ServiceUnreachable as error:
             # A socket closes a moment before its process has ended.
-            await asyncio.sleep(_DEATH_SECONDS)
+            await asyncio.sleep(0.5)
             for child, tail in self._children.values():
                 if child.status is not None:
                     raise ServiceFailed(ServiceDied(child.name, child.status), tail) from error
@@ -100,11 +96,13 @@ class Stack(AsyncClosing):
     async def start(self, name: str, service: str, *flags: str) -> str:
         """Start a service and return its address once it is healthy. Raises `ServiceFailed`."""
         address = self.address(name)
-        tail: deque[str] = deque(maxlen=_TAIL_LINES)
+        # What is shown of a service that failed.
+        tail: deque[str] = deque(maxlen=30)
         child = await Child.start(name, service_argv(service, "--listen", address, *flags), tail.append)
         self._children[name] = child, tail
         try:
-            await wait_serving(child, address, _START_SECONDS)
+            # Chosen: a large model may load for minutes.
+            await wait_serving(child, address, 600.0)
         except (ServiceDied, ServiceSlow) as error:
             raise ServiceFailed(error, tail) from error
         return address
@@ -122,10 +120,10 @@ async def wait_for_drafter(client: Client, wanted: str = "") -> str:
     """The name of the target's drafter, once it is reached: any, or the one `wanted`; empty if not within half a
     minute. A target is healthy without its draft, so one that was just started may not have found it yet."""
     loop = asyncio.get_running_loop()
-    deadline = loop.time() + _CONNECT_SECONDS
+    deadline = loop.time() + 30.0
     while loop.time() < deadline:
         drafter = (await client.info()).drafter
         if drafter and wanted in ("", drafter):
             return drafter
-        await asyncio.sleep(_POLL_SECONDS)
+        await asyncio.sleep(0.1)
     return ""

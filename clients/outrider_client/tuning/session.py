@@ -37,7 +37,6 @@ Note = Callable[[str], None]
 _Way = tuple[BenchMode, Backend]
 _Pair = tuple[Block, Block]
 _IN_FORCE = BenchMode(Candidate().label)
-_WARM_TOKENS = 24
 NO_TIME = "for lack of time"
 
 
@@ -105,7 +104,7 @@ class Comparison:
         where a block gets no answers."""
         # Both, so that neither has colder caches.
         for _, backend in (second, first):
-            await backend.answer((("user", "Count from one to ten."),), _WARM_TOKENS, "warm")
+            await backend.answer((("user", "Count from one to ten."),), 24, "warm")
         begun, rounds = monotonic(), 0
         pairs: dict[int, list[_Pair]] = {load: [] for load in self._loads}
         # A new tenant, so that no trie holds these prompts.

@@ -12,7 +12,6 @@ from outrider_gateway.metrics import GatewayMetrics
 from outrider_gateway.stored_responses import StoredResponse
 from outrider_gateway.workers import messages
 
-_COUNTED_SECONDS = 1.0
 Wanted = TypeVar("Wanted", bound=messages.Answer)
 
 
@@ -37,7 +36,7 @@ class ParentLink(asyncio.Protocol):
         """Send `figures` from now on, once a second and when the parent asks, until this is cancelled."""
         self._figures = figures
         while True:
-            await asyncio.sleep(_COUNTED_SECONDS)
+            await asyncio.sleep(1.0)
             self.send(messages.Counted(figures()))
 
     async def put(self, tenant: str, response_id: str, response: StoredResponse) -> bool:

@@ -26,18 +26,13 @@ from outrider_gateway.workers.shared_memory import SharedMemory
 from outrider_gateway.workers.totals import WorkerTotals
 
 logger = logging.getLogger(__name__)
-# Connections that are accepted before anything else is looked at.
-_AT_ONCE = 64
 # Where no descriptor is left: until the next try, as asyncio's own servers have it.
 _PAUSE_SECONDS = 1.0
 # Between a worker's death and its start: doubles from the first to the longest, and is the first again once a worker
 # served for so long. As `outrider up` starts services again.
 _FIRST_BACKOFF, _LONGEST_BACKOFF, _HEALTHY_SECONDS = 0.5, 30.0, 30.0
-# For workers to count, when a scrape asks; the last count stands for one that takes longer.
-_COUNT_SECONDS = 2.0
 # Beyond `drain_seconds`, for a worker to end.
 _STOP_SECONDS = 5.0
-_SECRET_BYTES = 16
 
 
 class GatewayParent:
@@ -45,7 +40,7 @@ class GatewayParent:
 
     def __init__(self, config: GatewayConfig, access: AccessOptions, workers: int) -> None:
         self._config, self._access, self._workers = config, access, workers
-        self._secret = secrets.token_bytes(_SECRET_BYTES)
+        self._secret = secrets.token_bytes(16)
         self._memory = SharedMemory.create(memory_bytes(config, workers))
         self._places = PlacesInMemory.of(config, workers, None, self._memory, self._secret)
         self._responses = StoredResponses(config.stored_response_bytes, config.stored_response_seconds)
@@ -176,7 +171,8 @@ class GatewayParent:
             child.counting = True
             child.send(messages.AskFigures())
         with contextlib.suppress(TimeoutError):
-            async with asyncio.timeout(_COUNT_SECONDS):
+            # For workers to count, when a scrape asks; the last count stands for one that takes longer.
+            async with asyncio.timeout(2.0):
                 while any(child.counting and child.serving for child in serving):
                     self._counted.clear()
                     await self._counted.wait()
@@ -198,7 +194,8 @@ class GatewayParent:
             asyncio.get_running_loop().remove_reader(self._listening)
 
     def _accept(self) -> None:
-        for _ in range(_AT_ONCE):
+        # Connections that are accepted before anything else is looked at.
+        for _ in range(64):
             serving = self._serving()
             if not serving:
                 # They wait until one serves again.

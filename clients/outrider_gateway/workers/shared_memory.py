@@ -13,6 +13,7 @@ import tempfile
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 
+# Of the 64-bit words that processors write at once.
 WORD_BYTES = 8
 
 

@@ -15,7 +15,6 @@ from outrider.telemetry.table import GATEWAY
 
 # Of what is no sum over processes: the first start, the least limit, and health as the worker has it that sees least.
 _LEAST = {"process_start_time_seconds", "process_max_fds", "outrider_gateway_target_healthy"}
-_PROCESSOR = "process_cpu_seconds"
 
 
 class WorkerTotals:
@@ -79,7 +78,7 @@ class _Processes(Collector):
         for name, found in families.items():
             together, first = _together(name), found[0]
             values = [sample.value for family in found for sample in family.samples]
-            if name == _PROCESSOR:
+            if name == "process_cpu_seconds":
                 ended = resource.getrusage(resource.RUSAGE_CHILDREN)
                 values.append(ended.ru_utime + ended.ru_stime)
             sample = first.samples[0]

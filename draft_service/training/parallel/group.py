@@ -25,8 +25,6 @@ from outrider.runtime import LEFT_BEHIND
 _TIMEOUT = timedelta(hours=2)
 # Between checks whether all are ready. Chosen, not measured: far below the seconds that loading a teacher takes.
 _POLL_SECONDS = 0.05
-# For the libraries to close their connections. Chosen, not measured: it takes well below a second.
-_LEAVE_SECONDS = 10.0
 # Names of the loopback interface on Linux and macOS.
 _LOOPBACKS = {"lo", "lo0"}
 
@@ -98,7 +96,8 @@ class Group:
             self._connected = False
             closing = threading.Thread(target=dist.destroy_process_group, name=LEFT_BEHIND, daemon=True)
             closing.start()
-            closing.join(_LEAVE_SECONDS)
+            # For the libraries to close their connections. Chosen, not measured: it takes well below a second.
+            closing.join(10.0)
 
 
 @contextlib.contextmanager

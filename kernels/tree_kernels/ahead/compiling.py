@@ -11,9 +11,6 @@ import torch
 from tree_kernels.ahead.processes import CompilerProcesses
 
 log = logging.getLogger(__name__)
-# For one round of compiling; what is not done by then is compiled where it is launched. Chosen: several times what a
-# start on 16 cores takes.
-_MOST_SECONDS = 300.0
 
 
 class AheadCompiler:
@@ -58,7 +55,9 @@ class AheadCompiler:
                     if broken == 1:
                         log.warning("not all of %s can be compiled ahead", what, exc_info=True)
         collected = time.monotonic() - begin
-        self._compilers.wait(_MOST_SECONDS)
+        # For one round of compiling; what is not done by then is compiled where it is launched. Chosen: several times
+        # what a start on 16 cores takes.
+        self._compilers.wait(300.0)
         failures, self._compilers.failures = self._compilers.failures, []
         if failures:
             log.warning("%d kernels of %s were not compiled ahead: %s", len(failures), what, failures[0])

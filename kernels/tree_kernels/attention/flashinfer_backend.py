@@ -15,8 +15,6 @@ from tree_kernels.attention.reference import sequence_mask
 from tree_kernels.attention.variant import AttentionVariant
 from tree_kernels.window_frames import WindowFrames
 
-_WORKSPACE_BYTES = 256 << 20
-
 
 @dataclass
 class _FlashInferPlan(AttentionPlan):
@@ -34,7 +32,7 @@ class FlashInferAttention:
 
     def __init__(self, device: torch.device) -> None:
         self._device = device
-        workspace = torch.empty(_WORKSPACE_BYTES, dtype=torch.uint8, device=device)
+        workspace = torch.empty(256 << 20, dtype=torch.uint8, device=device)
         self._wrapper = flashinfer.BatchPrefillWithPagedKVCacheWrapper(workspace, "NHD", backend="fa2")
         # The plan and heads that the wrapper is planned for; holding the plan keeps its identity unique.
         self._planned: tuple[AttentionPlan, tuple[object, ...]] | None = None

@@ -23,7 +23,6 @@ from tree_kernels.window_frames import WindowFrames
 
 # Kernels take the softmax in base 2.
 LOG2_E = 1.4426950408889634
-_SCHEDULE_BLOCK = 64
 # Every row of a tail, however long.
 _ALL = (0, 1 << 30)
 
@@ -205,7 +204,7 @@ class TritonPlanner:
             self._programs(tiling), max_chunks, *(plan.output_rows or _ALL),
             GROUP=layout.group, KV_HEADS=layout.kv_heads, BLOCK_M=tiling.block_rows, BLOCK_N=tiling.block_keys,
             FIXED_TILES=fixed_tiles, BLOCK_B=triton.next_power_of_2(batch.sequences),
-            BLOCK_R=WORD_BITS * words if walk else 0, WORDS=words, BLOCK_I=_SCHEDULE_BLOCK,
+            BLOCK_R=WORD_BITS * words if walk else 0, WORDS=words, BLOCK_I=64,
             WINDOW=layout.window, num_warps=2,
         )  # fmt: skip
         plan.schedules[layout] = schedule

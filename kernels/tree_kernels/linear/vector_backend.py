@@ -24,8 +24,6 @@ from tree_kernels.linear.triton_backend import (
 from tree_kernels.linear.triton_vectors import activated_vector_kernel, add_vector_kernel, rotary_vector_kernel
 from tree_kernels.linear.vector_tiling import VectorTiling, choose_vector_tiling
 
-_MIN_HEAD_WIDTH = 32
-
 
 class VectorLinears(TritonLinears):
     """The layers of one row: a product is read through registers where its weight is in half precision and has rows of
@@ -67,7 +65,7 @@ class VectorLinears(TritonLinears):
     ) -> Tensor:
         kv_heads, width = heads.key_cache.shape[-2:]
         tiling = self._vector_tiling(rows.rows, weight)
-        whole = width == triton.next_power_of_2(width) and width >= _MIN_HEAD_WIDTH
+        whole = width == triton.next_power_of_2(width) and width >= 32
         norms = norms_of(form, width)
         if tiling is None or isinstance(weight, Int8Weight) or not whole or norms == "all":
             return super().rotary_linear(rows, weight, bias, heads, following, form)

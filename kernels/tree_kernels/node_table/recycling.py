@@ -24,6 +24,7 @@ from torch import Tensor
 from tree_kernels.node_table import layout
 from tree_kernels.node_table.layout import COST_OF_HALVING, MOST_COST
 
+# Following tokens of an entry. Chosen.
 WIDTH = 4
 ENTRY = 16
 TOKENS_AT, COSTS_AT = 2, 2 + WIDTH

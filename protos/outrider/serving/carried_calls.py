@@ -38,8 +38,6 @@ _MOST_ORDERS = 4096
 _MOST_UNSENT = 256
 # Bytes that HTTP/2 counts for an entry of metadata beside its own.
 _ENTRY_BYTES = 32
-# The metadata key suffix of values that are bytes.
-_BINARY = "-bin"
 Metadata = Iterable[tuple[str, str | bytes]]
 # What a call has to say now, and whether that is its last. May raise what ends the call.
 Source = Callable[[], tuple[list[bytes], bool]]
@@ -429,7 +427,8 @@ def _fits(metadata: Sequence[pb.CallMetadata]) -> bool:
 
 def _entry(pair: pb.CallMetadata) -> tuple[str, str | bytes]:
     """An entry of metadata as gRPC has it."""
-    if pair.key.endswith(_BINARY):
+    # The metadata key suffix of values that are bytes.
+    if pair.key.endswith("-bin"):
         return pair.key, pair.value
     # What is not ASCII is refused where it is looked at, as any other wrong value.
     return pair.key, pair.value.decode("latin-1")

@@ -49,9 +49,6 @@ class HoldsRequest(Protocol):
         """Free it: nobody will read it."""
 
 
-# Stands for the tenant of callers without a valid token, where their refusals are paced. No tenant has this name.
-_UNKNOWN_CALLER = ""
-
 # By (request_streaming, response_streaming): a handler's attribute with its behaviour, and its constructor.
 _KINDS: Mapping[tuple[bool, bool], tuple[str, Any]] = {
     (False, False): ("unary_unary", grpc.unary_unary_rpc_method_handler),
@@ -267,7 +264,9 @@ class AuthInterceptor(grpc.aio.ServerInterceptor):
 
         @asynccontextmanager
         async def guard(request: Any, context: Context) -> AsyncIterator[Any]:
-            tenant = _UNKNOWN_CALLER
+            # Stands for the tenant of callers without a valid token, where their refusals are paced. No tenant has this
+            # name.
+            tenant = ""
             try:
                 if for_health:
                     with self._calls.health(watches=watches):

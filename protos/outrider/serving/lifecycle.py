@@ -13,6 +13,7 @@ from outrider.runtime import signal_handlers, until_first_ends
 from outrider.serving.server import LAST_WORDS_SECONDS, GrpcServer
 
 logger = logging.getLogger(__name__)
+# Chosen, both.
 HEARTBEAT_INTERVAL = 0.25
 STOP_GRACE = 2.0
 

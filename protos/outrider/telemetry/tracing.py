@@ -22,6 +22,7 @@ AttributeValue = str | bool | int | float | tuple[str, ...] | tuple[int, ...]
 
 _PROPAGATOR = TraceContextTextMapPropagator()
 _FIELDS = ("traceparent", "tracestate")
+# Chosen: half of OpenTelemetry's default.
 EXPORT_TIMEOUT_SECONDS = 5.0
 # Statuses that are a server's fault, by the RPC conventions; for a client every status but OK is an error.
 _SERVER_ERRORS = frozenset(("UNKNOWN", "DEADLINE_EXCEEDED", "UNIMPLEMENTED", "INTERNAL", "UNAVAILABLE", "DATA_LOSS"))

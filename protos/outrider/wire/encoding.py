@@ -9,11 +9,10 @@ from google.protobuf.descriptor import Descriptor
 
 # Of wire types, that of numbers and that of texts, bytes and messages.
 _NUMBER, _SIZED = 0, 2
+
+
 # Numbers whose encodings are kept: those of tokens and steps come again and again.
-_KEPT = 1 << 16
-
-
-@lru_cache(_KEPT)
+@lru_cache(1 << 16)
 def varint(number: int) -> bytes:
     """A number that is not negative."""
     written = bytearray()

@@ -12,6 +12,7 @@ from outrider.v1 import draft_pb2, tree_pb2
 from outrider.wire.frames import ELEMENT_BYTES, MAX_FEATURE_BYTES, FeatureRequest, SequenceFeatures, Vectors
 from outrider.wire.same_names import message_of, value_of
 
+# Chosen, all three.
 MAX_LAYERS = 16
 MAX_WIDTH = 131072
 _MAX_FINGERPRINT = 64

@@ -10,9 +10,6 @@ from outrider.checkpoints.formats import DEQUANTISED_FORMATS
 from outrider.checkpoints.refusal import CheckpointRefused
 from outrider.checkpoints.regular_files import read_json_object
 
-# Bytes of an element in the dtype in which models are served by default.
-_HALF = 2
-
 
 @dataclass(frozen=True, slots=True)
 class Inspected:
@@ -82,7 +79,8 @@ def _form(folder: Path) -> str:
     config = read_configuration(folder)
     if not has_latents(config):
         return ""
-    return f"latents in the cache, {kv_bytes(config, _HALF, latent=True):,} bytes a token in 16 bits"
+    # Bytes of an element in the dtype in which models are served by default.
+    return f"latents in the cache, {kv_bytes(config, 2, latent=True):,} bytes a token in 16 bits"
 
 
 def in_words(size: int) -> str:

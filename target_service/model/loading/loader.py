@@ -64,10 +64,6 @@ _LEAST_KV_TOKENS = 16
 # Share of the free memory that the default cache may take, since the draft and other programs share a laptop's. Chosen;
 # where steps are captured, the cache gets the memory that is left instead.
 _KV_MEMORY_SHARE = 0.3
-# PyTorch's threads beside a GPU. A step leaves little work to the CPU, and a team of threads on all cores takes
-# milliseconds to wake, and then spins for milliseconds on cores that the draft needs: with 32 threads, steps at 8B size
-# spent 1.0 (p50) to 6 ms (p90) picking a head's few rows (H200 host, 2026-11-22).
-_BESIDE_GPU = 1
 
 
 class RankGroupLink(RankGroup, RankLink, Protocol):
@@ -118,7 +114,10 @@ def _load(config: TargetConfig, link: RankGroupLink | None, ahead: AheadCompiler
         raise ModelRefused(f"{settings.model_type}: {reason} by --attention flashinfer")
     network, own = _network(checkpoint, settings, config, backend, link, is_part=settings is not whole)
     if not config.threads and network.device.type == "cuda":
-        torch.set_num_threads(_BESIDE_GPU)
+        # PyTorch's threads beside a GPU. A step leaves little work to the CPU, and a team of threads on all cores takes
+        # milliseconds to wake, and then spins for milliseconds on cores that the draft needs: with 32 threads, steps at
+        # 8B size spent 1.0 (p50) to 6 ms (p90) picking a head's few rows (H200 host, 2026-11-22).
+        torch.set_num_threads(1)
     tokenizer = load_tokenizer(folder)
     longest = network.longest_context
     max_context = min(config.max_context or min(longest, _CONTEXT_LIMIT), longest)

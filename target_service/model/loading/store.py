@@ -34,8 +34,6 @@ from target_service.model.loading.inspection import Inspected, in_words, inspect
 log = logging.getLogger(__name__)
 # Bumped when what `pull` writes changes, so that old folders are not used.
 _LAYOUT = "2"
-# Wider than any line of a list.
-_PIPED_COLUMNS = 250
 
 
 @dataclass(frozen=True, slots=True)
@@ -259,7 +257,8 @@ def main(arguments: list[str] | None = None) -> int:
     verbs.add_parser("list", help="known models, and models that are here: size, architecture, whether each is served")
     options = parser.parse_args(arguments)
     # Readers of a pipe need whole lines.
-    out = output_console(width=None if sys.stdout.isatty() else _PIPED_COLUMNS)
+    # Wider than any line of a list.
+    out = output_console(width=None if sys.stdout.isatty() else 250)
     if options.verb == "list":
         out.print(_listing())
         return 0
