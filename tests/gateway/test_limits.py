@@ -71,8 +71,8 @@ async def test_readers_that_stop_do_not_grow_memory(gateways: Any) -> None:
                 most = max(most, process.memory_info().rss - before)
                 now = sum(process.cpu_times()[:2])
                 still, last = (still + 1 if now - last < 0.02 else 0), now
-        # 16 MiB in three runs.
-        assert most < 30 * MIB, f"{most / MIB:.0f} MiB more"
+        # 16 MiB in three runs, 34 beside other work; all that was answered would be 80.
+        assert most < 50 * MIB, f"{most / MIB:.0f} MiB more"
         for _, writer in streams:
             writer.close()
         # What they held is free again.
