@@ -190,9 +190,11 @@ class Gathering:
     def is_cut_for(self, sequence: Sequence) -> bool:
         """Whether the host has drafts to cut for the sequence, or may get some, while the device chooses the rows of
         others."""
-        if sequence.request.device_rows:
+        live = self.live.get(sequence.sequence_id)
+        # It may have ended since its step was launched.
+        if live is None or sequence.request.device_rows:
             return False
-        prediction = self.live[sequence.sequence_id].prediction
+        prediction = live.prediction
         return self.drafting.is_open(sequence) or (prediction is not None and prediction.has_offer)
 
     def awaits_results(self, sequence: Sequence) -> bool:
