@@ -22,6 +22,8 @@ from outrider.ports import free_port
 
 APPLICATION = "outrider"
 _POLL_SECONDS = 0.5
+# Of what Ray gives up after a time of its own.
+_TRIES = 4
 # Ray's own limits, which a machine with other work would pass; and figures for the autoscaler as often as they are
 # looked at.
 _ENVIRONMENT = {
@@ -48,7 +50,14 @@ class FleetCluster:
 
     def add_node(self) -> Any:
         """A node with room for one target."""
-        return self.cluster.add_node(resources={"target": 1}, **_NODE)
+        for left in reversed(range(_TRIES)):
+            try:
+                return self.cluster.add_node(resources={"target": 1}, **_NODE)
+            # Ray's errors have no base of their own. Its limit here is half a minute, whatever else a machine does.
+            except Exception as error:
+                if not left or "timed out during startup" not in str(error):
+                    raise
+        raise AssertionError("the last try returns or raises")
 
     def kill_node(self, node: Any) -> None:
         """End a node and all that runs there at once, without a signal that could be handled."""
@@ -77,7 +86,7 @@ class FleetCluster:
             method="PUT",
         )
         # Serve itself has a minute to start in, and goes on from there when it is asked again.
-        self._call(request, tries=4)
+        self._call(request, tries=_TRIES)
         self.wait_for(lambda state: state["status"] == "RUNNING", "it does not run")
 
     def _call(self, request: urllib.request.Request, tries: int) -> None:
