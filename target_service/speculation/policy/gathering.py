@@ -218,8 +218,9 @@ class Gathering:
         be known first, for a client, a grammar, or drafts that the host cuts."""
         if self.awaits_results(sequence):
             return True
-        # The latter looks at every sequence.
-        return self.is_cut_for(sequence) and self.device_chooses(self.scheduler.running)
+        # It may have failed since the launch. What looks at every sequence comes last.
+        has_tree = sequence.sequence_id in self.live and self.is_cut_for(sequence)
+        return has_tree and self.device_chooses(self.scheduler.running)
 
     def _lives(self, sequences: SequenceOf[Sequence]) -> list[LiveSequence]:
         live = self.live
