@@ -19,7 +19,7 @@ from draft_service.config import DraftConfig, drafter_config, flags_in_process
 from draft_service.drafters.base import Drafter, create, device_of, fingerprint_of, info_of
 from draft_service.faults import DrafterFailed, FaultLog, text_of
 from draft_service.session import ProposeSession, SequenceAdmission
-from outrider.drafting.events import Connected, Disconnected, DraftEvents, Grown, SequenceFailure
+from outrider.drafting.events import Connected, Disconnected, DraftEvents, Grown, Opened, SequenceFailure
 from outrider.errors import DraftUnavailable, WrongVocabulary
 from outrider.settings import SettingsError, settings_file
 from outrider.wire.frames import DEFAULT_TENANT, OpenSequence, SequenceAdvance, SequenceFeatures
@@ -77,7 +77,7 @@ class InprocessLink:
         def work(session: ProposeSession) -> None:
             # The engine may open a sequence again; over the network fresh ids separate the two.
             session.close([sequence.sequence_id])
-            self._attempt(session, session.open, [sequence])
+            self._attempt(session, partial(self._open, session), [sequence])
 
         self._run(work)
 
@@ -146,6 +146,9 @@ class InprocessLink:
             # A bug in one sequence must not end drafting for the others.
             except Exception as error:
                 self._close_failed(session, [part.sequence_id], error)
+
+    def _open(self, session: ProposeSession, sequence: OpenSequence) -> None:
+        self._events.receive(Opened(sequence.sequence_id, session.open(sequence).features_from))
 
     def _close_failed(self, session: ProposeSession, sequence_ids: Sequence[int], error: Exception) -> None:
         refusal = self._faults.refusal(error)

@@ -340,13 +340,15 @@ class _ProposeStream:
     def _open(self, pb: draft_pb2.OpenSequence) -> draft_pb2.ProposeResponse:
         try:
             sequence = open_from_pb(pb, self._session.max_context)
-            limits = self._session.open(sequence)
+            limits, features_from = self._session.open(sequence)
         # A bug in one sequence must not end the stream, which may carry every request of the target.
         except Exception as error:
             return self._failed(pb.sequence_id, error)
         self._note(self._metrics.on_opened, len(sequence.token_ids))
         self._trace.opened(sequence)
-        opened = draft_pb2.SequenceOpened(sequence_id=pb.sequence_id, limits=limits_to_pb(limits))
+        opened = draft_pb2.SequenceOpened(
+            sequence_id=pb.sequence_id, limits=limits_to_pb(limits), features_from=features_from
+        )
         return draft_pb2.ProposeResponse(opened=opened)
 
     def _advance(self, frame: draft_pb2.AdvanceSequences) -> list[draft_pb2.ProposeResponse]:

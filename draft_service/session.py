@@ -119,6 +119,14 @@ class Tracked:
         )
 
 
+class OpenedSequence(NamedTuple):
+    """What a target is told of a sequence that it has opened."""
+
+    limits: TreeLimits
+    # Tokens at its beginning whose features are not needed.
+    features_from: int
+
+
 class PackedGrowth(NamedTuple):
     """Encoded growth of some sequences: their ids, nodes of each, and the bytes of a `GrowSequences`."""
 
@@ -170,8 +178,8 @@ class ProposeSession:
         """The vocabulary an open sequence declared. Raises `UnknownSequence`."""
         return self._find(sequence_id).draft.vocabulary_size
 
-    def open(self, sequence: OpenSequence) -> TreeLimits:
-        """Start a sequence; returns the limits of its trees. Raises `SequenceExists`, `PositionOutOfRange`,
+    def open(self, sequence: OpenSequence) -> OpenedSequence:
+        """Start a sequence. Raises `SequenceExists`, `PositionOutOfRange`,
         `UnknownCorpus`, and what `SequenceAdmission.enter` raises."""
         if sequence.sequence_id in self._open:
             raise SequenceExists("the sequence was open; it is closed now")
@@ -199,7 +207,7 @@ class ProposeSession:
             raise
         self._open[sequence.sequence_id] = Tracked(draft, sequence.step)
         self._due[sequence.sequence_id] = time.monotonic_ns()
-        return limits
+        return OpenedSequence(limits, 0 if draft.features is None else draft.features.end)
 
     def advance(self, advance: SequenceAdvance) -> None:
         """Append what one step committed. A repetition of the last step is ignored. Raises `UnknownSequence`,

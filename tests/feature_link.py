@@ -10,7 +10,7 @@ from engine_harness import ScriptedDraft
 from torch import Tensor
 
 from draft_service.drafters.hidden_states import read_vectors
-from outrider.drafting.events import Connected, Disconnected
+from outrider.drafting.events import Connected, Disconnected, Opened
 from outrider.wire.frames import (
     MAX_FEATURE_BYTES,
     DraftInfo,
@@ -35,6 +35,8 @@ class FeatureLink(ScriptedDraft):
     steps_without: int = field(default=0, kw_only=True)
     # Whether vectors may be missing between others.
     gaps: bool = field(default=False, kw_only=True)
+    # Tokens at the beginning of every sequence whose vectors it says that it does not need.
+    features_from: int = field(default=0, kw_only=True)
 
     def connect(self) -> None:
         if self.connects:
@@ -49,6 +51,7 @@ class FeatureLink(ScriptedDraft):
         self.tokens[sequence.sequence_id] = list(sequence.token_ids)
         self.got[sequence.sequence_id], self.opened_at[sequence.sequence_id] = {}, len(sequence.token_ids)
         super().open(sequence)
+        self.events.receive(Opened(sequence.sequence_id, self.features_from))
 
     def send_features(self, features: Sequence[SequenceFeatures]) -> None:
         for one in features:

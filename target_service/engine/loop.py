@@ -145,6 +145,7 @@ class EngineLoop:
         self._feed(step)
         step.launched.wait()
         step.clock.forwarded = time.monotonic_ns()
+        self.drafting.listen_to_openings()
         counted = self._counted(step)
         step.clock.verified = time.monotonic_ns()
         verdicts = self._commit(step, counted)

@@ -9,7 +9,7 @@ from collections.abc import Sequence as SequenceOf
 from dataclasses import replace
 
 from outrider.drafting.draft_tree import GrowingTree
-from outrider.drafting.events import Connected, Disconnected, Lost, SequenceFailure
+from outrider.drafting.events import Connected, Disconnected, Lost, Opened, SequenceFailure
 from outrider.drafting.inbox import DraftInbox, QueuedEvent
 from outrider.drafting.latency import DraftLatency
 from outrider.errors import InvalidField, NotSupported, OutriderError
@@ -148,6 +148,12 @@ class DraftTrees(DraftInbox):
                 self._open(sequence)
         self._unopened = []
 
+    def listen_to_openings(self) -> None:
+        """Read what has arrived if the draft has yet to say which hidden states it needs, so that those of a step that
+        is about to be committed can go with it."""
+        if self._features.awaits_word:
+            self.listen()
+
     def wait_for(self, sequences: SequenceOf[Sequence], max_wait: float = float("inf")) -> int:
         """Wait until the draft has answered the last commit of each sequence, for at most `max_wait` seconds and the
         configured time. Returns the nanoseconds waited."""
@@ -244,8 +250,7 @@ class DraftTrees(DraftInbox):
                 model_version=self.model_version,
             )
         )
-        if features := self._features.opened(sequence):
-            self._link.send_features(features)
+        self._features.hold(sequence)
 
     def _forget_trees(self) -> None:
         """Drop every tree, also from the device's tables."""
@@ -266,6 +271,10 @@ class DraftTrees(DraftInbox):
         match event:
             case SequenceGrowth():
                 self._graft(event)
+            case Opened():
+                features = self._features.release(event.sequence_id, event.features_from)
+                if features and self._link is not None:
+                    self._link.send_features(features)
             case SequenceFailure():
                 log.info("the draft gave up on a sequence: %s", event.reason)
                 self._trees.pop(event.sequence_id, None)

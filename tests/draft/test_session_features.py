@@ -70,6 +70,20 @@ def test_growth_is_owed_once_an_open_in_the_middle_has_its_features() -> None:
     assert tree_of(growth, tokens[-1]).token_ids[0] == tokens[-1]
 
 
+def test_a_sequence_that_begins_alike_says_what_it_needs_no_more() -> None:
+    tokens, states = text(LENGTH), states_of(make_head(), LENGTH)
+    session = session_of()
+    assert session.open(opening(2, tokens, vocabulary_size=VOCABULARY)).features_from == 0
+    session.take_features(SequenceFeatures(1, 0, travelling(states[: LENGTH - 1])))
+    session.absorb([1])
+    session.take_growth()
+    found = session.open(opening(3, [*tokens, 7], vocabulary_size=VOCABULARY)).features_from
+    assert 0 < found < LENGTH
+    session.take_features(SequenceFeatures(3, found, travelling(states[found:LENGTH])))
+    (growth,) = [one for one in session.take_growth() if one.sequence_id == 3]
+    same_tree(tree_of(growth, 7), draft(make_drafter(), [*tokens, 7], states))
+
+
 def test_what_was_sent_before_is_ignored() -> None:
     states = states_of(make_head(), LENGTH)
     session, once = session_of(), session_of()

@@ -12,7 +12,7 @@ from hidden_states import states_of
 from lasting_engine import Engine
 
 from draft_service.drafters.hidden_states import read_vectors
-from outrider.drafting.events import Connected, DraftEvents
+from outrider.drafting.events import Connected, DraftEvents, Opened
 from outrider.sampling import SamplingParams
 from outrider.wire.frames import (
     DraftInfo,
@@ -167,9 +167,11 @@ def test_drafts_behind_a_hit_are_verified_as_ever(on_device: bool) -> None:
 
 
 class ReadingDraft:
-    """A link that checks every hidden state it gets against transformers' own, and drafts nothing."""
+    """A link that checks every hidden state it gets against transformers' own, and drafts nothing. Of sequences behind
+    the first it needs those from token `features_from` on."""
 
-    def __init__(self, events: DraftEvents) -> None:
+    def __init__(self, events: DraftEvents, features_from: int) -> None:
+        self._events, self._features_from = events, features_from
         self.tokens: dict[int, list[int]] = {}
         self.known: dict[int, int] = {}
         self._model = make_tiny()
@@ -177,7 +179,9 @@ class ReadingDraft:
 
     def open(self, sequence: OpenSequence) -> None:
         self.tokens[sequence.sequence_id] = list(sequence.token_ids)
-        self.known[sequence.sequence_id] = 0
+        first = sequence.sequence_id == 1
+        self.known[sequence.sequence_id] = 0 if first else self._features_from
+        self._events.receive(Opened(sequence.sequence_id, self.known[sequence.sequence_id]))
 
     def advance(self, advances: list[SequenceAdvance]) -> None:
         for advance in advances:
@@ -200,12 +204,13 @@ class ReadingDraft:
         torch.testing.assert_close(read_vectors(vectors), expected, rtol=1e-3, atol=1e-3)
 
 
+@pytest.mark.parametrize("features_from", [0, 16], ids=["all", "what it has not read"])
 @pytest.mark.parametrize("page_size", [1, 16])
-def test_a_head_gets_the_states_of_a_shared_prefix(page_size: int) -> None:
+def test_a_head_gets_the_states_of_a_shared_prefix(page_size: int, features_from: int) -> None:
     links: list[ReadingDraft] = []
 
     def connect(events: DraftEvents) -> DraftLink:
-        links.append(ReadingDraft(events))
+        links.append(ReadingDraft(events, features_from))
         return links[0]  # type: ignore[return-value]
 
     requests = [request([*SHARED, *tail], 6) for tail in ([1], [2], [1, 3])]

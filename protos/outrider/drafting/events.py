@@ -28,6 +28,13 @@ class SequenceFailure(_DraftEventBase, frozen=True):
     message: str
 
 
+class Opened(_DraftEventBase, frozen=True):
+    """The draft follows a sequence from now on, and needs no hidden states of tokens before `features_from`."""
+
+    sequence_id: int
+    features_from: int
+
+
 class Connected(_DraftEventBase, frozen=True):
     """A draft with the target's vocabulary is connected. The receiver opens its live sequences (again)."""
 
@@ -47,7 +54,7 @@ class Lost(_DraftEventBase, frozen=True):
     sequence_ids: list[int]
 
 
-DraftEvent = Grown | SequenceFailure | Connected | Disconnected | Lost
+DraftEvent = Grown | Opened | SequenceFailure | Connected | Disconnected | Lost
 
 
 class DraftEvents(Protocol):

@@ -8,10 +8,10 @@ from abc import ABC, abstractmethod
 from collections import deque
 from collections.abc import Iterable
 
-from outrider.drafting.events import Connected, Disconnected, DraftEvent, Grown, Lost, SequenceFailure
+from outrider.drafting.events import Connected, Disconnected, DraftEvent, Grown, Lost, Opened, SequenceFailure
 from outrider.wire.frames import DraftLink, SequenceGrowth
 
-QueuedEvent = SequenceGrowth | SequenceFailure | Connected | Disconnected | Lost
+QueuedEvent = SequenceGrowth | Opened | SequenceFailure | Connected | Disconnected | Lost
 # Seconds that one `listen` may take; later events wait a step at most. 64 growths of 64 nodes take a tenth of it.
 LISTEN_SECONDS = 0.02
 # A draft is cut off after so many calls of `listen` in a row, over so many seconds, that left events: it sends faster

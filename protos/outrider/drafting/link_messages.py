@@ -13,7 +13,7 @@ from typing import Any
 
 import msgspec
 
-from outrider.drafting.events import Connected, Disconnected, Lost, SequenceFailure
+from outrider.drafting.events import Connected, Disconnected, Lost, Opened, SequenceFailure
 from outrider.drafting.link import LinkOptions
 from outrider.processes.framing import Buffer, framed_parts, parts_of
 from outrider.tree import DraftDistribution
@@ -90,7 +90,7 @@ class Alive(_LinkMessage, frozen=True):
 
 
 ToLink = Connect | Open | Advance | SendFeatures | Close | CutOff
-FromLink = GrownArrays | SequenceFailure | Connected | Disconnected | Lost | Alive
+FromLink = GrownArrays | Opened | SequenceFailure | Connected | Disconnected | Lost | Alive
 
 
 def pack(message: ToLink | FromLink) -> list[bytes]:

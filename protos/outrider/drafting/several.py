@@ -13,7 +13,16 @@ import threading
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 
-from outrider.drafting.events import Connected, Disconnected, DraftEvent, DraftEvents, Grown, Lost, SequenceFailure
+from outrider.drafting.events import (
+    Connected,
+    Disconnected,
+    DraftEvent,
+    DraftEvents,
+    Grown,
+    Lost,
+    Opened,
+    SequenceFailure,
+)
 from outrider.drafting.prefix_homes import PrefixHomes
 from outrider.wire.frames import (
     DraftInfo,
@@ -46,6 +55,8 @@ class _Member:
         match event:
             case Grown():
                 self.shared.grown(self, event.growths)
+            case Opened():
+                self.shared.opened(self, event)
             case SequenceFailure():
                 self.shared.failed(self, event)
             case Connected():
@@ -142,6 +153,12 @@ class SeveralDrafts:
             member.nodes += sum(len(one.token_ids) for one in growths)
         if own:
             self._events.receive(Grown(own))
+
+    def opened(self, member: _Member, event: Opened) -> None:
+        with self._lock:
+            own = self._homes.get(event.sequence_id) is member
+        if own:
+            self._events.receive(event)
 
     def failed(self, member: _Member, failure: SequenceFailure) -> None:
         with self._lock:

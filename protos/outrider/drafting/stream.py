@@ -11,7 +11,7 @@ from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import replace
 from typing import TypeVar
 
-from outrider.drafting.events import DraftEvents, Grown, SequenceFailure
+from outrider.drafting.events import DraftEvents, Grown, Opened, SequenceFailure
 from outrider.errors import CreditExceeded, InvalidField, OutriderError, PositionOutOfRange
 from outrider.v1 import draft_pb2
 from outrider.wire.drafts import advance_to_pb, growth_from_pb, open_to_pb
@@ -129,6 +129,8 @@ class DraftConversation:
             self._answers -= 1
             if kind == "status":
                 self._fail(frame.status.sequence_id, error_of(frame.status.status))
+            elif (sequence_id := self._sequence_ids.get(frame.opened.sequence_id)) is not None:
+                self._events.receive(Opened(sequence_id, frame.opened.features_from))
         else:
             # A frame of an unknown kind, from a newer draft, is ignored, but takes credit.
             if not self._credit:

@@ -209,8 +209,13 @@ class SequenceOpened(google.protobuf.message.Message):
 
     SEQUENCE_ID_FIELD_NUMBER: builtins.int
     LIMITS_FIELD_NUMBER: builtins.int
+    FEATURES_FROM_FIELD_NUMBER: builtins.int
     sequence_id: builtins.int
     """sequence_id as in the open."""
+    features_from: builtins.int
+    """features_from is the first token whose hidden state is of use: what comes of earlier ones the draft has kept from
+    another sequence that began alike. 0 from a draft that keeps nothing.
+    """
     @property
     def limits(self) -> global___TreeLimits:
         """limits that the draft will keep."""
@@ -220,9 +225,10 @@ class SequenceOpened(google.protobuf.message.Message):
         *,
         sequence_id: builtins.int = ...,
         limits: global___TreeLimits | None = ...,
+        features_from: builtins.int = ...,
     ) -> None: ...
     def HasField(self, field_name: typing.Literal["limits", b"limits"]) -> builtins.bool: ...
-    def ClearField(self, field_name: typing.Literal["limits", b"limits", "sequence_id", b"sequence_id"]) -> None: ...
+    def ClearField(self, field_name: typing.Literal["features_from", b"features_from", "limits", b"limits", "sequence_id", b"sequence_id"]) -> None: ...
 
 global___SequenceOpened = SequenceOpened
 
@@ -291,7 +297,8 @@ global___SequenceAdvance = SequenceAdvance
 @typing.final
 class SendFeatures(google.protobuf.message.Message):
     """SendFeatures brings hidden states of tokens that the draft knows already: of a prompt, in pieces while the target
-    reads it, and of the tokens before the root after an open in the middle of a sequence. No growth is owed for it; a
+    reads it, and of the tokens before the root after an open in the middle of a sequence, or of one whose beginning the
+    target has read for another. A target that has such states waits for opened, and sends those from its features_from on. No growth is owed for it; a
     draft that only now has what it needs may send one.
     """
 

@@ -37,6 +37,9 @@ class Features:
         # Whether a draft that reads them is connected.
         self._connected = False
         self._kept: defaultdict[int, KeptVectors] = defaultdict(KeptVectors)
+        # By opened sequence: tokens at its beginning whose vectors the draft does not need; None until the draft has
+        # said so, and until then none is sent.
+        self._needed_from: dict[int, int | None] = {}
         # Sequences with new vectors of the last step, and whether it committed tokens of them.
         self._fresh: dict[int, tuple[KeptVectors, bool]] = {}
         self._encoder = FeatureEncoder(runner.device)
@@ -88,6 +91,7 @@ class Features:
     def disconnect(self) -> None:
         """The draft is gone. Kept vectors wait for the next one."""
         self._connected = False
+        self._needed_from.clear()
 
     @property
     def taken(self) -> bool:
@@ -145,13 +149,29 @@ class Features:
             kept.append(begin, vectors, row_bytes, places[place : place + count])
             place += count
 
-    def opened(self, sequence: Sequence) -> list[SequenceFeatures]:
-        """All kept vectors of a sequence that was just opened at the draft."""
-        kept = self._kept.get(sequence.sequence_id)
-        if kept is None or not self._connected:
+    def hold(self, sequence: Sequence) -> None:
+        """A sequence was opened at the draft: hold its vectors until the draft says which of them it needs."""
+        if self._connected:
+            self._needed_from[sequence.sequence_id] = None
+
+    @property
+    def awaits_word(self) -> bool:
+        """Whether vectors of a sequence are held."""
+        return None in self._needed_from.values()
+
+    def release(self, sequence_id: int, features_from: int) -> list[SequenceFeatures]:
+        """The vectors that were held for a sequence, without those of tokens before `features_from`, which the draft
+        does not need."""
+        # A draft may say it of sequences that have ended.
+        if sequence_id not in self._needed_from:
             return []
-        kept.sent = 0
-        return self._pieces(sequence.sequence_id, kept, kept.end)
+        self._needed_from[sequence_id] = features_from
+        kept = self._kept.get(sequence_id)
+        if kept is None:
+            # Of no token yet, or of those before it once its pages are found.
+            return []
+        kept.sent = min(features_from, kept.end)
+        return self._pieces(sequence_id, kept, kept.end)
 
     def due(
         self, open_ids: Container[int], commits: SequenceOf[tuple[Sequence, int]]
@@ -164,7 +184,9 @@ class Features:
         request = self._request if self._connected else None
         for sequence_id, (kept, committing) in self._fresh.items():
             sequence, committed = going_on.get(sequence_id, (None, 0))
-            wanted = request is not None and sequence_id in open_ids
+            needed_from = self._needed_from.get(sequence_id)
+            wanted = request is not None and sequence_id in open_ids and needed_from is not None
+            kept.sent = max(kept.sent, min(needed_from or 0, kept.end))
             # Without a commit it reads its prompt, or else it has ended.
             if wanted and sequence is None and not committing:
                 ahead += self._pieces(sequence_id, kept, kept.end)
@@ -189,6 +211,7 @@ class Features:
     def forget(self, sequence_id: int) -> None:
         self._kept.pop(sequence_id, None)
         self._fresh.pop(sequence_id, None)
+        self._needed_from.pop(sequence_id, None)
 
     def forget_all(self) -> None:
         """Drop every vector: they were computed with other weights, or have another form than is sent now."""
