@@ -57,7 +57,7 @@ def state(
         ({"info": None, "draft": ""}, "", False, "no draft service is configured"),
         ({"running": 9}, "trie", False, "off at this load: 9 sequences run; it stops above 8 and resumes at 6"),
         ({"running": 6}, "trie", False, "costs more than it brings"),
-        ({"measuring": True}, "trie", False, "starts soon: the first passes at this load"),
+        ({"measuring": True}, "trie", False, "goes on soon: some passes at this load"),
         ({"info": None, "speculation": False}, "", False, "--no-speculation"),
         ({"info": None, "draft": "", "lookup": True}, "lookup", True, "the device drafts .*; no draft service"),
         ({"running": 9, "lookup": True}, "trie", True, "the device drafts .*; drafting is off at this load"),
