@@ -27,6 +27,11 @@ class PrefixStates(Protocol):
         """Tokens that the sequence may skip without their states."""
         ...
 
+    def most_read_again(self, sequence: Sequence) -> float:
+        """Tokens beyond those that the sequence may at most read again, although they are in its pages, for the states
+        that are not kept of them."""
+        ...
+
     def of_page(self, sequence: Sequence, start: int, stop: int) -> PageStates | None:
         """The states of tokens `start` .. `stop`, to be kept; None where they are not known."""
         ...
@@ -284,6 +289,8 @@ class SequencePages:
         count = without
         while count < len(nodes) and nodes[count].states is not None:
             count += 1
+        if (len(nodes) - count) * self._cache.page_size > self.states.most_read_again(sequence):
+            return nodes
         nodes, skipped = self._usable(nodes[:count]), self._usable(nodes[:without])
         found = [node.states for node in nodes[without:] if node.states is not None]
         if found and self.states.resume(sequence, without * self._cache.page_size, found):

@@ -50,7 +50,6 @@ class EngineSpeculation:
         self.tables = tables
         self.features = Features(runner, config.feature_window if config.speculates else 0)
         self.drafting = DraftTrees(config, runner.vocabulary_size, self.features, tables)
-        scheduler.pages.states = SharedPrefixStates(self.features, self._is_drafted) if config.speculates else None
         # Batch-invariant drafts are chains, which the host cuts.
         device_chooses = tables is not None and not (config.batch_invariant and config.speculates)
         most = config.max_draft_nodes if device_chooses else 0
@@ -74,9 +73,15 @@ class EngineSpeculation:
             lookup_baseline=LookupBaseline(lookup_tokens),
         )
         self._draft: DraftInfo | None = None
+        if config.speculates:
+            scheduler.pages.states = SharedPrefixStates(self.features, self._is_drafted, self._rows_worth_a_draft)
 
     def _is_drafted(self, sequence: Sequence) -> bool:
         return self.drafting.active and self.drafting.is_eligible(sequence)
+
+    def _rows_worth_a_draft(self, sequence: Sequence) -> float:
+        load = max(1, self.gathering.scheduler.load)
+        return self.gathering.controller.rows_worth_a_draft(load, sequence.remaining)
 
     def update_use(self) -> bool:
         """Start or stop drafting by load, before a step is scheduled; returns whether that changed."""

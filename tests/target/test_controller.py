@@ -7,6 +7,7 @@ import operator
 import random
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
+from math import inf
 from typing import NamedTuple
 
 import numpy as np
@@ -609,6 +610,19 @@ def test_a_full_pass_of_prompts_is_not_made_larger_for_drafts(runner: ModelRunne
     engine.run(200)
     assert engine.policy.choose(beside_a_prompt(engine, 124, runner), MAX_ROWS, mode_of(followed=True)) is None
     assert engine.policy.choose(beside_a_prompt(engine, 100, runner), MAX_ROWS, mode_of(followed=True)) is not None
+
+
+def test_a_draft_is_worth_more_rows_of_a_prompt_with_fewer_sequences(monkeypatch: pytest.MonkeyPatch) -> None:
+    # A pass takes 5 ms, and 0.02 ms more for each row beyond the first.
+    controller = SpeculationController(16, StepCost([(1, 5e-3), (1001, 25e-3)]), {})
+    assert controller.rows_worth_a_draft(1, 100) == inf
+    gain = {1: 1.5, 32: 1.1, 128: 1.0}
+    monkeypatch.setattr(controller.draft_gate, "gain", gain.get)
+    # One alone takes 100 passes of 5 ms with it, and half as many more without.
+    assert controller.rows_worth_a_draft(1, 100) == pytest.approx(100 * 5e-3 * 0.5 / 2e-5)
+    # Of 32, each takes a part of passes of 5.62 ms.
+    assert controller.rows_worth_a_draft(32, 100) == pytest.approx(100 * 5.62e-3 / 32 * 0.1 / 2e-5)
+    assert controller.rows_worth_a_draft(128, 100) == 0
 
 
 def test_above_a_load_there_are_none(policies: Policies) -> None:

@@ -262,6 +262,16 @@ def test_where_the_nearest_load_has_none_it_is_measured_alone_first() -> None:
     assert engine.run(100) == [False] * ALONE_FIRST + [True] * (100 - ALONE_FIRST)
 
 
+def test_its_gain_is_known_where_it_was_judged_and_near_there() -> None:
+    engine = Engine(gain=1.6)
+    assert engine.switch.gain(1) is None
+    engine.run(2000)
+    assert engine.switch.gain(1) == pytest.approx(1.6, rel=0.1) == engine.switch.gain(8)
+    dropped = Engine(gain=0.5)
+    dropped.run(2000)
+    assert (dropped.switch.gain(1) or 0) <= 1
+
+
 def test_another_draft_is_in_no_doubt() -> None:
     engine = Engine(1.2, load=8)
     engine.run(400)

@@ -2,6 +2,10 @@
 
 from __future__ import annotations
 
+from dataclasses import dataclass
+from math import inf
+
+import pytest
 import torch
 from engine_harness import engine_config, make_runner, request
 from transformers import PreTrainedModel
@@ -97,6 +101,38 @@ def test_drafts_do_not_give_way_to_who_has_to_wait_anyway() -> None:
         scheduled.schedule()
         assert scheduled.running == [one]
         assert drafts(scheduled, one, 1)
+
+
+@dataclass
+class MissingStates:
+    """Of a drafter that reads hidden states, of which none are kept."""
+
+    worth: float
+
+    def most_without(self, _sequence: Sequence) -> int:
+        return 0
+
+    def most_read_again(self, _sequence: Sequence) -> float:
+        return self.worth
+
+    def of_page(self, _sequence: Sequence, _start: int, _stop: int) -> None:
+        return None
+
+    def resume(self, _sequence: Sequence, _start: int, _pages: object) -> bool:
+        raise AssertionError("there are none")
+
+
+@pytest.mark.parametrize(("worth", "begins"), [(inf, 0), (3 * PAGE, 0), (3 * PAGE - 1, 3 * PAGE)])
+def test_a_prompt_is_read_again_for_its_states_where_the_draft_is_worth_it(worth: float, begins: int) -> None:
+    scheduled = scheduler(pages=16, chunk=8 * PAGE)
+    scheduled.pages.states = MissingStates(worth)
+    one, alike = sequence(1, prompt=3 * PAGE + 2), sequence(2, prompt=3 * PAGE + 2)
+    scheduled.add(one)
+    read(scheduled)
+    scheduled.pages.publish(one, one.kv_length)
+    scheduled.add(alike)
+    scheduled.schedule()
+    assert alike.kv_length == begins
 
 
 def test_an_arrival_begins_about_as_soon_as_without_drafted_rows(tiny_model: PreTrainedModel) -> None:

@@ -32,10 +32,13 @@ class EncodedStates:
 class SharedPrefixStates:
     """What `SequencePages` asks about the hidden states of shared pages."""
 
-    def __init__(self, features: Features, is_drafted: Callable[[Sequence], bool]) -> None:
-        """`is_drafted`: whether the drafter gets the sequence now."""
+    def __init__(
+        self, features: Features, is_drafted: Callable[[Sequence], bool], worth: Callable[[Sequence], float]
+    ) -> None:
+        """`is_drafted`: whether the drafter gets the sequence now; `worth`: how many rows of a prompt take the time
+        that it spares the sequence."""
         self._features = features
-        self._is_drafted = is_drafted
+        self._is_drafted, self._worth = is_drafted, worth
 
     def most_without(self, sequence: Sequence) -> int:
         """Tokens that the sequence may skip without their states: all unless its drafter reads them, and those before
@@ -48,6 +51,10 @@ class SharedPrefixStates:
             # A preempted sequence: the drafter has what was computed before.
             return kept.end
         return known - 1 - window if window else 0
+
+    def most_read_again(self, sequence: Sequence) -> float:
+        """Tokens beyond `most_without` that the sequence may read again for their states."""
+        return self._worth(sequence)
 
     def of_page(self, sequence: Sequence, start: int, stop: int) -> EncodedStates | None:
         """The states of tokens `start` .. `stop`; None where they are not kept, or the drafter reads fewer of the last

@@ -13,6 +13,7 @@ import bisect
 from collections.abc import Mapping
 from collections.abc import Sequence as SequenceOf
 from dataclasses import dataclass
+from math import inf
 
 from target_service.core.running_means import RunningMean
 from target_service.core.schedule import Schedule
@@ -52,6 +53,9 @@ _SHARE = 0.02
 # Change of the trust in a draft's scores by one pass, for each token expected too much; a larger one follows the noise
 # of single passes (0.02 moved trust by a seventh up and down in a simulation).
 _TRUST_SHARE = 0.005
+# Rows between which the time of one more is taken, and tokens of an answer that is expected where more may follow.
+# Chosen.
+_PROMPT_ROWS, _USUAL_TOKENS = 512, 256
 # Bounds, chosen, not measured: from the lower one, where hardly a row pays, some 600 passes that each bring a token
 # more than expected lead back to full trust; the upper one keeps a lucky run from filling passes with wrong rows.
 _LEAST_TRUST, _MOST_TRUST = 0.05, 1.25
@@ -129,6 +133,18 @@ class SpeculationController:
         if level is SpeculationLevel.DRAFT and not self.draft_gate.uses_draft(load):
             return SpeculationLevel.LOOKUP_ONLY
         return level
+
+    def rows_worth_a_draft(self, load: int, remaining: int) -> float:
+        """Rows of a prompt that take as much time as the draft spares a sequence of which `remaining` tokens may
+        follow: more than any prompt has where its gain is not known."""
+        gain = self.draft_gate.gain(load)
+        if self.times is None or gain is None:
+            return inf
+        cost = self.times.cost
+        a_row = (cost(load + _PROMPT_ROWS) - cost(load)) / _PROMPT_ROWS
+        # Its part of the passes that it takes with the draft.
+        takes = min(remaining, _USUAL_TOKENS) / self.tokens_each.value * cost(load) / load
+        return takes * max(0.0, gain - 1.0) / a_row if a_row > 0 else inf
 
     def _without_draft(self, load: int) -> float:
         """What passes without a draft make a second with the rows that suit them, for each token that they make with

@@ -171,6 +171,15 @@ class DraftGate:
         here = self._loads.get(load_size(load))
         return (here is None or not here.is_timed) and not self.uses_draft(load)
 
+    def gain(self, load: int) -> float | None:
+        """Tokens of passes with the draft for each of those without one in the same time, at the nearest load where
+        that was judged; None where it was nowhere."""
+        nearest = min(self._judged(), key=lambda known: (abs(known - load_size(load)), -known), default=None)
+        if nearest is None:
+            return None
+        here = self._loads[nearest]
+        return 1.0 if self._clock() < here.until else here.gain / self._without_draft(load)
+
     def _judged(self) -> list[int]:
         """Loads where it was judged, by their power of two."""
         return [known for known, one in self._loads.items() if one.is_judged]
