@@ -185,9 +185,10 @@ def _convert(known: KnownModel, gguf: Path, into: Path) -> None:
         config.eos_token_id, config.bos_token_id = tokenizer.eos_token_id, tokenizer.bos_token_id
         # What is written is not quantised any more, and other engines act on this entry.
         del config.quantization_config
-        # A new model: the one that was read from GGUF cannot be saved.
-        fresh = type(loaded)(config).to(torch.bfloat16)
-        fresh.load_state_dict(loaded.state_dict())
+        # A new model, with the weights of the one that was read from GGUF, which cannot be saved.
+        with torch.device("meta"):
+            fresh = type(loaded)(config)
+        fresh.load_state_dict(loaded.state_dict(), assign=True)
         fresh.generation_config.eos_token_id = tokenizer.eos_token_id
         fresh.generation_config.bos_token_id = tokenizer.bos_token_id
         fresh.save_pretrained(into)
