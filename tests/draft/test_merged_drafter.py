@@ -8,7 +8,7 @@ from typing import Any
 
 import numpy as np
 import pytest
-from eagle_drafting import alike, make_drafter, same_tree, states_of, text
+from eagle_drafting import make_drafter, same_tree, states_of, text
 from eagle_heads import VOCABULARY, make_head
 from hypothesis import given
 from hypothesis import strategies as st
@@ -170,6 +170,10 @@ def followed(drafter: Drafter, mode: VerificationMode, *, fed: bool = True) -> D
         assert sequence.features is not None
         sequence.features.append(known[: len(tokens) - 1], 0)
     drafter.advance(sequence, tokens[-4:])
+    for part in drafter._parts if isinstance(drafter, MergedDrafter) else [drafter]:
+        if isinstance(part, NgramDrafter):
+            # It learns in a thread of its own, and trees of before and after that differ.
+            part.flush()
     return sequence
 
 
@@ -182,7 +186,7 @@ def test_trie_and_head_serve_one_sequence() -> None:
     (both,) = merged.propose([sequence])
     (of_head,), (of_trie,) = (part.propose([view]) for part, view in zip(merged._parts, sequence.state, strict=True))
     assert of_trie.drafted and of_head.drafted
-    alike(both, by_paths([of_head, of_trie], 14))
+    assert both == by_paths([of_head, of_trie], 14)
     assert paths(both) & paths(of_trie) - {()} and paths(both) & paths(of_head) - {()}
     merged.close(sequence)
     merged.close(sequence)
@@ -279,7 +283,7 @@ def test_others_work_while_another_device_does(monkeypatch: pytest.MonkeyPatch) 
     (expected,) = merged.propose([sequence])
     monkeypatch.setattr(head, "start_trees", begin)
     monkeypatch.setattr(trie, "grow", grow)
-    alike(merged.propose([sequence])[0], expected)
+    assert merged.propose([sequence]) == [expected]
     assert events == ["head begun", "trie grown", "head fetched"]
     merged.stop()
 
