@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import queue
 import threading
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import replace
 from typing import Any
 
@@ -198,23 +198,55 @@ class TestService:
     async def test_compiling_has_a_limit_and_holds_up_nobody(
         self, targets: Any, monkeypatch: pytest.MonkeyPatch
     ) -> None:
-        release, check = threading.Event(), structured.Grammars.check
-
-        def stuck(self: Any, form: StructuredOutput, *rest: Any) -> Any:
-            assert form.regex != "stuck" or release.wait(HUNG_SECONDS)
-            return check(self, form, *rest)
-
-        monkeypatch.setattr(structured.Grammars, "check", stuck)
-        monkeypatch.setattr(structured.FormCompiler, "seconds", 0.01)
+        used = 0.0
+        monkeypatch.setattr(structured, "processor_clock", lambda: lambda: used)
+        release = hold_stuck(monkeypatch)
         async with targets(served=SERVED_TEXT) as target:
+            used = structured.COMPILE_SECONDS
             error = await refusal(target, generate({"regex": "stuck"}))
             assert error.field == "sampling.structured_output.regex"
             assert "within" in error.problem
             # Its thread is busy still, and another compiles.
-            monkeypatch.setattr(structured.FormCompiler, "seconds", HUNG_SECONDS)
+            used = 0.0
             events = [event async for event in target.stub.Generate(generate({"regex": "b+"}))]
             assert events[-1].HasField("finished")
             release.set()
+
+    async def test_time_of_other_programs_does_not_count(self, targets: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+        looks = 0
+
+        def unused() -> float:
+            nonlocal looks
+            looks += 1
+            if looks == 3:
+                release.set()
+            return 0.0
+
+        monkeypatch.setattr(structured, "processor_clock", lambda: unused)
+        monkeypatch.setattr(structured.FormCompiler, "seconds", 0.01)
+        release = hold_stuck(monkeypatch)
+        async with targets(served=SERVED_TEXT) as target:
+            events = [event async for event in target.stub.Generate(generate({"regex": "stuck"}))]
+            assert events[-1].HasField("finished")
+            assert looks >= 3
+
+    def test_a_processor_clock_is_that_of_its_thread(self) -> None:
+        clocks, release = queue.SimpleQueue[Callable[[], float]](), threading.Event()
+
+        def wait() -> None:
+            clocks.put(structured.processor_clock())
+            release.wait(HUNG_SECONDS)
+
+        waiting = threading.Thread(target=wait)
+        waiting.start()
+        theirs, own = clocks.get(timeout=HUNG_SECONDS), structured.processor_clock()
+        before = theirs()
+        while own() < 0.05:
+            pass
+        used = theirs() - before
+        release.set()
+        waiting.join(HUNG_SECONDS)
+        assert used < own()
 
     async def test_verification_refuses_them_too(self, targets: Any) -> None:
         async with targets(served=SERVED_TEXT) as target:
@@ -226,6 +258,18 @@ class TestService:
             assert answer.status.client_tag == 7
             assert "open.sampling.structured_output.regex" in answer.status.status.message
             assert await call.read() == grpc.aio.EOF
+
+
+def hold_stuck(monkeypatch: pytest.MonkeyPatch) -> threading.Event:
+    """Holds the compiling of the regular expression "stuck" until the event is set."""
+    release, check = threading.Event(), structured.Grammars.check
+
+    def held(self: Any, form: StructuredOutput, *rest: Any) -> Any:
+        assert form.regex != "stuck" or release.wait(HUNG_SECONDS)
+        return check(self, form, *rest)
+
+    monkeypatch.setattr(structured.Grammars, "check", held)
+    return release
 
 
 def test_a_schema_is_checked_before_it_is_read() -> None:
