@@ -90,7 +90,7 @@ class TextRunner(ModelRunner):
     texts: RecordedTexts
 
     def compute_logits(
-        self, batch: ForwardInput, token_ids: Tensor, _rows: Tensor | int, _recurrent: object = None
+        self, batch: ForwardInput, token_ids: Tensor, rows: Sequence[int] | None, _recurrent: object = None
     ) -> Tensor:
         attention, tokens = batch.attention, token_ids.tolist()
         logits = torch.zeros(len(tokens), self.vocabulary_size)
@@ -109,7 +109,7 @@ class TextRunner(ModelRunner):
             for row in range(end - first):
                 following = self.texts.after(place, prefix + depths[row] + 1) if agrees[row] else _OTHER
                 logits[first + row, following] = 1.0
-        return logits
+        return logits if rows is None else logits[list(rows)]
 
 
 class _SimulatedStep(LaunchedWhole):

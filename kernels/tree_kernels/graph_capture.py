@@ -24,9 +24,9 @@ class GraphCapture:
         self._stream = stream
         self._pool: Any = torch.cuda.graph_pool_handle()
 
-    def capture(self, run: Callable[[], Output], plan: TritonPlan) -> tuple[torch.cuda.CUDAGraph, Output]:
+    def capture(self, run: Callable[[], Output], plan: TritonPlan | None = None) -> tuple[torch.cuda.CUDAGraph, Output]:
         """The graph of `run`, and its output there, which every replay overwrites. It must be repeatable with the same
-        inputs, since it runs several times. `plan` is that of its attention."""
+        inputs, since it runs several times. `plan` is that of its attention, if there is some."""
         current = torch.cuda.current_stream(self._stream.device)
         self._stream.wait_stream(current)
         with torch.cuda.stream(self._stream):
@@ -35,7 +35,8 @@ class GraphCapture:
                 run()
         self._stream.synchronize()
         # The first layer makes the schedule, which has to become part of the graph.
-        plan.schedules.clear()
+        if plan is not None:
+            plan.schedules.clear()
         graph = torch.cuda.CUDAGraph()
         # Calls of other threads meanwhile, such as allocations of pinned memory, do no harm.
         mode = "thread_local"

@@ -50,6 +50,15 @@ class ForwardInput:
     # [B] slots of recurrent states. Empty where there are none, or for a pass of no sequence's, which takes slot 0.
     state_slots: tuple[int, ...] = ()
 
+    @property
+    def output_rows(self) -> tuple[int, ...]:
+        """Rows, rising, whose logits what follows the pass may read: `logit_rows`, and where the device chooses rows
+        all that it may choose."""
+        if not self.room:
+            return self.logit_rows
+        first = self.attention.query_starts[self.laid_out]
+        return (*itertools.takewhile(first.__gt__, self.logit_rows), *range(first, self.room))
+
     @classmethod
     def of_sequence(
         cls,
@@ -113,7 +122,7 @@ class WrittenRows(NamedTuple):
 class ForwardPass:
     """A pass on the device: at least R rows, of which only the first R are used."""
 
-    logits: Tensor  # [rows, vocabulary], in the model's dtype
+    logits: Tensor  # [rows, vocabulary], in the model's dtype; unwritten in rows that nothing reads
     token_ids: Tensor  # [rows] int32
     parents: Tensor  # [rows] int32, relative to each sequence's first row
     slots: Tensor  # [rows] int32
@@ -127,6 +136,11 @@ class ForwardPass:
     def written(self) -> WrittenRows:
         """What accepted rows are moved by."""
         return WrittenRows(self.slots, self.parameters, self.node_slots)
+
+
+def spread(logits: Tensor, rows: Tensor, count: int) -> Tensor:
+    """[count, V] with `logits` [rows, V] at the places `rows` [rows] int64; the others are unwritten."""
+    return logits.new_empty(count, logits.shape[1]).index_copy_(0, rows, logits)
 
 
 def rows_of(values: Tensor, rows: tuple[int, ...]) -> Tensor:

@@ -31,8 +31,8 @@ class RunPass(_PassMessage, frozen=True):
     logit_rows: tuple[int, ...] | None
 
     @classmethod
-    def of(cls, batch: ForwardInput, *, all_rows: bool) -> RunPass:
-        """A pass with the logits of its `logit_rows`, or of `all_rows`."""
+    def of(cls, batch: ForwardInput, logit_rows: Sequence[int] | None) -> RunPass:
+        """A pass with the logits of these rows, None for all."""
         attention = batch.attention
         return cls(
             batch.positions,
@@ -43,7 +43,7 @@ class RunPass(_PassMessage, frozen=True):
             attention.page_size,
             attention.parents,
             batch.state_slots,
-            None if all_rows else batch.logit_rows,
+            None if logit_rows is None else tuple(logit_rows),
         )
 
     @property
@@ -98,10 +98,11 @@ class CapturePass(_PassMessage, frozen=True):
 
 
 class ReplayPass(_PassMessage, frozen=True):
-    """Run a captured pass, whose integers are shared by its graph."""
+    """Run a captured pass, whose integers are shared by its graph; with logits of a few rows only."""
 
     rows: int
     sequences: int
+    few_outputs: bool
 
 
 class DropCaptures(_PassMessage, frozen=True):

@@ -17,7 +17,7 @@ from transformers import PretrainedConfig, PreTrainedModel
 from target_service.config import MAX_SEQUENCES
 from target_service.core.kv_cache import KVCache, WindowedLayers
 from target_service.core.sequence import MAX_PASSES
-from target_service.model.forward import Attention, ForwardInput, ForwardPass, WrittenRows, pass_over
+from target_service.model.forward import Attention, ForwardInput, ForwardPass, WrittenRows, pass_over, spread
 from target_service.model.head_projection import DraftHead
 from target_service.model.hidden_state_hooks import LayerHooks
 from target_service.model.network import TargetNetwork
@@ -34,7 +34,6 @@ from tree_kernels.node_table.layout import LOOKUP
 from tree_kernels.recurrence import RecurrenceBackend, RecurrentPass, RecurrentStates, TreeRecurrence
 from tree_kernels.verification import DRAWN_BY_POSITION, RECORD, Verdicts, move_accepted, move_kv, records_of
 from tree_models.building import build
-from tree_models.layers.paged import PagedPass
 from tree_models.layers.placing import Placement
 from tree_models.reference import published_tensors
 
@@ -153,13 +152,12 @@ class ModelRunner:
     @torch.inference_mode()
     def forward(self, batch: ForwardInput) -> Tensor:
         """Logits [len(logit_rows), vocabulary], in the model's dtype. Writes the rows' keys and values."""
-        rows = torch.tensor(batch.logit_rows, dtype=torch.int64, device=self.device)
         token_ids = torch.tensor(batch.token_ids, device=self.device)
-        return self.compute_logits(batch, token_ids, rows, self.recurrent_pass(batch))
+        return self.compute_logits(batch, token_ids, batch.logit_rows, self.recurrent_pass(batch))
 
     @torch.inference_mode()
     def run_pass(self, batch: ForwardInput, parameters: NDArray[numpy.int32]) -> ForwardPass:
-        """Run the pass with logits of all its rows instead of `logit_rows`, and copy `parameters` to the device.
+        """Run the pass with the logits of its `output_rows` at their places, and copy `parameters` to the device.
 
         Does not wait for the device. The result may be overwritten by the next pass.
         """
@@ -167,7 +165,14 @@ class ModelRunner:
         token_ids = fill_pending(self._to_device(batch.token_ids), self.pending, slots, self.cache.tokens)
         parents = self._to_device(_parents_of(batch.attention))
         recurrent = self.recurrent_pass(batch)
-        logits = self.compute_logits(batch, token_ids.long(), 0, recurrent)
+        count = len(batch.token_ids)
+        # The device may have left rows free.
+        rows = tuple(row for row in batch.output_rows if row < count)
+        if len(rows) < count:
+            places = torch.tensor(rows, dtype=torch.int64, device=self.device)
+            logits = spread(self.compute_logits(batch, token_ids.long(), rows, recurrent), places, count)
+        else:
+            logits = self.compute_logits(batch, token_ids.long(), None, recurrent)
         on_device = torch.from_numpy(parameters).to(self.device)
         nodes = None if recurrent is None else recurrent.plan.node_slots
         return ForwardPass(logits, token_ids, parents, slots, on_device, self._texts(batch.attention), node_slots=nodes)
@@ -304,24 +309,22 @@ class ModelRunner:
             move_accepted(recurrent.inputs, recurrent.gates, written.node_slots, *accepted)
 
     def compute_logits(
-        self, batch: ForwardInput, token_ids: Tensor, rows: Tensor | int, recurrent: RecurrentPass | None
+        self, batch: ForwardInput, token_ids: Tensor, rows: Sequence[int] | None, recurrent: RecurrentPass | None
     ) -> Tensor:
-        """Logits of the given rows, 0 for all, of a pass whose tokens are `token_ids` [R] int64. `recurrent` plans the
-        layers with states, if there are some."""
+        """Logits of the given rows, None for all, of a pass whose tokens are `token_ids` [R] int64. `recurrent` plans
+        the layers with states, if there are some."""
         if self.link is not None:
-            self.link.send(RunPass.of(batch, all_rows=isinstance(rows, int)))
+            self.link.send(RunPass.of(batch, rows))
             self.link.share(token_ids)
+        # Of a chunk within a prompt there are none.
+        outputs = 0 if rows is None else torch.tensor(rows, dtype=torch.int64, device=self.device)
         slots, positions = (torch.tensor(each, device=self.device) for each in (batch.slots, batch.positions))
         if self.cache.frames is not None:
             self.cache.frames.send()
         plan = self.attention.plan(batch.attention)
         step = pass_over(self.attention, plan, slots, self.cache, recurrent)
         # A tree may reach past the end of position tables; no such row can be committed.
-        return self._compute(token_ids, positions.clamp_(max=self._last_position), step, rows)
-
-    def _compute(self, token_ids: Tensor, positions: Tensor, step: PagedPass, rows: Tensor | int = 0) -> Tensor:
-        """Logits of the given rows, 0 for all; token ids and positions are [R] integers."""
-        return self.network(token_ids, positions, step, rows)
+        return self.network(token_ids, positions.clamp_(max=self._last_position), step, outputs)
 
 
 def _parents_of(attention: AttentionBatch) -> list[int]:

@@ -17,6 +17,7 @@ from types import SimpleNamespace
 from typing import Any
 from unittest.mock import Mock
 
+import numpy
 import pytest
 import torch
 from conftest import make_tiny
@@ -35,7 +36,7 @@ from target_service.model.cuda_graphs.capturing import capture_steps
 from target_service.model.cuda_graphs.pass_graphs import PassGraphs
 from target_service.model.cuda_graphs.runner import CapturedRunner, CaptureOptions
 from target_service.model.cuda_graphs.sizes import Bucket, buckets_up_to
-from target_service.model.cuda_graphs.step_buffer import StepBuffer
+from target_service.model.forward import ForwardInput
 from target_service.model.rank_link import PassMessage
 from target_service.model.ranks.followed_passes import FollowedPasses
 from target_service.model.runner import runner_over
@@ -43,6 +44,7 @@ from target_service.model.support import description_of
 from tree_kernels import paging
 from tree_kernels.attention import AttentionBatch, TreeAttention
 from tree_kernels.linear import layers as linear_layers
+from tree_kernels.verification import parameter_count
 from tree_models.building import build
 from tree_models.fused.preparing import LayerOptions
 from tree_models.layers import paged
@@ -54,6 +56,8 @@ triton_attention = pytest.importorskip("tree_kernels.attention.triton_backend")
 
 CPU = torch.device("cpu")
 VOCABULARY, RANKS, SEQUENCES, ROWS, PAGE_SIZE, MAX_TOKENS = 211, 2, 4, 48, 4, 14
+# So that both kinds of passes come: with logits of few rows, and of every row.
+FEW_OUTPUTS = 6
 SAMPLINGS = {
     "greedy": SamplingParams(ignore_eos=True),
     "seeded": SamplingParams(temperature=0.8, top_p=0.9, seed=99, ignore_eos=True),
@@ -113,13 +117,14 @@ class Rerun:
 class RerunRunner(CapturedRunner):
     """Captures by running."""
 
-    def _record(self, buffer: StepBuffer) -> Any:
-        def launch() -> tuple[Tensor, Tensor, Tensor | None]:
-            buffer.plan.schedules.clear()
-            return self._run(buffer)
+    def _record(self, launch: Callable[[], tuple[Any, ...]], plan: Any = None) -> Any:
+        def again() -> tuple[Any, ...]:
+            if plan is not None:
+                plan.schedules.clear()
+            return launch()
 
-        results = launch()
-        return Rerun(launch, results), buffer, *results
+        results = again()
+        return Rerun(again, results), results
 
 
 @dataclass
@@ -183,7 +188,7 @@ def captured_rank(model: PreTrainedModel, link: ThreadLink | None = None) -> Rer
     runner.attention = ReadBack()
     if link is None or link.leads:
         runner.enable_device_row_selection(SEQUENCES, 3)
-    options = CaptureOptions(ROWS, SEQUENCES, LayerOptions(compiled=False))
+    options = CaptureOptions(ROWS, SEQUENCES, LayerOptions(compiled=False), few_outputs=FEW_OUTPUTS)
     captured = RerunRunner(runner, options)
     assert all(captured.network.forms), "every layer has its fused form, for ranks too"
     captured.attach(link)
@@ -246,6 +251,41 @@ def test_captured_passes_of_ranks(leading: RerunRunner, model: PreTrainedModel) 
                 outcomes = run(leading, each, propose=propose, launch=steps, passes=passes, stagger=2, config=config)
                 assert [outcome.token_ids for outcome in outcomes] == expected
             assert sum(outcome.finished.totals.accepted_tokens for outcome in outcomes) > 10
+
+
+def step_of_prompt(rows: int) -> ForwardInput:
+    """A pass that reads a prompt of so many tokens, with the logits of all."""
+    tokens = tuple((7 * row * row + 11) % VOCABULARY for row in range(rows))
+    pages = tuple(range(-(-rows // PAGE_SIZE)))
+    attention = AttentionBatch((0, rows), (0,), (pages,), PAGE_SIZE, (None,))
+    return ForwardInput(tokens, tuple(range(rows)), tuple(range(rows)), attention, tuple(range(rows)))
+
+
+def test_a_pass_of_a_prompt_computes_the_logits_of_few_rows(
+    without_gpu: None, model: PreTrainedModel, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    del without_gpu
+    runner = captured_rank(model)
+    capture_steps(runner, seconds=60.0, memory_share=0.5)
+    computed, usual = list[int](), runner.network.logits  # type: ignore[attr-defined]
+    monkeypatch.setattr(runner.network, "logits", lambda rows: computed.append(len(rows)) or usual(rows))
+    batch = step_of_prompt(ROWS)
+    parameters = numpy.zeros(parameter_count(SEQUENCES, ROWS), numpy.int32)
+    with torch.inference_mode():
+        every = runner.run_pass(batch, parameters).logits.clone()
+        for rows in ((ROWS - 1,), (), tuple(range(FEW_OUTPUTS)), (0, 7, 9), tuple(range(FEW_OUTPUTS + 1))):
+            runner.pass_of(Bucket(ROWS, 1)).logits.zero_()
+            computed.clear()
+            found = runner.run_pass(replace(batch, logit_rows=rows), parameters).logits
+            assert computed == [FEW_OUTPUTS if len(rows) <= FEW_OUTPUTS else ROWS]
+            torch.testing.assert_close(found[list(rows)], every[list(rows)])
+        # A prompt as a request has it.
+        steps = DeviceSteps(runner, max_sequences=SEQUENCES, max_rows=ROWS, backend="torch")
+        config = engine_config(max_step_rows=ROWS, max_running=SEQUENCES, prefill_chunk=ROWS)
+        wanted = requests(SAMPLINGS["greedy"])[2]
+        computed.clear()
+        assert run(runner, [wanted], launch=steps, config=config)[0].token_ids == plain(model, wanted)
+        assert computed[0] == FEW_OUTPUTS
 
 
 def test_sizes_are_captured_in_pauses(

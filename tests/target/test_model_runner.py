@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import replace
 from typing import Any
 
+import numpy
 import pytest
 import torch
 from conftest import make_tiny
@@ -236,6 +238,42 @@ class TestPacking:
 def test_packing_is_for_bf16_on_a_cpu() -> None:
     assert not can_pack(torch.float32, torch.device("cpu"))
     assert not can_pack(torch.bfloat16, torch.device("cuda"))
+
+
+@pytest.mark.parametrize(
+    ("chosen", "room", "laid_out", "expected"),
+    [
+        pytest.param((8,), 0, 0, (8,), id="the last row of a prompt"),
+        pytest.param((), 0, 0, (), id="a piece of a prompt"),
+        pytest.param((3, 4, 8), 0, 0, (3, 4, 8), id="some"),
+        pytest.param(tuple(range(9)), 0, 0, tuple(range(9)), id="all"),
+        # A prompt of 6 rows, and 3 of trees that the device may make larger.
+        pytest.param((5, 6), 12, 1, (5, *range(6, 12)), id="rows of the device"),
+    ],
+)
+def test_a_pass_computes_the_logits_that_are_read(
+    chosen: tuple[int, ...], room: int, laid_out: int, expected: tuple[int, ...]
+) -> None:
+    model, computed = make_tiny(), list[int]()
+    runner = runner_for(model, None, num_pages=8, page_size=4)
+    driver = Driver(runner, 32)
+    text = tokens_of(9)
+    batch = driver.step(text)
+    if room:
+        starts = (0, 6, 9)
+        pages = tuple(driver.pages[:4]), tuple(driver.pages[4:])
+        slots = (*runner.cache.slots(pages[0], 0, 6), *runner.cache.slots(pages[1], 0, 3))
+        attention = AttentionBatch(starts, (0, 0), pages, 4, (None, None))
+        batch = replace(batch, positions=(*range(6), *range(3)), slots=slots, attention=attention)
+    whole = runner.forward(replace(batch, logit_rows=tuple(range(9))))
+    usual = runner.network.logits  # type: ignore[attr-defined]
+    runner.network.logits = lambda rows: computed.append(len(rows)) or usual(rows)  # type: ignore[attr-defined]
+    batch = replace(batch, logit_rows=chosen, room=room, laid_out=laid_out)
+    assert batch.output_rows == expected
+    done = runner.run_pass(batch, numpy.zeros(4, numpy.int32))
+    there = [row for row in expected if row < 9]
+    assert done.logits.shape == whole.shape and computed == [len(there)]
+    torch.testing.assert_close(done.logits[there], whole[there])
 
 
 @pytest.mark.parametrize("page_size", [1, 4, 16])

@@ -12,6 +12,7 @@ import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field, fields
 from math import inf
+from typing import Any, NamedTuple
 
 import numpy
 import torch
@@ -34,6 +35,7 @@ from target_service.model.rank_link import (
     UseCache,
 )
 from target_service.model.runner import Begin, ModelRunner
+from tree_kernels.attention.triton_planning import TritonPlan
 from tree_kernels.graph_capture import GraphCapture
 from tree_kernels.logit_shaping import SequenceTexts
 from tree_kernels.node_table import NodeTable, fill_pending
@@ -55,11 +57,22 @@ class CaptureOptions:
     max_sequences: int = 256  # of a step; at most `config.MAX_SEQUENCES`
     layers: LayerOptions = field(default_factory=LayerOptions)  # how layers are prepared
     hooked: tuple[int, ...] = ()  # decoder layers whose outputs every step keeps; see `LayerHooks`
+    # Rows whose logits are computed at most where those of others are not needed, in sizes of at least twice as many.
+    # So many rows of the head take as long as one: reading its weights takes longer than multiplying.
+    few_outputs: int = 128
+
+
+class _OutputGraphs(NamedTuple):
+    """From hidden rows to logits, of every row or of few, which stand at the same places."""
+
+    every: torch.cuda.CUDAGraph
+    few: torch.cuda.CUDAGraph
 
 
 @dataclass(frozen=True, slots=True, eq=False, weakref_slot=True)
 class _Captured:
-    graph: torch.cuda.CUDAGraph
+    graph: torch.cuda.CUDAGraph  # up to the hidden rows where `outputs` are apart
+    outputs: _OutputGraphs | None
     buffer: StepBuffer
     logits: Tensor  # [bucket rows, vocabulary], overwritten by every replay
     token_ids: Tensor  # [bucket rows] int32, likewise
@@ -172,9 +185,9 @@ class CapturedRunner(ModelRunner):
         return done
 
     @torch.inference_mode()
-    def replay(self, bucket: Bucket) -> None:
+    def replay(self, bucket: Bucket, *, few_outputs: bool) -> None:
         """Run the captured pass of this size, with integers that the leading rank shares."""
-        self._launch(self._captured[bucket])
+        self._launch(self._captured[bucket], few_outputs=few_outputs)
 
     def pass_of(self, bucket: Bucket) -> ForwardPass:
         """The captured pass of this size, as it ran last."""
@@ -286,22 +299,26 @@ class CapturedRunner(ModelRunner):
             captured = self._captured[bucket] = self._capture(bucket)
         if self.cache.frames is not None:
             self.cache.frames.send()
-        captured.buffer.load(batch, self._last_position, parameters)
+        outputs = batch.output_rows
+        few = captured.outputs is not None and len(outputs) <= self._options.few_outputs
+        captured.buffer.load(batch, self._last_position, parameters, outputs if few else None)
         try:
             if before is not None:
                 before(captured)
-            self._launch(captured)
+            self._launch(captured, few_outputs=few)
         finally:
             # Also where the device has no memory for `before`: the copy reads the buffer's integers.
             captured.buffer.loaded()
         return captured
 
-    def _launch(self, captured: _Captured) -> None:
-        """Run a captured pass, on every rank."""
+    def _launch(self, captured: _Captured, *, few_outputs: bool = False) -> None:
+        """Run a captured pass, on every rank; with the logits of the few rows that the buffer was loaded with only."""
         if self.link is not None:
             bucket = captured.buffer.bucket
-            self.link.send(ReplayPass(bucket.rows, bucket.sequences))
+            self.link.send(ReplayPass(bucket.rows, bucket.sequences, few_outputs))
         captured.graph.replay()
+        if captured.outputs is not None:
+            (captured.outputs.few if few_outputs else captured.outputs.every).replay()
 
     @torch.inference_mode()
     def rehearse(self, bucket: Bucket) -> None:
@@ -309,15 +326,26 @@ class CapturedRunner(ModelRunner):
         Not with other ranks."""
         network = self.network
         with network.few_layers() if isinstance(network, Decoder) else contextlib.nullcontext():
-            self._run(self._rehearsed(bucket))
+            buffer = self._rehearsed(bucket)
+            rows, _, _ = self._run(buffer)
+            if self._has_outputs_apart(bucket):
+                self._few_logits(buffer, rows, self._logits(rows))
 
     def _rehearsed(self, bucket: Bucket) -> StepBuffer:
         """A buffer that holds a step which fills the bucket and writes no key."""
         pages_each = self.cache.pages_for(self.max_context + bucket.rows)
         verified = self._options.max_sequences, self._options.max_rows
-        recurrent, size = self._recurrence is not None, self.cache.page_size
-        sizes, shared = (size, pages_each, verified), self.link is not None
-        buffer = StepBuffer(bucket, self._triton, self.device, *sizes, recurrent=recurrent, shared=shared)
+        buffer = StepBuffer(
+            bucket,
+            self._triton,
+            self.device,
+            self.cache.page_size,
+            pages_each,
+            verified,
+            recurrent=self._recurrence is not None,
+            shared=self.link is not None,
+            few_outputs=self._options.few_outputs if self._has_outputs_apart(bucket) else 0,
+        )
         # Compiled for the alignment of this buffer's parts. No sequence has a row yet, so nothing moves on.
         buffer.advance_one_token(self._last_position)
         buffer.shift_by_accepted(self.pending, self._last_position)
@@ -331,24 +359,51 @@ class CapturedRunner(ModelRunner):
         link = self.link
         if link is not None:
             link.send(CapturePass(bucket.rows, bucket.sequences))
-        return _Captured(*self._record(self._rehearsed(bucket)))
+        buffer = self._rehearsed(bucket)
+        graph, (rows, *others) = self._record(lambda: self._run(buffer), buffer.plan)
+        if not self._has_outputs_apart(bucket):
+            return _Captured(graph, None, buffer, rows, *others)
+        every, (logits,) = self._record(lambda: (self._logits(rows),))
+        few, () = self._record(lambda: self._few_logits(buffer, rows, logits))
+        return _Captured(graph, _OutputGraphs(every, few), buffer, logits, *others)
 
-    def _record(self, buffer: StepBuffer) -> tuple[torch.cuda.CUDAGraph, StepBuffer, Tensor, Tensor, Tensor | None]:
-        """The graph of a pass with its buffer and results."""
+    def _has_outputs_apart(self, bucket: Bucket) -> bool:
+        """Whether the logits of such a size are a graph of their own, and those of few rows another."""
+        return isinstance(self.network, Decoder) and bucket.rows >= 2 * self._options.few_outputs
+
+    def _record(
+        self, launch: Callable[[], tuple[Any, ...]], plan: TritonPlan | None = None
+    ) -> tuple[torch.cuda.CUDAGraph, tuple[Any, ...]]:
+        """The graph of a launch and its results; `plan` is that of its attention, if there is some."""
         with torch._dynamo.config.patch(recompile_limit=_RECOMPILE_LIMIT):
-            graph, results = self._graphs.capture(lambda: self._run(buffer), buffer.plan)
-        return graph, buffer, *results
+            return self._graphs.capture(launch, plan)
+
+    def _logits(self, rows: Tensor) -> Tensor:
+        """[.., V] of hidden rows [.., H]."""
+        assert isinstance(self.network, Decoder), "other networks compute both in one"
+        return self.network.logits(rows)
+
+    def _few_logits(self, buffer: StepBuffer, rows: Tensor, logits: Tensor) -> tuple[()]:
+        """Write the logits of the buffer's few outputs to their places in `logits` [bucket rows, V]."""
+        few = self._logits(rows.index_select(0, buffer.few_outputs))
+        logits.index_copy_(0, buffer.few_outputs.long(), few)
+        return ()
 
     def _run(self, buffer: StepBuffer) -> tuple[Tensor, Tensor, Tensor | None]:
-        """Logits, token ids and places of nodes' inputs of all rows of the bucket."""
+        """Logits of all rows of the bucket, or hidden rows where logits are apart, with token ids and places of nodes'
+        inputs."""
         recurrent, states = None, self.cache.recurrent
         if self._recurrence is not None and states is not None:
             plan = self._recurrence.capturable.plan_on_device(buffer.plan.batch, buffer.recurrent_tensors, states)
             recurrent = RecurrentPass(self._recurrence, plan, states)
         step = pass_over(self.attention, buffer.plan, buffer.slots, self.cache, recurrent)
         token_ids = self._token_ids(buffer)
-        logits = self._compute(token_ids, buffer.positions, step)
-        return logits, token_ids, None if recurrent is None else recurrent.plan.node_slots
+        network, of_rows = self.network, (token_ids, buffer.positions, step)
+        if isinstance(network, Decoder) and self._has_outputs_apart(buffer.bucket):
+            rows = network.hidden(*of_rows)
+        else:
+            rows = network(*of_rows)
+        return rows, token_ids, None if recurrent is None else recurrent.plan.node_slots
 
     def _token_ids(self, buffer: StepBuffer) -> Tensor:
         """[bucket rows] int32, with those filled in that only the device has. Other ranks get all integers of the

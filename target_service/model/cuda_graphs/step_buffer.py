@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from array import array
+from collections.abc import Sequence
 
 import numpy
 import torch
@@ -39,7 +40,8 @@ class StepBuffer:
     """The integers of one step on the device, and the plan that lies in them.
 
     Layout: token ids, positions and slots [rows] each, then the parameters for verification, slots of recurrent states,
-    then the plan, whose pages come last, so that a step with few pages copies little.
+    rows whose logits are computed where these are few, then the plan, whose pages come last, so that a step with few
+    pages copies little.
     """
 
     def __init__(
@@ -53,14 +55,17 @@ class StepBuffer:
         *,
         recurrent: bool = False,
         shared: bool = False,
+        few_outputs: int = 0,
     ) -> None:
         """Each sequence has up to `pages_each`, and with `recurrent` a slot of states; the parameters have room for
-        `verified` (sequences, rows). With `shared`, other ranks run the step too."""
+        `verified` (sequences, rows). With `shared`, other ranks run the step too. `few_outputs` rows may be those whose
+        logits are computed, fewer than the bucket's."""
         self.bucket = bucket
         largest = capacity(bucket, page_size, pages_each)
         rows = bucket.rows
         self._states_at = 3 * rows + parameter_count(*verified)
-        self._plan_at = self._states_at + (bucket.sequences if recurrent else 0)
+        self._outputs_at = self._states_at + (bucket.sequences if recurrent else 0)
+        self._plan_at = self._outputs_at + few_outputs
         size = self._plan_at + plan_integers(largest)
         self._attention = attention
         on_gpu = device.type == "cuda"
@@ -72,6 +77,8 @@ class StepBuffer:
         self.shared = torch.zeros(size + (rows if shared else 0), dtype=torch.int32, device=device)
         self.integers, self.filled_token_ids = self.shared[:size], self.shared[size:]
         self.token_ids, self.positions, self.slots = self.integers[: 3 * rows].view(3, rows)
+        # [few_outputs] int32: every row of the loaded step whose logits are needed, where it was loaded as one of few.
+        self.few_outputs = self.integers[self._outputs_at : self._plan_at]
         # [parameters] int32
         self.parameters = self.integers[3 * rows : self._states_at]
         self.plan: TritonPlan = attention.plan(largest, self.integers[self._plan_at :])
@@ -86,7 +93,7 @@ class StepBuffer:
             plan.prefix_lengths,
             plan.causal,
             plan.parents,
-            self.integers[self._states_at : self._plan_at],
+            self.integers[self._states_at : self._outputs_at],
         )
 
     def rehearsal(self) -> ForwardInput:
@@ -94,9 +101,16 @@ class StepBuffer:
         rows = (0,) * self.bucket.rows
         return ForwardInput(rows, rows, (-1,) * len(rows), self.plan.batch, ())
 
-    def load(self, batch: ForwardInput, last_position: int, parameters: NDArray[numpy.int32] | None = None) -> None:
-        """Copy a step to the device, with its parameters if it is to be verified, without waiting. Call `loaded` once
-        the pass is launched. Raises `ValueError` where the step does not fit."""
+    def load(
+        self,
+        batch: ForwardInput,
+        last_position: int,
+        parameters: NDArray[numpy.int32] | None = None,
+        outputs: Sequence[int] | None = None,
+    ) -> None:
+        """Copy a step to the device, with its parameters if it is to be verified, without waiting. `outputs` are the
+        rows whose logits are needed, rising, where these are few. Call `loaded` once the pass is launched. Raises
+        `ValueError` where the step does not fit."""
         count, rows_end = len(batch.token_ids), 3 * self.bucket.rows
         positions = batch.positions
         if max(positions) > last_position:
@@ -113,9 +127,14 @@ class StepBuffer:
         rows[:, count:] = _FREE_ROW
         if parameters is not None:
             host.array[rows_end : self._states_at] = parameters
-        if self._plan_at > self._states_at:
-            host.array[self._states_at : self._plan_at] = 0
+        if self._outputs_at > self._states_at:
+            host.array[self._states_at : self._outputs_at] = 0
             host.array[self._states_at : self._states_at + len(batch.state_slots)] = batch.state_slots
+        if outputs is not None:
+            # A row that nothing reads may be computed several times.
+            unread = next((place for place, row in enumerate(outputs) if place != row), len(outputs))
+            host.array[self._outputs_at : self._plan_at] = unread
+            host.array[self._outputs_at : self._outputs_at + len(outputs)] = outputs
         host.array[self._plan_at : end] = numpy.frombuffer(packed, numpy.int32)
         self.integers[:end].copy_(host.tensor[:end], non_blocking=True)
 

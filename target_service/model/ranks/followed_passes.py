@@ -57,8 +57,8 @@ class FollowedPasses:
         """Do what a message is of. Waits for the leading rank to do the same."""
         runner = self._runner
         match message:
-            case ReplayPass(rows, sequences):
-                self._captured.replay(Bucket(rows, sequences))
+            case ReplayPass(rows, sequences, few_outputs):
+                self._captured.replay(Bucket(rows, sequences), few_outputs=few_outputs)
             case MoveAccepted():
                 self._move(message)
             case RunPass():
@@ -119,12 +119,10 @@ class FollowedPasses:
         return states
 
     def _run(self, message: RunPass) -> None:
-        runner, batch, chosen = self._runner, message.batch, message.logit_rows
-        # Of a chunk within a prompt there are none.
-        rows = 0 if chosen is None else torch.tensor(chosen, dtype=torch.int64, device=runner.device)
+        runner, batch = self._runner, message.batch
         token_ids = torch.zeros(len(batch.token_ids), dtype=torch.int64, device=runner.device)
         recurrent = runner.recurrent_pass(batch)
-        runner.compute_logits(batch, token_ids, rows, recurrent)
+        runner.compute_logits(batch, token_ids, message.logit_rows, recurrent)
         slots = torch.tensor(batch.slots, dtype=torch.int32, device=runner.device)
         nodes = None if recurrent is None else recurrent.plan.node_slots
         self._written = WrittenRows(slots, self._integers(0), nodes)
