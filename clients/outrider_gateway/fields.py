@@ -46,7 +46,12 @@ class Fields:
         return None if value is None else whole(value, self.path(name), low, high)
 
     def number(self, name: str, default: float, low: float, high: float) -> float:
+        """A finite number in [low, high]."""
         return number(self.pop(name, default), self.path(name), low, high)
+
+    def positive(self, name: str, default: float, high: float) -> float:
+        """A finite number in (0, high]."""
+        return number(self.pop(name, default), self.path(name), 0.0, high, open_low=True)
 
     def text(self, name: str, default: str = "") -> str:
         return typed(self.pop(name, default), str, self.path(name))
@@ -147,10 +152,10 @@ def bounded(values: Sized, most: int, path: str) -> Sized:
     return values
 
 
-def number(value: Any, path: str, low: float, high: float) -> float:
-    """`value` as a finite number in [low, high]."""
+def number(value: Any, path: str, low: float, high: float, *, open_low: bool = False) -> float:
+    """`value` as a finite number in [low, high]; in (low, high] if it is `open_low`."""
     if isinstance(value, bool) or not isinstance(value, int | float):
         raise BadField(path, "must be a number", "invalid_type")
-    if not (math.isfinite(value) and low <= value <= high):
-        raise BadField(path, f"must be in [{low:g}, {high:g}]", "invalid_value")
+    if not (math.isfinite(value) and low <= value <= high) or (open_low and value == low):
+        raise BadField(path, f"must be in {'(' if open_low else '['}{low:g}, {high:g}]", "invalid_value")
     return float(value)

@@ -26,11 +26,12 @@ def input_turns(value: Any) -> tuple[ChatTurn, ...]:
         raise BadField("input", "is missing", "missing_required_parameter")
     if isinstance(value, str):
         return (ChatTurn("user", value),)
-    items = typed(value, list, "input")
-    if not 1 <= len(items) <= MAX_MESSAGES:
+    if not isinstance(value, list):
+        raise BadField("input", "must be a text or a list of items", "invalid_type")
+    if not 1 <= len(value) <= MAX_MESSAGES:
         raise BadField("input", f"must have 1 to {MAX_MESSAGES} entries", "invalid_value")
     reader = _ItemReader()
-    for index, item in enumerate(items):
+    for index, item in enumerate(value):
         reader.add(item, f"input[{index}]")
     return tuple(reader.turns)
 

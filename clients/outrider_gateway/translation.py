@@ -219,23 +219,25 @@ def _prompts(value: Any, max_choices: int, max_prompt: int) -> tuple[Prompt, ...
     # Not `isinstance`: true and false are no ids.
     if isinstance(value, str) or (isinstance(value, list) and value and type(value[0]) is int):
         return (_prompt(value, "prompt", max_prompt),)
-    entries = typed(value, list, "prompt")
-    if not entries:
+    if not isinstance(value, list):
+        raise BadField("prompt", "must be a text, token ids, or a list of either", "invalid_type")
+    if not value:
         raise BadField("prompt", "is empty", "invalid_value")
-    if len(entries) > max_choices:
+    if len(value) > max_choices:
         raise BadField("prompt", f"asks for more than {max_choices} answers, one to each entry", "invalid_value")
-    return tuple(_prompt(entry, f"prompt[{i}]", max_prompt) for i, entry in enumerate(entries))
+    return tuple(_prompt(entry, f"prompt[{i}]", max_prompt) for i, entry in enumerate(value))
 
 
 def _prompt(value: Any, path: str, max_prompt: int) -> Prompt:
+    if not isinstance(value, str | list):
+        raise BadField(path, "must be a text or a list of token ids", "invalid_type")
     if not value:
         raise BadField(path, "is empty", "invalid_value")
     if isinstance(value, str):
         fitting(check_bytes, len(value.encode()), max_prompt, path)
         return Prompt(text=value)
-    ids = typed(value, list, path)
-    fitting(check_tokens, len(ids), max_prompt, path)
-    return Prompt(token_ids=whole_numbers(ids, path, 0, MAX_TOKEN_ID))
+    fitting(check_tokens, len(value), max_prompt, path)
+    return Prompt(token_ids=whole_numbers(value, path, 0, MAX_TOKEN_ID))
 
 
 def fitting(check: Callable[[int, int, str], None], size: int, most_tokens: int, path: str) -> None:
@@ -255,9 +257,9 @@ def sampling_params(fields: Fields, max_tokens: int | None, logprobs: int | None
         temperature=fields.number("temperature", 1.0, 0.0, 1e6),
         # -1 is what other servers take for "off".
         top_k=max(fields.whole("top_k", -1, MAX_UINT32) or 0, 0),
-        top_p=fields.number("top_p", 1.0, 0.0, 1.0),
+        top_p=fields.positive("top_p", 1.0, 1.0),
         min_p=fields.number("min_p", 0.0, 0.0, 1.0),
-        repetition_penalty=fields.number("repetition_penalty", 1.0, 0.0, 1e6),
+        repetition_penalty=fields.positive("repetition_penalty", 1.0, 1e6),
         presence_penalty=fields.number("presence_penalty", 0.0, -2.0, 2.0),
         frequency_penalty=fields.number("frequency_penalty", 0.0, -2.0, 2.0),
         logit_bias=_logit_bias(fields.pop("logit_bias", {})),

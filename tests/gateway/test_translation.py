@@ -460,6 +460,29 @@ def test_refusals_of_completions(more: dict[str, Any], param: str) -> None:
     assert (raised.value.status, raised.value.param) == (400, param)
 
 
+@pytest.mark.parametrize(
+    ("more", "message"),
+    [
+        ({"top_p": 0}, "top_p: must be in (0, 1]"),
+        ({"top_p": 2}, "top_p: must be in (0, 1]"),
+        ({"repetition_penalty": 0}, "repetition_penalty: must be in (0, 1e+06]"),
+        ({"prompt": 5}, "prompt: must be a text, token ids, or a list of either"),
+        ({"prompt": [1.5]}, "prompt[0]: must be a text or a list of token ids"),
+        ({"prompt": ["a", 5]}, "prompt[1]: must be a text or a list of token ids"),
+        ({"prompt": [5, "a"]}, "prompt[1]: must be a whole number"),
+    ],
+)
+def test_refusals_name_all_that_is_taken(more: dict[str, Any], message: str) -> None:
+    with pytest.raises(Refused) as raised:
+        completion(**more)
+    assert raised.value.body()["error"]["message"] == message
+
+
+def test_refusals_of_inputs_name_all_that_is_taken() -> None:
+    with pytest.raises(Refused, match="a text or a list of items"):
+        responses_request({"model": "tiny", "input": 5}, 8)
+
+
 def test_best_of_makes_more_answers_than_are_returned() -> None:
     asked = completion(best_of=2, n=2)
     assert (asked.choices, asked.returned_choices, asked.sampling.logprobs) == (2, 0, None)
