@@ -16,15 +16,15 @@ from outrider.settings import CommandParser
 from outrider.standard_streams import exit_status, prepare_standard_streams
 
 _DESCRIPTION = """\
-Lossless speculative decoding over gRPC: a draft service guesses ahead, a target service checks whole trees of
-guesses in one pass and generates exactly what it would have generated alone, only sooner."""
+Lossless speculative decoding over gRPC: a draft service proposes token trees, and a target service verifies a whole
+tree in one pass of the model. The output is what the model alone would have generated, in less time."""
 _EPILOG = """\
 start here:
-  outrider demo                          see it work: a real model, drafted and own tokens in colours, the proof
+  outrider demo                          run a small model: drafted and own tokens in colours, and the proof
   outrider up                            run both services on this machine
-  outrider chat                          talk to them
+  outrider chat                          chat with the model
   outrider bench --prompts FILE          measure
-  outrider tune --out outrider.toml      find the settings that pay here
+  outrider tune --out outrider.toml      find the fastest settings on this machine
 
 Every flag can also be set as OUTRIDER_<SECTION>_<FLAG> in the environment, or in a TOML file given with --config
 (or OUTRIDER_CONFIG), in a table named like the section: [client], [generate], [up], [bench], [tune], [demo], [target],
@@ -62,7 +62,7 @@ def _run(words: list[str]) -> int:
 
     shape: dict[str, Any] = {"formatter_class": argparse.RawDescriptionHelpFormatter, "allow_abbrev": False}
     parser = CommandParser(prog="outrider", description=_DESCRIPTION, epilog=_EPILOG, **shape)
-    parser.add_argument("--version", action=_PrintVersion, nargs=0, help="print the version, and leave")
+    parser.add_argument("--version", action=_PrintVersion, nargs=0, help="print the version and exit")
     commands = parser.add_subparsers(title="commands", metavar="COMMAND", dest="command", required=True)
     named = {command.name: command for command in COMMANDS}
     parsers = {}

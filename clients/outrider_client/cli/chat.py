@@ -234,7 +234,7 @@ class Conversation:
 
 CHAT = Command(
     "chat",
-    "talk to the model, drafted tokens in colour",
+    "chat with the model, drafted tokens in colour",
     f"A conversation in the terminal. Lines are questions, or commands:\n\n{_HELP}",
     _run,
     settings=(ClientOptions, GenerateOptions),

@@ -1,4 +1,4 @@
-"""`outrider corpus`: teach a draft service documents before the first request, list corpora, and delete them."""
+"""`outrider corpus`: add documents to a draft service before the first request, list corpora, and delete them."""
 
 from __future__ import annotations
 
@@ -147,7 +147,7 @@ def _token_lines(path: Path, text: str) -> Iterator[Sequence[int]]:
 
 CORPUS = Command(
     "corpus",
-    "teach a draft service documents; list and delete corpora",
+    "add documents to a draft service; list and delete corpora",
     "Teaches a draft service documents, so that it drafts from them before the first request; lists and deletes what "
     "it was taught.",
     _run,

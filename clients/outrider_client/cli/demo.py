@@ -26,7 +26,7 @@ async def _run(arguments: argparse.Namespace) -> int:
 
 DEMO = Command(
     "demo",
-    "see it work on a real model, with the proof that nothing is lost",
+    "run a small model, and check that drafts change none of its output",
     "Fetches a small model, runs both services as two processes, streams an answer with drafted tokens in one\n"
     "colour and the model's own in another, and the same prompt without drafts. Both outputs must be identical:\n"
     "the exit status is 3 if they are not.",

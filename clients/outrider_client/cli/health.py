@@ -66,7 +66,7 @@ async def _describe_draft(connection: Connection) -> str:
 _SERVICES = {"target": (TARGET_SERVICE, _describe_target), "draft": (DRAFT_SERVICE, _describe_draft)}
 HEALTH = Command(
     "health",
-    "ask whether a service is healthy (exit status 0 if so)",
+    "check whether a service is healthy (exit status 0 if so)",
     "Asks the target, or a draft service with --draft, whether it is ready for calls, or, with --live, whether its "
     "process lives: one that loads a model or drains does, and is not ready. The exit status is 0 when it is.",
     _run,

@@ -53,7 +53,7 @@ def _lines(address: str, info: TargetInfo) -> Iterator[tuple[str, str]]:
 
 INFO = Command(
     "info",
-    "what a target runs: versions, model, device, draft, and why it speculates or not",
+    "show what a target runs: versions, model, device, draft, and why it speculates or not",
     "Asks the target what it runs, on which device, where its draft is, and whether anything drafts right now and why.",
     _run,
     settings=(ClientOptions,),

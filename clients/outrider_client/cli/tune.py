@@ -73,7 +73,7 @@ def _run(arguments: argparse.Namespace) -> int:
 
 TUNE = Command(
     "tune",
-    "find settings of drafts that pay with a model on this machine, and write them to a file",
+    "find the fastest settings of drafts for a model on this machine, and write them to a file",
     _DESCRIPTION,
     _run,
     settings=(TuneOptions,),

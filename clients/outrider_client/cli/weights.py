@@ -61,7 +61,7 @@ async def _run(arguments: argparse.Namespace) -> int:
 
 WEIGHTS = Command(
     "weights",
-    "exchange the weights of a target that goes on serving",
+    "exchange the weights of a target while it serves",
     "Exchanges the weights of a target between two of its steps, without a restart.",
     _run,
     add_flags=_add_flags,
