@@ -86,7 +86,7 @@ class InprocessLink:
 
     def send_features(self, features: Sequence[SequenceFeatures]) -> None:
         def work(session: ProposeSession) -> None:
-            self._attempt(session, session.take_features, features)
+            self._attempt(session, session.add_features, features)
             try:
                 session.absorb({one.sequence_id for one in features})
             except DrafterFailed as failed:
@@ -161,7 +161,7 @@ class InprocessLink:
         while session.awaits_growth:
             session.grant(1 - session.credit)
             try:
-                growths = session.take_growth()
+                growths = session.propose_growth()
             except DrafterFailed as failed:
                 self._close_failed(session, failed.sequence_ids, failed.error)
             else:

@@ -125,7 +125,7 @@ class DraftServicer(draft_pb2_grpc.DraftServiceServicer):
                         break
                     *firsts, last = slices(frames)
                     for chunk in firsts:
-                        for response in await self._on_drafter(stream.take_all, chunk):
+                        for response in await self._on_drafter(stream.handle_frames, chunk):
                             await context.write(response)
                         # Let other streams run, also if everything is done on the event loop.
                         await asyncio.sleep(0)
@@ -133,7 +133,7 @@ class DraftServicer(draft_pb2_grpc.DraftServiceServicer):
                     # stream.
                     at_once = not (behind or firsts) and len(self._streams) == 1 and all(map(_is_of_a_step, last))
                     draft = self._at_once if at_once else self._on_drafter
-                    responses = await draft(stream.take_and_grow, last)
+                    responses = await draft(stream.handle_and_grow, last)
                     while responses:
                         for response in responses:
                             await context.write(response)
@@ -255,16 +255,16 @@ class _ProposeStream:
         # Calls that `record` makes, in order.
         self._records: list[Callable[[], None]] = []
 
-    def take_all(self, frames: Iterable[draft_pb2.ProposeRequest]) -> list[draft_pb2.ProposeResponse]:
+    def handle_frames(self, frames: Iterable[draft_pb2.ProposeRequest]) -> list[draft_pb2.ProposeResponse]:
         return [response for frame in frames for response in self.handle_frame(frame)]
 
-    def take_and_grow(self, frames: Iterable[draft_pb2.ProposeRequest]) -> list[draft_pb2.ProposeResponse]:
+    def handle_and_grow(self, frames: Iterable[draft_pb2.ProposeRequest]) -> list[draft_pb2.ProposeResponse]:
         """Handle frames in order; returns their immediate responses, or else a frame of growth, if any is due.
 
         Both in one call on the drafter's thread, and without looking for further frames: with eight sequences one was
         always waiting, and growth that waited for the last never came.
         """
-        return self.take_all(frames) or self.grow()
+        return self.handle_frames(frames) or self.grow()
 
     def handle_frame(self, frame: draft_pb2.ProposeRequest) -> list[draft_pb2.ProposeResponse]:
         """Handle one frame; returns its immediate responses. Raises `InvalidField` for an unknown kind of frame."""
@@ -291,7 +291,7 @@ class _ProposeStream:
         """One frame of growth, if any is due and there is credit for it; statuses of sequences whose growth failed."""
         awaiting_since, started = self._session.awaiting_since_ns, time.monotonic_ns()
         try:
-            growths = self._session.take_packed()
+            growths = self._session.propose_packed()
         except DrafterFailed as failed:
             return self._all_failed(failed)
         if not growths:
@@ -362,23 +362,23 @@ class _ProposeStream:
             if trace.follows:
                 trace.advanced(advance.sequence_id, len(advance.token_ids))
 
-        failures = self._take_parts(frame.sequences, take, "advance.sequences")
+        failures = self._handle_parts(frame.sequences, take, "advance.sequences")
         self._note(self._metrics.on_advanced, advanced, tokens)
         return failures
 
     def _features(self, frame: draft_pb2.SendFeatures) -> list[draft_pb2.ProposeResponse]:
         def take(pb: draft_pb2.SequenceFeatures, path: str) -> None:
             self._session.vocabulary_of(pb.sequence_id)
-            self._session.take_features(features_from_pb(pb, path))
+            self._session.add_features(features_from_pb(pb, path))
 
-        failures = self._take_parts(frame.sequences, take, "features.sequences")
+        failures = self._handle_parts(frame.sequences, take, "features.sequences")
         try:
             self._session.absorb(pb.sequence_id for pb in frame.sequences)
         except DrafterFailed as failed:
             failures += self._all_failed(failed)
         return failures
 
-    def _take_parts(
+    def _handle_parts(
         self, parts: Sequence[Part], take: Callable[[Part, str], None], path: str
     ) -> list[draft_pb2.ProposeResponse]:
         """Call `take` with each sequence's part of a frame and its field path; returns statuses of those that failed,

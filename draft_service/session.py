@@ -67,7 +67,7 @@ class SequenceAdmission:
         """Whether `caller` is the tenant that may act for all others."""
         return self._trusted_tenant is not None and caller == self._trusted_tenant
 
-    def enter(self, caller: str, sequence: OpenSequence) -> None:
+    def admit(self, caller: str, sequence: OpenSequence) -> None:
         """Count a new sequence, or raise the reason why it may not be opened."""
         if self.draining:
             raise Draining("the draft service is about to stop")
@@ -82,7 +82,7 @@ class SequenceAdmission:
             raise QuotaExceeded("too many open sequences", limit=self._max_sequences)
         self.sequences += 1
 
-    def leave(self) -> None:
+    def release(self) -> None:
         self.sequences -= 1
 
 
@@ -120,7 +120,7 @@ class Tracked:
 
 
 class OpenedSequence(NamedTuple):
-    """What a target is told of a sequence that it has opened."""
+    """The answer to a target that has opened a sequence."""
 
     limits: TreeLimits
     # Tokens at its beginning whose features are not needed.
@@ -137,16 +137,16 @@ class PackedGrowth(NamedTuple):
 
 class ProposeSession:
     """The state of one stream. An error that `open` or `advance` raises is about one sequence, which the caller must
-    close, whatever the error. `DrafterFailed`, from `absorb` and from taking growth, names the sequences.
+    close, whatever the error. `DrafterFailed`, from `absorb` and from proposing growth, names the sequences.
 
-    Every open and every advance is answered by one growth. Growth is made when it is taken, so a target that grants
+    Every open and every advance is answered by one growth. Growth is made when it is proposed, so a target that grants
     credit slowly gets one growth per sequence, for the newest step, and not a queue of stale ones.
     """
 
     def __init__(
         self, drafter: Drafter, admission: SequenceAdmission, caller: str, faults: FaultLog | None = None
     ) -> None:
-        """`faults` has the bugs that no caller hears of."""
+        """`faults` has the bugs that are reported to no caller."""
         self._drafter = drafter
         # Tokens of the longest sequence that may be opened.
         self.max_context = drafter.max_context
@@ -180,7 +180,7 @@ class ProposeSession:
 
     def open(self, sequence: OpenSequence) -> OpenedSequence:
         """Start a sequence. Raises `SequenceExists`, `PositionOutOfRange`,
-        `UnknownCorpus`, and what `SequenceAdmission.enter` raises."""
+        `UnknownCorpus`, and what `SequenceAdmission.admit` raises."""
         if sequence.sequence_id in self._open:
             raise SequenceExists("the sequence was open; it is closed now")
         self._check_length(len(sequence.token_ids))
@@ -199,11 +199,11 @@ class ProposeSession:
             model_version=sequence.model_version,
             stream=self._stream,
         )
-        self._admission.enter(self._caller, sequence)
+        self._admission.admit(self._caller, sequence)
         try:
             self._drafter.open(draft)
         except BaseException:
-            self._admission.leave()
+            self._admission.release()
             raise
         self._open[sequence.sequence_id] = Tracked(draft, sequence.step)
         self._due[sequence.sequence_id] = time.monotonic_ns()
@@ -228,7 +228,7 @@ class ProposeSession:
         self._drafter.advance(tracked.draft, advance.token_ids)
         self._due.setdefault(advance.sequence_id, time.monotonic_ns())
 
-    def take_features(self, features: SequenceFeatures) -> None:
+    def add_features(self, features: SequenceFeatures) -> None:
         """Add features of known tokens. Raises `UnknownSequence`, and `InvalidField` for features that do not fit. When
         they complete what a tree needs, a growth is due, since no advance may follow."""
         draft = self._find(features.sequence_id).draft
@@ -251,7 +251,7 @@ class ProposeSession:
             self._due.pop(sequence_id, None)
             if tracked is None:
                 continue
-            self._admission.leave()
+            self._admission.release()
             try:
                 self._drafter.close(tracked.draft)
             # A bug at one sequence must not end the stream, which may carry every request of the target.
@@ -268,18 +268,18 @@ class ProposeSession:
             raise InvalidField("credit.frames", f"makes more than {MAX_OUTSTANDING_CREDIT} outstanding")
         self.credit += frames
 
-    def take_growth(self) -> list[SequenceGrowth]:
+    def propose_growth(self) -> list[SequenceGrowth]:
         """One frame of growth that is due, for one credit; empty if none is due or no credit is left."""
         taken = self._take()
         return self._proposed(taken) if taken else []
 
-    def take_packed(self) -> PackedGrowth | list[SequenceGrowth]:
+    def propose_packed(self) -> PackedGrowth | list[SequenceGrowth]:
         """One frame of growth that is due, for one credit, encoded if trees are arrays; empty if none is due or no
         credit is left. A drafter whose first levels are ready sooner returns them alone; a later call returns the whole
         trees, for another credit, unless other growth is due by then."""
         taken = self._take()
         if not taken:
-            return self._take_rest()
+            return self._propose_rest()
         self._rest = None
         drafts = [tracked.draft for tracked in taken]
         if self._arrays is None or any(draft.mode is VerificationMode.REJECTION for draft in drafts):
@@ -291,7 +291,7 @@ class ProposeSession:
             self._rest = taken, pending
         return growth
 
-    def _take_rest(self) -> PackedGrowth | list[SequenceGrowth]:
+    def _propose_rest(self) -> PackedGrowth | list[SequenceGrowth]:
         if self._rest is None or not self.credit or self._due:
             return []
         (taken, pending), self._rest = self._rest, None

@@ -119,7 +119,7 @@ class TrieBatch:
         # Addresses of the tries of the last call, which are often the same again.
         self._last: tuple[list[tuple[int, int, int, int]], Table] = [], np.zeros((0, 4), np.int64)
 
-    def enter(
+    def add_sequence(
         self, own: NgramTrie, token_ids: Sequence[int], limits: TreeLimits, power: float | None, seed: int
     ) -> int:
         """Add a sequence; returns its place. A `power` of None draws nothing; with 0 nodes no trees are grown here."""
@@ -132,7 +132,7 @@ class TrieBatch:
         self.restart(place, own, token_ids)
         return place
 
-    def leave(self, place: int) -> None:
+    def remove_sequence(self, place: int) -> None:
         self._free.append(place)
 
     def moved(self, place: int, own: NgramTrie) -> None:

@@ -95,7 +95,9 @@ class NgramDrafter(Drafter):
         # A distribution goes with every drawn row, which takes another loop.
         nodes = 0 if sequence.mode is VerificationMode.REJECTION else limits.max_nodes
         power = _gumbel_max_power(sequence) if sequence.mode is VerificationMode.COUPLED else None
-        place = self._batch.enter(own, sequence.token_ids, replace(limits, max_nodes=nodes), power, sequence.seed)
+        place = self._batch.add_sequence(
+            own, sequence.token_ids, replace(limits, max_nodes=nodes), power, sequence.seed
+        )
         sequence.state = _NgramSequence(own, place, inserted=0 if config.learn_prompts else sequence.prompt_length)
         self._insert_new(sequence)
 
@@ -120,7 +122,7 @@ class NgramDrafter(Drafter):
     def close(self, sequence: DraftSequence) -> None:
         if sequence.state is not None:
             self._insert_new(sequence)
-            self._batch.leave(sequence.state.place)
+            self._batch.remove_sequence(sequence.state.place)
             self._own_rows.left(sequence.state.own)
             sequence.state = None
 
@@ -275,9 +277,9 @@ class NgramDrafter(Drafter):
         drawn = DraftSequence(0, [1, 2, 1, 2, 1], 5, 4, mode=VerificationMode.REJECTION, limits=TreeLimits(4, 4))
         own.insert(_as_tokens(drawn.token_ids), weight=UNIT)
         self._drawn(drawn, own, self._nothing, self._nothing)
-        place = self._batch.enter(own, [1, 2, 1], self.limits, None, 0)
+        place = self._batch.add_sequence(own, [1, 2, 1], self.limits, None, 0)
         self._batch.grow([self._nothing], [(place, 0, 0, 2)], [2, 1]).packed([(0, 0, 1, 4)])
-        self._batch.leave(place)
+        self._batch.remove_sequence(place)
 
 
 class _Held:

@@ -164,7 +164,7 @@ async def _stream(answer: AnswerReplies, queue: EventQueue, context: GenerateCon
     """Write the events of one sequence, to its end. Raises the error of one that fails."""
     if isinstance(context, CarriedContext):
         queue.on_arrival = context.has_more
-        await context.say_all(lambda: (answer.serialised(queue.queued()), answer.ended))
+        await context.send_from(lambda: (answer.serialised(queue.queued()), answer.ended))
     while not answer.ended:
         for response in answer.serialised(await queue.next_events()):
             # gRPC sends bytes as they are.

@@ -173,7 +173,7 @@ class SequencePages:
             self._release(sequence, keep)
 
     def leave_windows(self, sequence: Sequence, computed: int) -> None:
-        """Let layers with a window forget what no row behind the sequence's `computed` keys sees: by committed tokens,
+        """Have layers with a window drop what no row behind the sequence's `computed` keys sees: by committed tokens,
         whatever the size of trees."""
         frames = self._cache.frames
         if frames is None:
@@ -226,9 +226,9 @@ class SequencePages:
             if nodes:
                 sequence.state_slot = recurrent.allocate_slot()
                 self.kept.restore(nodes[-1], sequence.state_slot)
-            self._want_states(self.kept, sequence, len(known))
+            self._request_copies(self.kept, sequence, len(known))
 
-    def _want_states(self, kept: KeptStates, sequence: Sequence, known: int) -> None:
+    def _request_copies(self, kept: KeptStates, sequence: Sequence, known: int) -> None:
         """Have states kept where the sequence's text parts from what is in the tree, whose first `known` pages it has
         too; at the end of what all tenants share; and behind a long prompt."""
         assert self.prefixes is not None
@@ -236,27 +236,27 @@ class SequencePages:
         last = (len(tokens) - 1) // size * size
         for end in (known * size, min(last, self.prefixes.public_tokens(tokens))):
             if end > sequence.kv_length:
-                kept.want(sequence.sequence_id, end)
+                kept.request_copy(sequence.sequence_id, end)
         if last - sequence.kv_length >= _LONG_PROMPT:
-            kept.want(sequence.sequence_id, last, shared=False)
+            kept.request_copy(sequence.sequence_id, last, shared=False)
 
     def rows_until_state(self, sequence: Sequence, count: int) -> int:
         """Of `count` known tokens as many as the sequence may read in one pass: none behind where its state is to be
         kept."""
         kept = self.kept
-        return count if kept is None else kept.rows_until_wanted(sequence.sequence_id, sequence.kv_length, count)
+        return count if kept is None else kept.rows_until_copy(sequence.sequence_id, sequence.kv_length, count)
 
     def keep_states(self, launched: Schedule) -> None:
         """Keep the states of sequences that are to be kept where a step ends that was just launched."""
         if (kept := self.kept) is not None:
             for sequence, count in ((chunk.sequence, chunk.count) for chunk in launched.chunks):
-                kept.copy_wanted(sequence.sequence_id, sequence.kv_length + count, sequence.state_slot)
+                kept.copy_if_requested(sequence.sequence_id, sequence.kv_length + count, sequence.state_slot)
 
     def can_wait_for(self, other: Sequence, pages: int) -> bool:
         """Whether a sequence that begins with the same pages can go on from them once the other has filled these."""
         tokens = pages * self._cache.page_size
         if self.kept is not None and other.kv_length < tokens:
-            self.kept.want(other.sequence_id, tokens)
+            self.kept.request_copy(other.sequence_id, tokens)
         return self.kept is None or other.kv_length < tokens
 
     def _usable(self, nodes: list[PrefixNode]) -> list[PrefixNode]:

@@ -213,7 +213,7 @@ class Engine(EngineFront):
         """Run the queued commands, then one step, or wait for a command."""
         while self._commands:
             self._commands.popleft()()
-        if ended := self._exchange.turn():
+        if ended := self._exchange.exchange_when_ready():
             self._emit(ended)
         events = self._loop.step()
         if self._pages_observer is not None and (changes := self._loop.scheduler.pages.pop_changes()):

@@ -72,7 +72,7 @@ class WeightExchange:
         if pending is not None and not pending.cancelled:
             pending.done(error)
 
-    def turn(self) -> list[SequenceEvent]:
+    def exchange_when_ready(self) -> list[SequenceEvent]:
         """Advance the update under way, between two steps. Returns the events of sequences that it ended."""
         pending, scheduler = self._pending, self.loop.scheduler
         if pending is None or not pending.read:

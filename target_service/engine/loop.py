@@ -203,7 +203,7 @@ class EngineLoop:
             counted.outcomes,
             verdicts,
             last,
-            features=self.features.copy_sent_tables(),
+            features=self.features.pop_sent_counts(),
             round_trip_ns=self.drafting.latency.take_round_trip(),
             with_draft=self.drafting.has_open_sequences,
         )

@@ -22,7 +22,7 @@ _APART = 8
 
 @dataclass(eq=False, kw_only=True)
 class PolicyUpdates:
-    """Tells each policy of the engine what concerns it of a step that has ended."""
+    """Updates each policy of speculation from a step that has ended."""
 
     gathering: Gathering
     # Of the device; None where the host chooses rows.

@@ -138,12 +138,12 @@ class NodeTables:
         # Scores are multiplied by it: how well they predicted acceptance lately.
         self.trust = 1.0
 
-    def enter(self, sequence_id: int) -> None:
+    def assign_slot(self, sequence_id: int) -> None:
         """Give a sequence a slot with an empty tree, if one is free."""
         if sequence_id not in self._trees and self._free:
             self._trees[sequence_id] = _Tree(self._free.pop())
 
-    def leave(self, sequence_id: int) -> None:
+    def free_slot(self, sequence_id: int) -> None:
         """Free a sequence's slot. Its tree stays on the device until another sequence's replaces it."""
         tree = self._trees.pop(sequence_id, None)
         if tree is not None:
@@ -163,7 +163,7 @@ class NodeTables:
     def expect(self, sequence_id: int, expected: ExpectedTree | None) -> None:
         """Replace the nodes that the form of the sequence's output lets expect. A sequence without a slot gets one, if
         one is free."""
-        self.enter(sequence_id)
+        self.assign_slot(sequence_id)
         tree = self._trees.get(sequence_id)
         if tree is not None and (expected is not None or tree.expected is not None):
             tree.expected, tree.changed = expected, True
@@ -175,7 +175,7 @@ class NodeTables:
 
     def predict(self, sequence_id: int, predicted: PredictedNodes | None) -> None:
         """Replace the predicted nodes of the sequence's tree. A sequence without a slot gets one, if one is free."""
-        self.enter(sequence_id)
+        self.assign_slot(sequence_id)
         tree = self._trees.get(sequence_id)
         if tree is not None and tree.predicted is not predicted:
             tree.predicted, tree.changed = predicted, True

@@ -101,14 +101,14 @@ class DraftTrees(DraftInbox):
         self._opened.discard(sequence_id)
         self._features.forget(sequence_id)
         if self._tables is not None:
-            self._tables.leave(sequence_id)
+            self._tables.free_slot(sequence_id)
         if self._trees.pop(sequence_id, None) is not None:
             self._close([sequence_id])
 
     @property
     def reads_features(self) -> bool:
         """Whether the draft reads the hidden states of every pass."""
-        return self._features.taken
+        return self._features.reads_every_pass
 
     def update_load(self, running: int, useful: bool = True) -> None:
         """Stop drafting above the configured load, and resume well below it.
@@ -149,9 +149,9 @@ class DraftTrees(DraftInbox):
         self._unopened = []
 
     def listen_to_openings(self) -> None:
-        """Read what has arrived if the draft has yet to say which hidden states it needs, so that those of a step that
+        """Read what has arrived if it is unknown yet which hidden states the draft needs, so that those of a step that
         is about to be committed can go with it."""
-        if self._features.awaits_word:
+        if self._features.holds_vectors:
             self.listen()
 
     def wait_for(self, sequences: SequenceOf[Sequence], max_wait: float = float("inf")) -> int:
@@ -231,7 +231,7 @@ class DraftTrees(DraftInbox):
         self._opened.add(sequence.sequence_id)
         self._trees[sequence.sequence_id] = GrowingTree(sequence.token_ids, sequence.step, reopened=reopened)
         if self._tables is not None:
-            self._tables.enter(sequence.sequence_id)
+            self._tables.assign_slot(sequence.sequence_id)
             self._tables.clear(sequence.sequence_id)
         self._link.open(
             OpenSequence(
@@ -250,7 +250,7 @@ class DraftTrees(DraftInbox):
                 model_version=self.model_version,
             )
         )
-        self._features.hold(sequence)
+        self._features.hold_vectors(sequence)
 
     def _forget_trees(self) -> None:
         """Drop every tree, also from the device's tables."""
@@ -272,11 +272,11 @@ class DraftTrees(DraftInbox):
             case SequenceGrowth():
                 self._graft(event)
             case Opened():
-                features = self._features.release(event.sequence_id, event.features_from)
+                features = self._features.release_vectors(event.sequence_id, event.features_from)
                 if features and self._link is not None:
                     self._link.send_features(features)
             case SequenceFailure():
-                log.info("the draft gave up on a sequence: %s", event.reason)
+                log.info("the draft has failed on a sequence: %s", event.reason)
                 self._trees.pop(event.sequence_id, None)
                 self._note_refusal(event.sequence_id, event.reason)
             case Connected():
@@ -330,7 +330,7 @@ class DraftTrees(DraftInbox):
             tree.hold(growth)
             if self._tables is not None and base is not None:
                 # All slots may have been taken when it was opened.
-                self._tables.enter(growth.sequence_id)
+                self._tables.assign_slot(growth.sequence_id)
                 self._tables.grow(growth, base, self._eligible[growth.sequence_id].token_ids)
             if awaited and tree.answered:
                 self.latency.answered(self.received_at)

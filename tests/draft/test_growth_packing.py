@@ -105,7 +105,7 @@ def test_a_session_takes_the_same_growth_either_way(
 ) -> None:
     drafter = NgramDrafter(TrieConfig(learn_prompts=False, learn_outputs=False))
     frames = []
-    for taking in (ProposeSession.take_growth, ProposeSession.take_packed):
+    for taking in (ProposeSession.propose_growth, ProposeSession.propose_packed):
         session = ProposeSession(drafter, SequenceAdmission(10), "default")
         session.grant(2)
         for number, mode in enumerate(modes, 1):

@@ -43,30 +43,30 @@ def only(growths: list[SequenceGrowth]) -> SequenceGrowth:
 def test_open_and_every_advance_are_answered_by_one_growth() -> None:
     session = make()
     session.open(opening())
-    first = only(session.take_growth())
+    first = only(session.propose_growth())
     assert (first.sequence_id, first.base_step, first.first_node_id, first.replaces) == (1, 0, 1, True)
     assert first.token_ids == (512, 13, 14, 15) and first.parent_ids == (ROOT_ID, ROOT_ID, 2, 3)
-    assert session.take_growth() == []
+    assert session.propose_growth() == []
     session.advance(step(1, 13, 14))
-    second = only(session.take_growth())
+    second = only(session.propose_growth())
     assert (second.base_step, second.first_node_id) == (1, 5)
     assert second.token_ids == (514, 15, 16, 17) and second.parent_ids == (ROOT_ID, ROOT_ID, 6, 7)
-    assert session.take_growth() == []
+    assert session.propose_growth() == []
 
 
 def test_an_empty_guess_is_an_answer_too() -> None:
     session = make(ScriptedDrafter(nodes=0))
     session.open(opening())
-    empty = only(session.take_growth())
+    empty = only(session.propose_growth())
     assert empty.token_ids == () and empty.replaces and empty.first_node_id == 1
 
 
 def test_distributions_name_node_ids() -> None:
     session = make()
     session.open(opening(mode=VerificationMode.REJECTION, sampling=SamplingParams(temperature=1.0)))
-    session.take_growth()
+    session.propose_growth()
     session.advance(step(1, 13))
-    growth = only(session.take_growth())
+    growth = only(session.propose_growth())
     assert set(growth.distributions) == {ROOT_ID, growth.first_node_id + 1}
 
 
@@ -88,7 +88,7 @@ def test_many_sequences_are_drafted_in_one_batch() -> None:
     session = make(drafter)
     for sequence_id in range(1, 6):
         session.open(opening(sequence_id, [sequence_id]))
-    growths = session.take_growth()
+    growths = session.propose_growth()
     assert [growth.sequence_id for growth in growths] == [1, 2, 3, 4, 5]
     assert drafter.batches == [5] and session.credit == 99
 
@@ -97,18 +97,18 @@ def test_a_frame_holds_a_bounded_number_of_sequences() -> None:
     session = make()
     for sequence_id in range(MAX_SEQUENCES_PER_FRAME + 3):
         session.open(opening(sequence_id))
-    assert [len(session.take_growth()) for _ in range(3)] == [MAX_SEQUENCES_PER_FRAME, 3, 0]
+    assert [len(session.propose_growth()) for _ in range(3)] == [MAX_SEQUENCES_PER_FRAME, 3, 0]
 
 
 def test_the_same_step_again_is_ignored() -> None:
     session = make()
     session.open(opening(step=4))
     session.advance(step(5, 13))
-    session.take_growth()
+    session.propose_growth()
     session.advance(step(5, 99))
-    assert session.take_growth() == []
+    assert session.propose_growth() == []
     session.advance(step(6, 14))
-    assert only(session.take_growth()).token_ids[1] == 15
+    assert only(session.propose_growth()).token_ids[1] == 15
 
 
 @pytest.mark.parametrize(
@@ -117,12 +117,12 @@ def test_the_same_step_again_is_ignored() -> None:
 def test_steps_out_of_order_are_refused_and_change_nothing(number: int, error: type[OutriderError]) -> None:
     session = make()
     session.open(opening(step=4))
-    session.take_growth()
+    session.propose_growth()
     with pytest.raises(error):
         session.advance(step(number, 13))
-    assert session.take_growth() == []
+    assert session.propose_growth() == []
     session.advance(step(5, 13))
-    assert only(session.take_growth()).base_step == 5
+    assert only(session.propose_growth()).base_step == 5
 
 
 def test_an_advance_of_nobody_is_refused() -> None:
@@ -145,9 +145,9 @@ def test_a_closed_id_may_be_used_again() -> None:
     session = make()
     session.open(opening())
     session.close([1, 1, 2])
-    assert session.take_growth() == []
+    assert session.propose_growth() == []
     session.open(opening(token_ids=[20]))
-    assert only(session.take_growth()).first_node_id == 1
+    assert only(session.propose_growth()).first_node_id == 1
 
 
 def test_the_longest_context_is_kept() -> None:
@@ -177,7 +177,7 @@ def test_tokens_that_the_target_has_no_id_for_are_pruned_with_what_hangs_below()
 
     session = make(Wide())
     session.open(opening())
-    growth = only(session.take_growth())
+    growth = only(session.propose_growth())
     assert (growth.token_ids, growth.parent_ids, growth.scores) == ((5, 7), (0, 1), (0.5, 0.2))
 
 
@@ -185,9 +185,9 @@ class TestCredit:
     def test_nothing_is_sent_without_credit(self) -> None:
         session = make(credit=0)
         session.open(opening())
-        assert session.take_growth() == []
+        assert session.propose_growth() == []
         session.grant(1)
-        assert len(session.take_growth()) == 1
+        assert len(session.propose_growth()) == 1
 
     def test_what_piles_up_is_one_growth_per_sequence_of_the_newest_step(self) -> None:
         drafter = ScriptedDrafter()
@@ -197,9 +197,9 @@ class TestCredit:
         for number in range(1, 6):
             session.advance(step(number, 12 + number))
         session.grant(3)
-        growths = session.take_growth()
+        growths = session.propose_growth()
         assert [(growth.sequence_id, growth.base_step) for growth in growths] == [(1, 5), (2, 0)]
-        assert session.take_growth() == [] and drafter.batches == [2] and session.credit == 2
+        assert session.propose_growth() == [] and drafter.batches == [2] and session.credit == 2
 
     def test_more_than_may_be_outstanding_is_refused(self) -> None:
         session = make(credit=MAX_OUTSTANDING_CREDIT)
@@ -215,7 +215,7 @@ def test_the_end_of_a_stream_frees_everything() -> None:
         session.open(opening(sequence_id))
     session.end()
     assert not drafter.open_sequences and admission.sequences == len(session) == 0
-    assert session.take_growth() == []
+    assert session.propose_growth() == []
 
 
 frames = st.lists(
@@ -254,7 +254,7 @@ def test_whatever_comes_in_whatever_order_the_books_balance(events: list[tuple[s
             session.close([sequence_id])
         if kind == "take":
             before = session.credit
-            growths = session.take_growth()
+            growths = session.propose_growth()
             assert session.credit == before - bool(growths)
             for growth in growths:
                 assert growth_from_pb(growth_to_pb(growth), VOCABULARY).token_ids == growth.token_ids
@@ -282,7 +282,7 @@ def test_a_result_that_is_no_trees_is_named(result: object, said: str) -> None:
     session.open(opening(2))
     drafter.propose = lambda _: result  # type: ignore[method-assign, assignment, return-value]
     with pytest.raises(DrafterFailed, match=said) as caught:
-        session.take_growth()
+        session.propose_growth()
     assert caught.value.sequence_ids == [1, 2] and len(session) == 2
     # The target still counts the frame that did not come.
     assert session.credit == 1

@@ -37,7 +37,7 @@ def test_a_draining_service_takes_nothing_new_and_goes_on_with_what_it_has() -> 
     with pytest.raises(Draining):
         session.open(opening(2))
     session.advance(step(1, 13))
-    assert session.take_growth()[0].base_step == 1
+    assert session.propose_growth()[0].base_step == 1
 
 
 def test_another_vocabulary_is_refused() -> None:

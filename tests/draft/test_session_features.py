@@ -37,7 +37,7 @@ def session_of(length: int = LENGTH) -> ProposeSession:
     session = ProposeSession(make_drafter(), SequenceAdmission(10), "default")
     session.grant(100)
     session.open(opening(1, text(length), vocabulary_size=VOCABULARY))
-    session.take_growth()
+    session.propose_growth()
     return session
 
 
@@ -50,22 +50,22 @@ def tree_of(growth: SequenceGrowth, root: int) -> TokenTree:
 def test_features_with_an_advance_belong_to_the_tokens_before_the_new_root() -> None:
     tokens, states = text(LENGTH + 3), states_of(make_head(), LENGTH + 3)
     session = session_of()
-    session.take_features(SequenceFeatures(1, 0, travelling(states[: LENGTH - 5])))
+    session.add_features(SequenceFeatures(1, 0, travelling(states[: LENGTH - 5])))
     # A prompt's last piece and what the step committed come together.
     session.advance(SequenceAdvance(1, 1, tuple(tokens[LENGTH:]), travelling(states[LENGTH - 5 : LENGTH + 2])))
-    (growth,) = session.take_growth()
+    (growth,) = session.propose_growth()
     same_tree(tree_of(growth, tokens[-1]), draft(make_drafter(), tokens, states))
 
 
 def test_growth_is_owed_once_an_open_in_the_middle_has_its_features() -> None:
     tokens, states = text(LENGTH), states_of(make_head(), LENGTH)
     session = session_of()
-    session.take_features(SequenceFeatures(1, 3, travelling(states[3:7])))
+    session.add_features(SequenceFeatures(1, 3, travelling(states[3:7])))
     session.absorb([1])
-    assert session.take_growth() == []
-    session.take_features(SequenceFeatures(1, 7, travelling(states[7 : LENGTH - 1])))
+    assert session.propose_growth() == []
+    session.add_features(SequenceFeatures(1, 7, travelling(states[7 : LENGTH - 1])))
     session.absorb([1])
-    (growth,) = session.take_growth()
+    (growth,) = session.propose_growth()
     assert growth.base_step == 0 and growth.token_ids
     assert tree_of(growth, tokens[-1]).token_ids[0] == tokens[-1]
 
@@ -74,23 +74,23 @@ def test_a_sequence_that_begins_alike_says_what_it_needs_no_more() -> None:
     tokens, states = text(LENGTH), states_of(make_head(), LENGTH)
     session = session_of()
     assert session.open(opening(2, tokens, vocabulary_size=VOCABULARY)).features_from == 0
-    session.take_features(SequenceFeatures(1, 0, travelling(states[: LENGTH - 1])))
+    session.add_features(SequenceFeatures(1, 0, travelling(states[: LENGTH - 1])))
     session.absorb([1])
-    session.take_growth()
+    session.propose_growth()
     found = session.open(opening(3, [*tokens, 7], vocabulary_size=VOCABULARY)).features_from
     assert 0 < found < LENGTH
-    session.take_features(SequenceFeatures(3, found, travelling(states[found:LENGTH])))
-    (growth,) = [one for one in session.take_growth() if one.sequence_id == 3]
+    session.add_features(SequenceFeatures(3, found, travelling(states[found:LENGTH])))
+    (growth,) = [one for one in session.propose_growth() if one.sequence_id == 3]
     same_tree(tree_of(growth, 7), draft(make_drafter(), [*tokens, 7], states))
 
 
 def test_what_was_sent_before_is_ignored() -> None:
     states = states_of(make_head(), LENGTH)
     session, once = session_of(), session_of()
-    once.take_features(SequenceFeatures(1, 0, travelling(states[: LENGTH - 1])))
-    session.take_features(SequenceFeatures(1, 0, travelling(states[:6])))
-    session.take_features(SequenceFeatures(1, 2, travelling(states[2 : LENGTH - 1])))
-    assert session.take_growth() == once.take_growth()
+    once.add_features(SequenceFeatures(1, 0, travelling(states[: LENGTH - 1])))
+    session.add_features(SequenceFeatures(1, 0, travelling(states[:6])))
+    session.add_features(SequenceFeatures(1, 2, travelling(states[2 : LENGTH - 1])))
+    assert session.propose_growth() == once.propose_growth()
 
 
 @pytest.mark.parametrize(
@@ -107,7 +107,7 @@ def test_what_was_sent_before_is_ignored() -> None:
 )
 def test_features_that_do_not_fit_are_refused(features: SequenceFeatures) -> None:
     with pytest.raises(InvalidField):
-        session_of().take_features(features)
+        session_of().add_features(features)
 
 
 def test_an_advance_brings_no_more_than_there_are_tokens() -> None:
@@ -120,9 +120,9 @@ def test_features_that_nobody_wants_are_refused() -> None:
     session = ProposeSession(ScriptedDrafter(), SequenceAdmission(10), "default")
     session.open(opening())
     with pytest.raises(InvalidField, match="not asked for"):
-        session.take_features(SequenceFeatures(1, 0, travelling(torch.zeros(1, WIDTH))))
+        session.add_features(SequenceFeatures(1, 0, travelling(torch.zeros(1, WIDTH))))
     with pytest.raises(UnknownSequence):
-        session.take_features(SequenceFeatures(2, 0, travelling(torch.zeros(1, WIDTH))))
+        session.add_features(SequenceFeatures(2, 0, travelling(torch.zeros(1, WIDTH))))
 
 
 def test_features_in_bytes_are_read_as_they_were() -> None:

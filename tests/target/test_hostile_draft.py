@@ -282,7 +282,7 @@ def test_growths_of_one_node_that_exists_do_not_pile_up_in_the_device_tables() -
     from tree_kernels.node_table import Mailboxes
 
     tables = NodeTables(2, Mailboxes(2, torch.device("cpu")))
-    tables.enter(1)
+    tables.assign_slot(1)
     for number in range(5000):
         tables.grow(SequenceGrowth(1, 0, 1 + number, (0,), (7,), (0.5,)), 1, [9])
     assert len(tables._trees[1].growths) <= 64 and tables.of_draft(1)

@@ -104,7 +104,7 @@ def growth(
 def entered(*sequence_ids: int) -> tuple[NodeTables, Device]:
     tables = NodeTables(SLOTS, Mailboxes(SLOTS, CPU))
     for sequence_id in sequence_ids:
-        tables.enter(sequence_id)
+        tables.assign_slot(sequence_id)
     return tables, Device(tables)
 
 
@@ -455,11 +455,11 @@ def test_slots_are_given_out_and_back() -> None:
     # What is drafted for it meanwhile goes nowhere.
     tables.grow(growth(1, [0], [5], sequence_id=8), 1, [9])
     freed = slot_of(tables, 1)
-    tables.leave(1)
-    tables.leave(1)
+    tables.free_slot(1)
+    tables.free_slot(1)
     assert slot_of(tables, 1) == -1
-    tables.enter(8)
-    tables.enter(8)
+    tables.assign_slot(8)
+    tables.assign_slot(8)
     assert slot_of(tables, 8) == freed
 
 
@@ -468,8 +468,8 @@ def test_nothing_of_a_tenant_stays_for_the_next() -> None:
     tables.grow(growth(1, [0, 1], [5, 6], sequence_id=1), 1, [9])
     device.step(1)
     slot = slot_of(tables, 1)
-    tables.leave(1)
-    tables.enter(2)
+    tables.free_slot(1)
+    tables.assign_slot(2)
     assert slot_of(tables, 2) == slot and device.step(2) == 1
     assert device.slots[slot] is None
     # Ids begin again with each sequence.

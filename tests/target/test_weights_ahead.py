@@ -62,7 +62,7 @@ def test_continuing_behind_steps_under_way(
             exchange.start_reading(1, WeightUpdate(str(tmp_path), RunningRequests.CONTINUE), results.append)
             while exchange._pending is not None and not exchange._pending.read:
                 time.sleep(0.001)
-        assert exchange.turn() == []
+        assert exchange.exchange_when_ready() == []
         for event in loop.step() or ():
             if isinstance(event, StepVerdict):
                 verdicts.setdefault(event.sequence_id, []).append(event)

@@ -27,7 +27,7 @@ class KeptStates:
 
     A state cannot be cut back to fewer tokens, so it is copied when its sequence is there: where texts part, which is
     known once the second of them comes, at the end of what the operator lists and of long prompts, and behind the last
-    page of what a sequence has said. The least recently used gives way; of those that several sequences have, half of
+    page of a sequence's output. The least recently used is replaced; of those that several sequences have, half of
     the slots are safe from those that one alone has.
     """
 
@@ -56,13 +56,13 @@ class KeptStates:
         self._states.copy_slot(kept, slot)
         self._keep_used(node, kept)
 
-    def want(self, sequence: int, tokens: int, *, shared: bool = True) -> None:
+    def request_copy(self, sequence: int, tokens: int, *, shared: bool = True) -> None:
         """Keep the state of a sequence, by its id, behind its first `tokens`, once it has read so many and no more.
         `shared`: others have the same text up to there."""
         wanted = self._marks.setdefault(sequence, _Marks()).wanted
         wanted[tokens] = shared or wanted.get(tokens, False)
 
-    def rows_until_wanted(self, sequence: int, start: int, count: int) -> int:
+    def rows_until_copy(self, sequence: int, start: int, count: int) -> int:
         """Of `count` known tokens behind the first `start` as many as a sequence may read at once: up to where its
         state is wanted."""
         marks = self._marks.get(sequence)
@@ -70,7 +70,7 @@ class KeptStates:
             return count
         return min([count, *(tokens - start for tokens in marks.wanted if tokens > start)])
 
-    def copy_wanted(self, sequence: int, tokens: int, slot: int) -> None:
+    def copy_if_requested(self, sequence: int, tokens: int, slot: int) -> None:
         """Copy a sequence's state from its slot if it is wanted behind so many tokens, with which the pass ends that
         was launched last."""
         marks = self._marks.get(sequence)

@@ -60,20 +60,20 @@ class CarriedContext(grpc.aio.ServicerContext[Any, Any]):
         self._outgoing: list[bytes] = []
         self._source: Source | None = None
         # Done with the last response of `_source`.
-        self._said: asyncio.Future[None] | None = None
+        self._all_sent: asyncio.Future[None] | None = None
         self._room = asyncio.Event()
         self._room.set()
         self._code: grpc.StatusCode | None = None
         self._details, self._trailing = "", tuple[tuple[str, str | bytes], ...]()
 
-    async def say_all(self, source: Source) -> None:
+    async def send_from(self, source: Source) -> None:
         """Send what `source` returns whenever `has_more` was called, until it returns its last. Raises what it does."""
-        self._source, self._said = source, asyncio.get_running_loop().create_future()
+        self._source, self._all_sent = source, asyncio.get_running_loop().create_future()
         self._mark()
-        await self._said
+        await self._all_sent
 
     def has_more(self) -> None:
-        """The source has something to say."""
+        """The source has further responses."""
         self._mark()
 
     def pending(self) -> list[bytes]:
@@ -82,18 +82,18 @@ class CarriedContext(grpc.aio.ServicerContext[Any, Any]):
             responses, self._outgoing = self._outgoing, []
         else:
             responses = []
-        said = self._said
-        if self._source is None or said is None or said.done():
+        all_sent = self._all_sent
+        if self._source is None or all_sent is None or all_sent.done():
             return responses
         try:
             further, last = self._source()
-        # Raised again in `say_all`, where the handler waits.
+        # Raised again in `send_from`, where the handler waits.
         except Exception as error:
-            said.set_exception(error)
+            all_sent.set_exception(error)
         else:
             responses += further
             if last:
-                said.set_result(None)
+                all_sent.set_result(None)
         return responses
 
     def pause(self) -> None:
@@ -109,7 +109,7 @@ class CarriedContext(grpc.aio.ServicerContext[Any, Any]):
         return None if self._deadline is None else self._deadline - time.monotonic()
 
     def ended(self, code: grpc.StatusCode, message: str = "") -> None:
-        """Say with which status the call has ended, unless it was aborted with one."""
+        """End the call with a status, unless it was aborted with one."""
         final = self._code or code
         trailing = [_pair(key, value) for key, value in self._trailing]
         details = self._details if self._code is not None else message
@@ -235,7 +235,7 @@ class CarriedCalls:
             await self._follow(orders)
             # Else it would be kept until the next one.
             del orders
-        # Nobody can say so any more.
+        # No message can do so any more.
         for call in self._running.values():
             call.resume()
         self.finish()

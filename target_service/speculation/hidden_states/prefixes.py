@@ -30,7 +30,7 @@ class EncodedStates:
 
 
 class SharedPrefixStates:
-    """What `SequencePages` asks about the hidden states of shared pages."""
+    """What `SequencePages` needs of the hidden states of shared pages."""
 
     def __init__(
         self, features: Features, is_drafted: Callable[[Sequence], bool], worth: Callable[[Sequence], float]

@@ -38,7 +38,7 @@ class Features:
         self._connected = False
         self._kept: defaultdict[int, KeptVectors] = defaultdict(KeptVectors)
         # By opened sequence: tokens at its beginning whose vectors the draft does not need; None until the draft has
-        # said so, and until then none is sent.
+        # answered, and until then none is sent.
         self._needed_from: dict[int, int | None] = {}
         # Sequences with new vectors of the last step, and whether it committed tokens of them.
         self._fresh: dict[int, tuple[KeptVectors, bool]] = {}
@@ -94,14 +94,14 @@ class Features:
         self._needed_from.clear()
 
     @property
-    def taken(self) -> bool:
-        """Whether the states of every pass are taken."""
+    def reads_every_pass(self) -> bool:
+        """Whether the states of every pass are read."""
         return self._runner.hooks is not None and self._request is not None and (self._connected or bool(self._keep))
 
     def after_launch(self, rows: int) -> StepFeatures | None:
-        """The states of the pass just launched, of `rows` rows; None unless they are taken. Does not wait."""
+        """The states of the pass just launched, of `rows` rows; None unless they are read. Does not wait."""
         hooks = self._runner.hooks
-        if hooks is None or not self.taken:
+        if hooks is None or not self.reads_every_pass:
             return None
         assert self._request is not None
         head = self._runner.draft_head if self._request.projected else None
@@ -149,20 +149,20 @@ class Features:
             kept.append(begin, vectors, row_bytes, places[place : place + count])
             place += count
 
-    def hold(self, sequence: Sequence) -> None:
-        """A sequence was opened at the draft: hold its vectors until the draft says which of them it needs."""
+    def hold_vectors(self, sequence: Sequence) -> None:
+        """A sequence was opened at the draft: hold its vectors until the draft's answer names those that it needs."""
         if self._connected:
             self._needed_from[sequence.sequence_id] = None
 
     @property
-    def awaits_word(self) -> bool:
+    def holds_vectors(self) -> bool:
         """Whether vectors of a sequence are held."""
         return None in self._needed_from.values()
 
-    def release(self, sequence_id: int, features_from: int) -> list[SequenceFeatures]:
+    def release_vectors(self, sequence_id: int, features_from: int) -> list[SequenceFeatures]:
         """The vectors that were held for a sequence, without those of tokens before `features_from`, which the draft
         does not need."""
-        # A draft may say it of sequences that have ended.
+        # A draft may answer for sequences that have ended.
         if sequence_id not in self._needed_from:
             return []
         self._needed_from[sequence_id] = features_from
@@ -203,7 +203,7 @@ class Features:
         self._count(along.values())
         return ahead, along
 
-    def copy_sent_tables(self) -> tuple[int, int]:
+    def pop_sent_counts(self) -> tuple[int, int]:
         """Vectors and bytes sent since the last call."""
         reported, self._reported = self._reported, (self.sent_vectors, self.sent_bytes)
         return self.sent_vectors - reported[0], self.sent_bytes - reported[1]
