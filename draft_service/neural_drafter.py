@@ -199,7 +199,7 @@ class CachingDrafter(NeuralDrafter[TreeDrafting]):
     def _start(self) -> None:
         super()._start()
         if self._config.prefix_cache:
-            # Not before: sequences that warm it up begin alike, and each has to read as many rows as it says.
+            # Not before: sequences that warm it up begin alike, and each has to read as many rows as it has.
             self.drafting.keep_prefixes()
 
     def _owner(self, sequence: DraftSequence) -> str:

@@ -66,7 +66,7 @@ class Resolver:
 
     async def addresses(self) -> list[str]:
         """HOST:PORT of every address, sorted; empty where there is none, and where no name server answers, which
-        cannot be told apart on every system."""
+        cannot be distinguished on every system."""
         try:
             entries = await self._look_up(self.name.host, self.name.port)
         except OSError as error:

@@ -25,7 +25,7 @@ OnChunk = Callable[[int, Chunk], Awaitable[None]]
 # Whether a chunk may be taken outside of a task, and what takes the chunk of an index so.
 AtOnce = tuple[Callable[[], bool], Callable[[int, Chunk], None]]
 OnResult = Callable[[int, Result], Awaitable[None]]
-# Is told what a target accepted, before anything of the answer of an index.
+# Receives what a target accepted, before anything of the answer of an index.
 OnStarted = Callable[[int, Started], None]
 
 

@@ -95,7 +95,7 @@ class NoTarget(Refused):
 
 
 def refusal(error: OutriderError | ServiceUnreachable, fields: Mapping[str, str]) -> Refused:
-    """What the caller is told of a failed call. `fields` has the request's names of the contract's fields."""
+    """The refusal that a failed call's caller gets. `fields` has the request's names of the contract's fields."""
     if isinstance(error, ServiceUnreachable):
         return NoTarget(str(error))
     # A plain one is not ours, but the transport's or a proxy's.

@@ -58,7 +58,7 @@ class GenerationRequest:
     whether the text of one in a prompt is that token (None: the target's rule), `cache_key` the body's name for
     requests that belong together, and `user` whom the caller names for its records. `continuous_usage` is whether each
     event of a stream has the usage so far, and `form_name` what the body calls the answer's form. A chat's answer is
-    told apart in text, reasoning and tool calls; `shows_reasoning` is whether the reasoning is sent. With
+    split into text, reasoning and tool calls; `shows_reasoning` is whether the reasoning is sent. With
     `prompt_only` nothing follows the echoed prompt. Of the `choices` answers to a prompt, the best `returned_choices`
     are returned; 0 is all."""
 

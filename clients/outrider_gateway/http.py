@@ -89,7 +89,7 @@ async def while_connected(receive: Receive) -> AsyncIterator[None]:
     try:
         yield
     except asyncio.CancelledError:
-        # Somebody else may have cancelled as well, such as a server that is about to stop.
+        # Other code may have cancelled as well, such as a server that is about to stop.
         if gone and task.uncancel() == 0:
             raise ClientGone from None
         raise
@@ -119,7 +119,7 @@ class ResponseWriter:
         # Choices are written by tasks of their own, and none may come before the answer's head.
         self._turn = asyncio.Lock()
         self._begun = False
-        # Whether the head was taken, and anybody may write.
+        # Whether the head was taken, and every task may write.
         self._open = False
 
     async def write(self, events: bytes) -> None:
@@ -148,7 +148,7 @@ class ResponseWriter:
         await send_json(self._send, 200, body, self._request_id)
 
     async def refuse(self, refused: Refused) -> int:
-        """Say that it failed: as the answer, or as the last event of one that has begun. Returns the status."""
+        """Report that it failed: as the answer, or as the last event of one that has begun. Returns the status."""
         if self._begun:
             await self.end(self.failure(refused))
         else:

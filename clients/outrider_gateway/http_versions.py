@@ -104,7 +104,7 @@ def _ended_by_the_close(cycle: RequestResponseCycle, app: ASGIApp) -> ASGIApp:
                 if unbounded:
                     cycle.chunked_encoding = False
             elif unbounded:
-                # Of each piece, which is then as long as it was said to be.
+                # Of each piece, which is then as long as its head announced.
                 cycle.expected_content_length = len(message.get("body", b""))
             await send(message)
 

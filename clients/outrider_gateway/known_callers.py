@@ -108,13 +108,13 @@ class KnownCallers:
                 if isinstance(error, _LASTING):
                     self._refusals.put(key, found)
             except Exception as error:
-                # An answer that nothing can be made of, say; another target's may be sound.
+                # An answer that cannot be read, for example; another target's may be sound.
                 if self._failures.due() is not None:
                     logger.error("a target could not be asked about a caller", exc_info=error)
                 found = GatewayFailed
             else:
                 self._refusals.forget(key)
-                # Older targets do not say; then the caller stands for itself.
+                # Older targets do not report it; then the caller stands for itself.
                 tenant = info.tenant or key.hex()
                 self._tenants.put(key, tenant)
                 return tenant

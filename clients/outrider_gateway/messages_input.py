@@ -22,8 +22,8 @@ def message_turns(messages: Any, system: Any) -> tuple[ChatTurn, ...]:
     entries = typed(messages, list, "messages")
     if not 1 <= len(entries) <= MAX_MESSAGES:
         raise BadField("messages", f"must have 1 to {MAX_MESSAGES} entries", "invalid_value")
-    told = "" if system is None else _texts(system, "system")
-    turns = [ChatTurn("system", told)] if told else []
+    instructions = "" if system is None else _texts(system, "system")
+    turns = [ChatTurn("system", instructions)] if instructions else []
     for index, entry in enumerate(entries):
         turns += _turns(entry, f"messages[{index}]")
     return tuple(turns)
@@ -78,12 +78,12 @@ class _UserBlocks(_Blocks):
         self._results.append(ChatTurn("tool", text, tool_call_id=fields.text("tool_use_id")))
 
     def turns(self) -> list[ChatTurn]:
-        said = [ChatTurn("user", "\n".join(self.texts))] if self.texts or not self._results else []
-        return [*self._results, *said]
+        texts = [ChatTurn("user", "\n".join(self.texts))] if self.texts or not self._results else []
+        return [*self._results, *texts]
 
 
 class _AssistantBlocks(_Blocks):
-    """What the assistant thought, said and called."""
+    """Reasoning, text and calls of the assistant."""
 
     def __init__(self) -> None:
         super().__init__({"tool_use": self._use, "thinking": self._thinking, "redacted_thinking": self._redacted})

@@ -83,7 +83,7 @@ class ResponseBuilder:
         if not parts and not listed and pieces is None:
             return b""
         first, *others = [self._part(index, self._delta(part)) for part in parts or (ContentPart(""),)]
-        # What is said of the whole chunk.
+        # The entries for the whole chunk.
         first["choices"][0]["logprobs"] = listed
         if pieces is not None:
             first["outrider"] = self._drafting(chunk, pieces)

@@ -45,12 +45,12 @@ class ResponsesEndpoint(GenerationEndpoint[ResponsesRequest, ResponsesBuilder]):
     async def _answered(self, call: HttpCall, request: ResponsesRequest, builder: ResponsesBuilder) -> None:
         response = builder.complete
         if request.store and response is not None:
-            turns = (*request.turns, *_said(response["output"]))
+            turns = (*request.turns, *_assistant_turns(response["output"]))
             stored = StoredResponse(orjson.dumps(response), turns)
             await self._stored.put(call.holder.tenant, builder.response_id, stored)
 
 
-def _said(items: Sequence[Json]) -> tuple[ChatTurn, ...]:
+def _assistant_turns(items: Sequence[Json]) -> tuple[ChatTurn, ...]:
     """The assistant's turn that a response's items are."""
     texts = {"message": "", "reasoning": ""}
     calls: list[ToolCall] = []

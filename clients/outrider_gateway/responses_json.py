@@ -204,7 +204,7 @@ class ResponsesBuilder:
 
     def _close(self, result: Result) -> list[Json]:
         status = self._status(result)
-        # A response has an item, also where the model said nothing.
+        # A response has an item, also where the output is empty.
         begun = [] if self._items.items else self._items.add(ContentPart(""))
         return [*begun, *self._items.end_item(status, self._listed)]
 

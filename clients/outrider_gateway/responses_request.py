@@ -54,8 +54,8 @@ class ResponsesRequest(GenerationRequest):
         return self._with(joined_turns(before, self.turns))
 
     def _with(self, turns: tuple[ChatTurn, ...]) -> ResponsesRequest:
-        told = (ChatTurn("system", self.instructions),) if self.instructions else ()
-        return replace(self, turns=turns, prompts=(Prompt(messages=joined_turns(told, turns)),))
+        system = (ChatTurn("system", self.instructions),) if self.instructions else ()
+        return replace(self, turns=turns, prompts=(Prompt(messages=joined_turns(system, turns)),))
 
 
 def responses_request(body: Mapping[str, Any], max_choices: int, max_prompt: int = MOST_CONTEXT) -> ResponsesRequest:

@@ -62,7 +62,7 @@ class GatewayServer:
             targets = targets_of(config, access, tracing)
             self.application = application_for(config, targets, self._state)
             self._server = _Uvicorn(_uvicorn_config(config, self.application, self._state))
-            # From here on it may be told to drain.
+            # From here on a signal may have it drain.
             await leave.enter_async_context(targets)
             self._serving = asyncio.create_task(self._server.serve(listening))
             leave.push_async_callback(self._stop)

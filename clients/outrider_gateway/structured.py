@@ -9,7 +9,7 @@ from outrider.structured_output import MAX_CHOICES, StructuredOutput
 from outrider_gateway.failures import BadField
 from outrider_gateway.fields import Fields, bounded, json_bytes, typed
 
-# Where a body's form is: the form, and the path by which its caller is told of problems.
+# Where a body's form is: the form, and the path by which refusals name it.
 Form = tuple[StructuredOutput, str]
 
 

@@ -25,15 +25,15 @@ logger = logging.getLogger(__name__)
 _HEALTH_TIMEOUT_SECONDS = 5.0
 # Errors about the caller: the target itself serves.
 _ABOUT_THE_CALLER = ("UNAUTHENTICATED", "PERMISSION_DENIED")
-# States of which nobody needs to be warned.
+# States that need no warning.
 _LOADING, _STARTING = "loading its model", "being started"
-# Of targets whose states one answer tells.
+# Of targets whose states one answer has.
 _NAMED_TARGETS = 3
 
 
 class Target:
     """One target service. `info` is its last answer to `GetInfo`, `running` counts its answers to this gateway, `state`
-    is what a caller is told of it."""
+    is the text for a caller."""
 
     def __init__(self, client: Client, start_seconds: float = 0.0) -> None:
         """Until `start_seconds` from now, one that was never reached is being started."""
@@ -87,7 +87,7 @@ class Target:
             about_the_caller = error.code.name in _ABOUT_THE_CALLER
             self._becomes(about_the_caller, "healthy" if about_the_caller else error.message)
         except Exception as error:
-            # An answer that nothing can be made of, say. A watch that ended with it would never look again.
+            # An answer that cannot be read, for example. A watch that ended with it would never look again.
             self._becomes(False, repr(error))
 
     async def _ask_why_not(self) -> None:
@@ -134,7 +134,7 @@ class Targets:
     asked as often.
 
     A target whose address leaves its source gets no further request, and its answers end undisturbed. A source without
-    any address changes nothing: a name server may be away, and health tells which targets are.
+    any address changes nothing: a name server may be away, and health shows which targets are.
     """
 
     def __init__(
@@ -182,7 +182,7 @@ class Targets:
 
     def pick(self, key: str, model: str, avoiding: Collection[Target] = ()) -> Target:
         """The target for a request of the tenant `key`. Raises `NoTarget`, with the reasons. Where some serve the model
-        that is asked for, only they count; where none does, any can say so."""
+        that is asked for, only they count; where none does, any can report it."""
         able = [target for target in self.healthy if target not in avoiding]
         serving = [target for target in able if target.info is not None and answers_to(target.info.names, model)]
         loads = {target.address: target.running for target in serving or able}

@@ -34,7 +34,7 @@ def tool_options(fields: Fields) -> ToolOptions | None:
 
 
 def _allowed(chosen: Fields, definitions: list[Any]) -> tuple[Any, list[Any]]:
-    """The choice among the tools that are allowed, and their definitions. The model is told of no others."""
+    """The choice among the tools that are allowed, and their definitions. The prompt has no others."""
     chosen.pop("type")
     allowed = chosen.inner("allowed_tools")
     if allowed is None:

@@ -185,7 +185,7 @@ class ModelDrafter(CachingDrafter):
         check_name(config.draft_model)
         self._source = model_source(config.draft_model)
         self._folder, self._settings, self._description = _settings_of(self._source)
-        # The target refuses a draft that was made for another tokenizer; a vocabulary's size tells little.
+        # The target refuses a draft that was made for another tokenizer; a vocabulary's size shows little.
         self.tokenizer_fingerprint = folder_fingerprint(self._folder)
         # Trees must not reach past the end of position tables.
         tree, text = config.tree, self._settings.get_text_config()

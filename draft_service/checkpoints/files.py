@@ -16,7 +16,7 @@ from tree_models.slots import WeightSlot, specs_of
 from tree_models.weights.checkpoint import Stored, TensorsInMemory, WeightsRefused
 from tree_models.weights.loading import check_names, load_slots
 
-# Layouts say by themselves what of a checkpoint is left out.
+# Layouts name what of a checkpoint is left out.
 _NAMES = WeightNames(ignored=(), joining="")
 
 

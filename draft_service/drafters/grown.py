@@ -70,7 +70,7 @@ class GrownTrees(NamedTuple):
 class Pending:
     """Trees that are being made."""
 
-    # Waits for them, or computes them: the smaller trees if told so and there are any, and else the whole ones.
+    # Waits for them, or computes them: the smaller trees if asked for and there are any, else the whole ones.
     wait: Callable[[bool], GrownTrees]
     elsewhere: bool = False  # another device computes them
     early: bool = False  # smaller trees are ready sooner; the whole trees contain them

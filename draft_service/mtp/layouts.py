@@ -151,7 +151,7 @@ def text_of(config: Mapping[str, Any]) -> Mapping[str, Any]:
 
 
 def counted_modules(config: Mapping[str, Any]) -> int:
-    """How many modules config.json counts; 0 where it says nothing."""
+    """How many modules config.json counts; 0 where it has no such entry."""
     text = text_of(config)
     return next((int(text[name]) for name in _COUNTS if text.get(name)), 0)
 
@@ -190,7 +190,7 @@ def mtp_config(layout: MtpLayout, config: Mapping[str, Any], names: Collection[s
     if layout.family:
         text["model_type"] = layout.family
     if layout.family == "qwen2" and f"{_LAYER}self_attn.q_proj.bias" not in names:
-        # Its layers are Qwen2's but for their biases, which config.json may not tell.
+        # Its layers are Qwen2's but for their biases, which config.json may not name.
         text |= {"model_type": "llama", "attention_bias": False}
     described = _described(text)
     spec, family = described.spec, described.names
@@ -237,7 +237,7 @@ def _longer(config: PretrainedConfig) -> PretrainedConfig:
 
 
 def _refuse_foreign(config: Mapping[str, Any], names: Collection[str]) -> None:
-    """Raise `HeadRefused` for what no family's layers say of themselves: what the target's other layers have."""
+    """Raise `HeadRefused` for what the target's other layers have, and no family's layers show."""
     if config.get("sliding_window") and config.get("use_sliding_window", True):
         raise HeadRefused(f"a sliding window of {config['sliding_window']} tokens is not served")
     if f"{_LAYER}self_attn.attention_sink_bias" in names:

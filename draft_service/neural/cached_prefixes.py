@@ -57,7 +57,7 @@ class CachedPrefixes:
             start, own = place * size, entry.pages[place]
             node = self._tree.insert(owner, entry.prefix, token_ids[start : start + self._tree.key_tokens], own)
             if node.page != own:
-                # Another sequence read the same text at the same time. One page stays, so that whoever holds a node
+                # Another sequence read the same text at the same time. One page stays, so that what holds a node
                 # holds all above it.
                 self._cache.share([node.page])
                 self._cache.release([own])

@@ -91,7 +91,7 @@ class Pages:
         self._cached[page] = 1
 
     def uncache(self, page: int) -> None:
-        """Take a cached page from the cache. It is free now if nobody else owns it."""
+        """Take a cached page from the cache. It is free now if it has no other owner."""
         assert self._cached[page], f"page {page} is not cached"
         self.spare_pages -= self._owners[page] == 1
         self._cached[page] = 0
@@ -106,7 +106,7 @@ class Pages:
         return bool(self._cached[page]) and self._owners[page] == 1
 
     def release(self, pages: Sequence[int]) -> None:
-        """Give up pages that the caller owns. Those without another owner are free."""
+        """Return pages that the caller owns. Those without another owner are free."""
         start = end = 0
         for page in pages:
             assert self._owners[page], f"page {page} has no owner"

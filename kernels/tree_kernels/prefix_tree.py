@@ -100,7 +100,7 @@ class PrefixTree:
         # Tokens of a node's key.
         self.key_tokens = pages.page_size + successors
         self._root = PrefixNode(None, (None, b""), -1, _PublicPages())
-        # All nodes, the least recently used first. A node that nobody holds comes after those behind it.
+        # All nodes, the least recently used first. A node without holders comes after those behind it.
         self._by_use: OrderedDict[PrefixNode, None] = OrderedDict()
         # Bytes of the hidden states of all nodes.
         self.state_bytes = 0
@@ -126,7 +126,7 @@ class PrefixTree:
         return [node.page for node in self._by_use]
 
     def publish(self, token_ids: SequenceOf[int]) -> None:
-        """Let tenants share pages of this text, whoever computes them first. Only while the tree is empty."""
+        """Let tenants share pages of this text, of whichever computes them first. Only while the tree is empty."""
         assert not self._by_use, "pages of the text may be in the tree as a tenant's own"
         self._root.public.add(token_ids, self._pages.page_size, self.key_tokens)
 
@@ -171,7 +171,7 @@ class PrefixTree:
         return changes
 
     def keep_states(self, node: PrefixNode, states: PageStates) -> None:
-        """Keep hidden states beside the node's page. If there are too many, pages that nobody uses go with theirs."""
+        """Keep hidden states beside the node's page. If there are too many, unused pages go with theirs."""
         node.states = states
         self.state_bytes += states.nbytes
         if self.state_bytes > _MOST_STATES:
@@ -205,7 +205,7 @@ class PrefixTree:
             wanted -= len(taken)
 
     def _detach_spare(self, most: int) -> list[PrefixNode]:
-        """Take up to `most` nodes out of the tree that nobody holds, the least recently used first."""
+        """Take up to `most` nodes without holders out of the tree, the least recently used first."""
         taken: list[PrefixNode] = []
         for node in self._by_use:
             # A node comes behind its children: its last child has left it by then.

@@ -22,7 +22,7 @@ class WindowFrames:
     """Frames of pages, each with a count of the sequences that need it.
 
     A page that a cache of prefixes owns keeps its frame when no sequence needs it any more, as a *spare* one, until
-    another page needs one: the one that was needed least recently goes first. Frame 0 is nobody's, and is never
+    another page needs one: the one that was needed least recently goes first. Frame 0 is no page's, and is never
     written: what is masked may be read, and must be finite.
     """
 
@@ -80,9 +80,9 @@ class WindowFrames:
                 self._backed[page] = 1
 
     def drop(self, pages: Iterable[int], is_cached: Callable[[int], bool]) -> None:
-        """Need these pages once less. One that nobody needs leaves its frame, unless it is cached."""
+        """Need these pages once less. One that is not needed leaves its frame, unless it is cached."""
         for page in pages:
-            assert self._held[page], f"nobody holds the frame of page {page}"
+            assert self._held[page], f"page {page} has no holder of its frame"
             self._held[page] -= 1
             if not self._held[page]:
                 if is_cached(page):
@@ -105,7 +105,7 @@ class WindowFrames:
             self.drop([source], lambda _: False)
 
     def forget(self, pages: Iterable[int]) -> None:
-        """These pages are free: nobody will read them."""
+        """These pages are free: none will be read."""
         for page in pages:
             if self._backed[page]:
                 assert not self._held[page], f"a sequence needs the frame of page {page}"
@@ -134,14 +134,14 @@ class WindowFrames:
 
     def check_integrity(self, needed: Collection[Iterable[int]], cached: Collection[int]) -> None:
         """Raise AssertionError unless every frame is free, or of one page, which is needed as often as is counted: once
-        by each of `needed` that has it. Only cached pages may be in a frame that nobody needs."""
+        by each of `needed` that has it. Only cached pages may be in a frame that is not needed."""
         counted = {page: count for page, count in enumerate(self._held) if count}
         assert Counter(page for pages in needed for page in pages) == counted, "pages are needed by others than counted"
         backed = [page for page, flag in enumerate(self._backed) if flag]
         taken = [int(self._frame_of[page]) for page in backed]
         assert sorted([*taken, *self._free]) == list(range(1, self.frames + 1)), "a frame is neither free nor a page's"
         assert set(self._spare) == set(backed) - counted.keys(), "a page in a frame is neither needed nor spare"
-        assert set(self._spare) <= set(cached), "a page that nobody will find has a frame"
+        assert set(self._spare) <= set(cached), "a page that cannot be found has a frame"
 
     def _empty(self, page: int) -> None:
         self._free.append(int(self._frame_of[page]))

@@ -86,7 +86,7 @@ class WeightNames:
     shared_down: str = "mlp.shared_experts.down_proj"
     shared_gate: str = "mlp.shared_expert_gate"
 
-    # Regular expressions of whole names that are read by nobody: buffers that are computed and were stored by older
+    # Regular expressions of whole names that are not read: buffers that are computed and were stored by older
     # writers, and modules that predict more tokens. Those that stand behind the layers, as DeepSeek-V3's and GLM-4.5's,
     # are known by `joining`, which no layer has.
     ignored: tuple[str, ...] = (r"(.*\.)?(rotary_emb\.inv_freq|position_ids|masked_bias)", r"(model\.)?mtp(_\w+)?\..*")

@@ -198,7 +198,7 @@ def _outputs(own: Any, inner: Any, config: Any, decoder: Decoder, index: int) ->
 
 
 def surroundings_that_differ(config: Any) -> list[str]:
-    """Compare what a configuration's description says of everything but the layers themselves with what transformers'
+    """Compare a configuration's description of everything but the layers themselves with what transformers'
     model of it does: which rows each layer sees, the angles of its rows, and what becomes of embeddings and logits.
 
     Of a model with the same settings, but few words, random weights, and a window that a few rows show: a leftover key

@@ -17,7 +17,7 @@ HeadNormScope = Literal["head", "each_head", "all_heads"]
 
 
 class FamilyRefused(ValueError):
-    """A configuration describes what our layers do not compute; the message says what, in one line."""
+    """A configuration describes what our layers do not compute; the message names it, in one line."""
 
 
 @dataclass(frozen=True, slots=True)

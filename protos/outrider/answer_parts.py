@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True, slots=True)
 class ContentPart:
-    """A piece of what the reader is told."""
+    """A piece of what the reader is shown."""
 
     text: str
 

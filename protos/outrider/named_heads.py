@@ -50,7 +50,7 @@ def head_setting(names: Set[str]) -> tuple[str, tuple[str, str]]:
 
 
 def head_in_process(draft: str, named: NamedSettings) -> str:
-    """The head that `draft`, a drafter in the target's process with its flags, is told to run; empty for none."""
+    """The head that `draft`, a drafter in the target's process with its flags, is set to run; empty for none."""
     try:
         drafter, *words = shlex.split(draft)
     except ValueError:

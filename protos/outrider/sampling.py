@@ -1,4 +1,4 @@
-"""How tokens are drawn and what is told of them: frozen values, used by clients, target and draft alike."""
+"""How tokens are drawn and what is reported of them: frozen values, used by clients, target and draft alike."""
 
 from __future__ import annotations
 

@@ -103,7 +103,7 @@ class Settings:
 
 @dataclasses.dataclass(frozen=True)
 class ServiceSettings(Settings):
-    """What both services can be told."""
+    """Settings that both services have."""
 
     metrics_listen: str = setting("", "HOST:PORT of the Prometheus endpoint; off when empty")
     max_message_bytes: int = setting(

@@ -79,7 +79,7 @@ class ServedModel:
 
 
 class AdmittedGeneration(NamedTuple):
-    """A `Generate` call as the engine runs it. `parser` tells the parts of its answer apart; None for text alone."""
+    """A `Generate` call as the engine runs it. `parser` splits its answer into parts; None for text alone."""
 
     sequence: SequenceRequest
     parser: AnswerParser | None
@@ -171,7 +171,7 @@ class Admission:
         tools: ToolSet | None,
         prompt: Sequence[int],
     ) -> AnswerParser | None:
-        """What tells the parts of the answer apart, where they are asked for."""
+        """What splits the answer into parts, where they are asked for."""
         if self._chats is None or not request.answer_parts or not request.HasField("chat"):
             return None
         if sampling.structured_output is not None and (tools is None or not tools.required):

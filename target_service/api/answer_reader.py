@@ -34,7 +34,7 @@ class AnswerReader:
         *,
         show_special: bool,
     ) -> None:
-        """`parser` tells the answer's parts apart; without one the text stays whole."""
+        """`parser` splits the answer into parts; without one the text stays whole."""
         self._parser = parser
         # Special tokens that mark parts are read as text, whether the reader sees others or not.
         marks = () if parser is None else tokenizer.special_in(parser.answer_format)

@@ -1,4 +1,4 @@
-"""What an answer to a chat is held to, and told apart into, by its tools and by the model's format."""
+"""What an answer to a chat is held to, and split into, by its tools and by the model's format."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ if TYPE_CHECKING:
 _PROMPT_END = 256
 _FORM_PATH = "chat.tools.definitions"
 _ANY_OBJECT = {"type": "object"}
-# Compiles a form, and says where it stands in the request.
+# Compiles a form, and names where it stands in the request.
 Check = Callable[[StructuredOutput, str], Awaitable[None]]
 # What imports transformers, which a target whose answers are text alone needs not.
 _PARSER = "target_service.text.answer_parser"
@@ -119,7 +119,7 @@ class ChatAnswers:
         return form
 
     def parser(self, tools: ToolSet | None, prompt: Sequence[int]) -> AnswerParser | None:
-        """What tells an answer's parts apart; None for an answer that is text alone."""
+        """What splits an answer into parts; None for an answer that is text alone."""
         answer_format = self._format_for(tools)
         if answer_format is None:
             return None

@@ -59,7 +59,7 @@ def chunk(verdict: StepVerdict) -> pb.GenerateResponse:
 
 
 def encoded_chunk(verdict: StepVerdict, text: str) -> bytes | None:
-    """One step's tokens with their text as the bytes of a response; None where there is more to say. They are made a
+    """One step's tokens with their text as the bytes of a response; None where a response has more. They are made a
     hundred thousand times a second, and as a message take four times as long."""
     if verdict.logprobs or verdict.drafts_by_step or verdict.tree is not None:
         return None

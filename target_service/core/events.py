@@ -137,7 +137,7 @@ class Sequences:
             if opened is None:
                 continue
             sink, tenant = opened
-            # Of a step's events nearly all are verdicts, which are told by their type at once.
+            # Of a step's events nearly all are verdicts, which their type shows at once.
             if type(event) is not StepVerdict and isinstance(event, SequenceEnd):
                 self._forget(event.sequence_id)
             elif event.sequence_id in self._waiting:

@@ -83,7 +83,7 @@ class DeviceSteps:
         typical: bool = False,
     ) -> None:
         """`max_sequences` and `max_rows` bound every step; `backend` is that of `DeviceVerifier`. `typical`: requests
-        may ask for typical acceptance, so what it needs is compiled and captured before the first."""
+        may use typical acceptance, so what it needs is compiled and captured before the first."""
         self._runner = runner
         self._typical = typical
         self.in_background = self._pins = on_gpu = runner.device.type == "cuda"

@@ -1,4 +1,4 @@
-"""The chat page at `/`: files of this folder, served as they stand, which ask nobody but this server."""
+"""The chat page at `/`: files of this folder, served as they stand, which call no other server."""
 
 from __future__ import annotations
 

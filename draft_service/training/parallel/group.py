@@ -43,7 +43,7 @@ class Group:
         self._connected = False
 
     def connect(self, check: Callable[[], None] = lambda: None) -> None:
-        """Wait until every process has called this. `check` is called while waiting, and may raise to give up. Raises
+        """Wait until every process has called this. `check` is called while waiting, and ends that if it raises. Raises
         `GroupLost` when the processes cannot reach each other."""
         store = dist.FileStore(str(self._store), self.size)  # type: ignore[attr-defined]
         store.set(f"ready {self.rank}", "1")

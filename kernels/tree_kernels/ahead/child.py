@@ -52,14 +52,14 @@ def main() -> None:
         try:
             compile_entry(line)
             answer = ""
-        # Told to whoever asked, who compiles it where it is launched.
+        # Reported to the parent, which compiles it where it is launched.
         except Exception as error:
             answer = f"{type(error).__name__}: {error}".replace("\n", " ")
         try:
             answers.write(answer + "\n")
             answers.flush()
         except BrokenPipeError:
-            # Whoever asked has ended.
+            # The parent has ended.
             os._exit(0)
 
 

@@ -14,7 +14,7 @@ from torch import Tensor
 
 from tree_kernels.attention.batch import AttentionBatch
 
-# Rows that a word of a mask tells of, and rows of the largest tree: four words.
+# Rows that a word of a mask has bits for, and rows of the largest tree: four words.
 WORD_BITS = 64
 MAX_TREE_ROWS = 256
 

@@ -129,7 +129,7 @@ def _attend(  # type: ignore[no-untyped-def]
         if WINDOW > 0:
             position = row_positions(prefix, row, own_depths, live, is_causal)
             first_key = tl.maximum(prefix + tl.where(is_causal > 0, block * BLOCK_M // GROUP, 0) - WINDOW + 1, 0)
-            # Fixed chunks begin with the first key of all; of them tiles that nobody sees are left out here.
+            # Fixed chunks begin with the first key of all; of them tiles that no row sees are left out here.
             seen = first_seen_tile(prefix, block, is_causal, GROUP, BLOCK_M, BLOCK_N, WINDOW)
             first = 0 if FIXED else seen
         # Keys that every row of the block sees need no mask: the prefix and, in a causal tail, the rows before.

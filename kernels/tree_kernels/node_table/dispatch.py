@@ -181,7 +181,7 @@ class NodeTable:
         self._backend.report_and_choose_rows(self, step, verdicts, last=True)
 
     def recycle(self, step: StepIntegers, logits: Tensor, vocabulary: int, verdicts: Verdicts) -> None:
-        """After a pass, keep what the target says behind the tokens that it accepted, and behind each root: of `logits`
+        """After a pass, keep the likeliest tokens behind those that it accepted, and behind each root: of `logits`
         [R, at least `vocabulary`], the last dimension contiguous. Nothing where the table does not recycle, or the step
         has more rows than `recycling.MOST_ROWS`. Before `report_and_choose_rows` or `report`."""
         if self.recycles_in(step):

@@ -1,4 +1,4 @@
-"""Token recycling: trees of what the target said before behind each token, where a draft's table holds nothing.
+"""Token recycling: trees of the tokens that were likeliest behind each token before, where a draft's table is empty.
 
 After Luo et al., "Turning trash into treasure: accelerating inference of large language models with token recycling",
 arXiv 2408.08696: the target's likeliest tokens behind a token, at the last place where it stood in any text, follow it

@@ -150,7 +150,7 @@ def _donor(table, reuses, having, cost, i):  # type: ignore[no-untyped-def]
 @triton.jit
 def _within(part, differs, end, i):  # type: ignore[no-untyped-def]
     """Which nodes of `part` [CANDIDATES] are below none that `differs` from the text. Intervals of places are nested or
-    apart, so the farthest end of those up to a place says whether one of them covers it."""
+    apart, so the farthest end of those up to a place shows whether one of them covers it."""
     return part & (tl.associative_scan(tl.where(part & differs, end, 0), 0, _larger) <= i)
 
 

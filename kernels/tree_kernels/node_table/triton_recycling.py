@@ -110,7 +110,7 @@ def enter_kernel(  # type: ignore[no-untyped-def]
                 # Of what is no number, no cost is one.
                 cost = tl.where((tl.abs(peaks) < float("inf")) & (cost == cost), cost, _MOST_COST * 1.0)
                 holds = (lane >= _COSTS_AT) & (lane < _COSTS_AT + _WIDTH)
-                # One warp stores it at once, so that nobody reads parts of two entries.
+                # One warp stores it at once, so that no thread reads parts of two entries.
                 tl.store(_entry_at(entries, owner, token) + lane, tl.where(holds, cost.to(tl.int32), entry))
 
 

@@ -14,7 +14,7 @@ def added_parts(
     parts: Sequence[Tensor], residual: Tensor | None = None, norm: Norm | None = None, form: SumForm = PLAIN_SUM
 ) -> tuple[Tensor, ScaledRows | None]:
     """[R, N] in the parts' type: the sum of all ranks' parts [R, N] in the order of the ranks, joined to the residual
-    [R, N] as `form` says, in fp32 and rounded once; and its rows normed whole, where a norm was given."""
+    [R, N] by `form`, in fp32 and rounded once; and its rows normed whole, where a norm was given."""
     total = parts[0].float()
     for part in parts[1:]:
         total = total + part.float()

@@ -22,7 +22,7 @@ class TritonRankSums:
     """Sums over ranks, each in one launch of one row a program. Every rank makes the same calls in the same order, in
     one stream.
 
-    A layer writes its part where `place` says and calls `add` next. Parts of consecutive sums lie in two places by
+    A layer writes its part to `place` and calls `add` next. Parts of consecutive sums lie in two places by
     turns: a rank that has met the others for a sum knows that all have done the one before. Since graphs are run in any
     order, the first sum of every pass is one of `summed`, or of another kind for which all ranks meet; `summed` has a
     place of its own, and ranks leave it together.

@@ -15,7 +15,7 @@ def _meet(signals, program, RANK: tl.constexpr, RANKS: tl.constexpr):  # type: i
 
     A signal counts how often its sender was here less how often its receiver was: a sender needs no answer.
     """
-    # Other threads' reads must have come back before a signal says so.
+    # Other threads' reads must have come back before the signal.
     tl.debug_barrier()
     for step in tl.static_range(1, RANKS):
         theirs = signals[(RANK + step) % RANKS] + program * RANKS + RANK

@@ -3,7 +3,7 @@
 A state is that of the committed tokens that have been folded into it, `lengths` of them. A pass reads it and does not
 write what its rows add: their inputs are kept in a ring of `window` places, accepted ones are moved right behind the
 root as keys are (`verification.move_accepted`), and the next pass folds them into the state before it reads that. So
-neither the host nor a pass that is launched ahead has to know what was accepted: the length of the prefix says it.
+neither the host nor a pass that is launched ahead needs what was accepted: the length of the prefix shows it.
 """
 
 from __future__ import annotations

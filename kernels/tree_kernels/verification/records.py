@@ -22,7 +22,7 @@ from torch import Tensor
 from tree_kernels.attention.tree_mask import MAX_TREE_ROWS
 
 # Marks, in the token after a row, that the row's logits are no finite numbers: the other bits are some token of the
-# vocabulary, which the device may go on with and nobody may generate. No vocabulary is so large.
+# vocabulary, which the device may continue from and no output has. No vocabulary is so large.
 NOT_FINITE = 1 << 30
 TOKEN_BITS = NOT_FINITE - 1
 # Pairs of one distribution: a kernel holds them all.

@@ -1,7 +1,7 @@
 """Multi-head latent attention (DeepSeek-V2, arXiv 2405.04434), over a cache of latents or of expanded keys and values.
 
 With latents in the cache, the product that expands them is absorbed into queries and outputs
-(`tree_kernels.latent_attention`). A pass's attention says which of the two it is.
+(`tree_kernels.latent_attention`). A pass's attention decides which of the two it is.
 """
 
 from __future__ import annotations

@@ -33,7 +33,7 @@ _OTHER_PARTS = re.compile(
 
 
 class WeightsRefused(ValueError):
-    """A checkpoint's tensors are not those of its model, or cannot be read; the message says which, in one line."""
+    """A checkpoint's tensors are not those of its model, or cannot be read; the message names them, in one line."""
 
 
 class Stored(Protocol):

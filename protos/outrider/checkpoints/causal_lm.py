@@ -110,7 +110,7 @@ def _check_architecture(config: PretrainedConfig) -> None:
     tensors may still compute something else."""
     named, kind = config.architectures, config.model_type
     usual = MODEL_FOR_CAUSAL_LM_MAPPING_NAMES.get(kind)
-    # Others are told by what they take, and of those with more than text a part may be served.
+    # Others are recognised by what they take, and of those with more than text a part may be served.
     if not named or not isinstance(usual, str) or config.get_text_config() is not config:
         return
     if named[0] not in (usual, *_OTHER_NAMES):

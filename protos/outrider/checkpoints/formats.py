@@ -1,4 +1,4 @@
-"""Quantised formats, told by config.json, by files beside it, and by names and types of tensors.
+"""Quantised formats, recognised by config.json, by files beside it, and by names and types of tensors.
 
 Served are matrices of 16 or 32 bits. What else a folder holds is named, since it would otherwise be read as plain
 numbers, or left out and replaced by random ones. The marks are what each format's own writer puts there.

@@ -62,7 +62,7 @@ class ServingOptions:
     def of(
         cls, settings: ServiceSettings, listen: str, read_tokens: Callable[[], Authenticator], calls: int = 1024
     ) -> ServingOptions:
-        """Those that a service is told, for so many calls at once. Raises `SettingsError` as `read_tokens` does."""
+        """Those of a service's settings, for so many calls at once. Raises `SettingsError` as `read_tokens` does."""
         seconds, size = settings.first_message_seconds, settings.max_message_bytes
         limits = CallLimits(calls, first_message_seconds=seconds, message_bytes=size)
         tls = TlsFiles(settings.tls_certificate, settings.tls_key, settings.tls_client_ca)
