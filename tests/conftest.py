@@ -148,11 +148,13 @@ def make_tiny(model_type: str = "llama", **overrides: Any) -> PreTrainedModel:
     """
     # Late: the process that hands tests to others loads this file, and no model.
     import torch
-    from transformers import AutoConfig, AutoModelForCausalLM
+    from transformers import AutoConfig
+
+    from tree_models.reference import causal_lm
 
     torch.manual_seed(0)
     config = AutoConfig.for_model(model_type, **(TINY | TINY_OF.get(model_type, {}) | overrides))
-    model = AutoModelForCausalLM.from_config(config, dtype=torch.float32)
+    model = causal_lm(config, dtype=torch.float32)
     with torch.no_grad():
         for name, parameter in model.named_parameters():
             if parameter.ndim == 2:

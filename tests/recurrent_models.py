@@ -65,5 +65,17 @@ RECURRENT: dict[str, tuple[str, dict[str, Any]]] = {
     ),
     "nemotron_h": ("nemotron_h", NEMOTRON),
     "nemotron_h, latent": ("nemotron_h", NEMOTRON | {"moe_latent_size": 16, "use_bias": True, "n_groups": 1}),
+    "olmo_hybrid": (
+        "olmo_hybrid",
+        {name: value for name, value in DELTA.items() if "shared" not in name and name != "head_dim"},
+    ),
+    "olmo_hybrid, no positions": (
+        "olmo_hybrid",
+        {
+            "num_hidden_layers": 2, "layer_types": ["linear_attention", "full_attention"], "linear_num_key_heads": 4,
+            "linear_num_value_heads": 4, "linear_key_head_dim": 6, "linear_value_head_dim": 12,
+            "linear_allow_neg_eigval": False, "rope_parameters": {"rope_type": "default", "rope_theta": None},
+        },
+    ),
     "qwen3_5, experts": ("qwen3_5_moe_text", DELTA | EXPERTS),
-}
+}  # fmt: skip

@@ -97,6 +97,21 @@ WINDOWED: dict[str, tuple[str, dict[str, Any]]] = {
         },
     ),
     "cohere2": ("cohere2", {"logit_scale": 0.25, "sliding_window": 5, "num_hidden_layers": 4}),
+    "cohere2_moe": (
+        "cohere2_moe",
+        {
+            "logit_scale": 0.25, "sliding_window": 5, "num_hidden_layers": 4, "sliding_window_pattern": 3,
+            "head_dim": 12, "num_experts": 4, "num_shared_experts": 1, "first_k_dense_replace": 1,
+            "prefix_dense_intermediate_size": 64,
+        },
+    ),
+    "cohere2_moe, sigmoid": (
+        "cohere2_moe",
+        {
+            "sliding_window": 5, "head_dim": 12, "num_experts": 4, "expert_selection_fn": "sigmoid",
+            "rms_norm_eps": 1e-5, "num_shared_experts": 2, "shared_expert_combination_strategy": "sum",
+        },
+    ),
     "cwm": (
         "cwm",
         {"head_dim": 16, "sliding_window": 5, "layer_types": ["full_attention", "sliding_attention"],

@@ -23,7 +23,7 @@ def build(description: Description, checkpoint: TensorSource, place: Placement) 
         WeightsRefused: the checkpoint's tensors are not the decoder's.
     """
     spec, names = description.spec, description.names
-    checkpoint = separated(checkpoint, names)
+    checkpoint = separated(checkpoint, names, spec.hidden_size)
     # Before any memory is taken, since a configuration may describe more than there is.
     skeleton = Decoder(spec, names, replace(place, device=torch.device("meta")))
     check_names(specs_of(skeleton.slots()), checkpoint.stored, names)

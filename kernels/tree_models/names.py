@@ -43,6 +43,8 @@ class WeightNames:
     mixer_in: tuple[str, ...] = ("linear_attn.in_proj_qkv", "linear_attn.in_proj_z")
     mixer_gates: tuple[str, ...] = ("linear_attn.in_proj_b", "linear_attn.in_proj_a")
     convolution: str = "linear_attn.conv1d"
+    convolution_parts: tuple[str, ...] = ()  # modules that are published in its place, in their order
+    renamed: tuple[tuple[str, str], ...] = ()  # names of modules that are published, and those that stand here for them
     decay: str = "linear_attn.A_log"  # whole, as these two have no suffix
     decay_bias: str = "linear_attn.dt_bias"
     skip: str = "mamba.D"  # whole
@@ -78,6 +80,8 @@ class WeightNames:
     expert_down_bias: str = "mlp.experts.down_proj_bias"
     # The tensors of all experts have inputs before outputs, and each number of a gate beside its up.
     experts_transposed: bool = False
+    # The tensors of all experts may have inputs before outputs, as their shapes say.
+    experts_by_columns: bool = False
     # Of experts beside a dense MLP: norms behind the MLP, and before and behind the experts.
     after_dense: str = "post_feedforward_layernorm_1"
     before_experts: str = "pre_feedforward_layernorm_2"

@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 from collections.abc import Callable, Sequence
 from dataclasses import replace
+from functools import cache
 from inspect import signature
 from types import SimpleNamespace
 from typing import Any
@@ -24,6 +25,7 @@ from tree_models.layers.rotary import RotaryEmbedding
 from tree_models.names import WeightNames
 from tree_models.spec import AttentionSpec, DecoderSpec, LatentSpec, RecurrentSpec, RotarySpec
 from tree_models.weights.checkpoint import TensorsInMemory, TensorSource
+from tree_models.weights.joined_parts import joined
 
 # Of the comparison with transformers' layers.
 _ROWS = 5
@@ -35,6 +37,54 @@ _WORDS = 16
 _PLACES = (0, 1, 7, 97, 1021)
 # Of logits, relative, and of cosines and sines, in fp32.
 _CLOSE = 1e-3
+
+
+def causal_lm(config: Any, **options: Any) -> Any:
+    """transformers' causal language model of a configuration. Where it has none by itself, as of the text of Qwen3-VL,
+    its body with a head, which is what the model of texts and images computes of a text."""
+    import transformers
+    from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING, MODEL_MAPPING
+
+    if type(config) in MODEL_FOR_CAUSAL_LM_MAPPING or type(config) not in MODEL_MAPPING:
+        return transformers.AutoModelForCausalLM.from_config(config, **options)
+    return _with_head(MODEL_MAPPING[type(config)])._from_config(config, **options)
+
+
+@cache
+def _with_head(body: Any) -> Any:
+    """A class of causal language models around a class of bodies."""
+    import transformers
+    from transformers.conversion_mapping import get_checkpoint_conversion_mapping
+
+    def initialise(self: Any, config: Any) -> None:
+        base.__init__(self, config)
+        self.model = body(config)
+        self.lm_head = nn.Linear(config.hidden_size, config.vocab_size, bias=False)
+        # A part is published as the whole model is.
+        self._weight_conversions = get_checkpoint_conversion_mapping(config.model_type.removesuffix("_text"))
+        self.post_init()
+
+    def forward(self: Any, input_ids: Tensor, **arguments: Any) -> Any:
+        kept = arguments.pop("logits_to_keep", 0)
+        output = self.model(input_ids=input_ids, **arguments)
+        logits = self.lm_head(output.last_hidden_state[:, -kept:])
+        # Muse-Glimmer's.
+        logits = logits * getattr(self.config, "output_multiplier", 1.0)
+        if cap := getattr(self.config, "final_logit_softcapping", None):
+            logits = cap * torch.tanh(logits / cap)
+        return transformers.modeling_outputs.CausalLMOutputWithPast(
+            logits=logits, past_key_values=output.past_key_values
+        )
+
+    base = next(one for one in body.__mro__[1:] if issubclass(one, transformers.PreTrainedModel))
+    members = {
+        "__init__": initialise,
+        "forward": forward,
+        "base_model_prefix": "model",
+        "_tied_weights_keys": {"lm_head.weight": "model.embed_tokens.weight"},
+        "config_class": body.config_class,
+    }
+    return type(f"{body.__name__}WithHead", (base, transformers.GenerationMixin), members)
 
 
 def published_tensors(model: Any, tensors: dict[str, Tensor] | None = None) -> TensorsInMemory:
@@ -50,12 +100,11 @@ def published_tensors(model: Any, tensors: dict[str, Tensor] | None = None) -> T
 def layers_that_differ(decoder: Decoder, config: Any, source: TensorSource) -> list[str]:
     """Compare what stands around the layers, and each kind of layer once with transformers' own of the same weights,
     over random rows, one layer in memory at a time. What differs, in words; nothing where all agree."""
-    import transformers
-
     if found := surroundings_that_differ(config):
         return found
+    source = joined(source, decoder.names)
     with torch.device("meta"):
-        model = transformers.AutoModelForCausalLM.from_config(config, attn_implementation="eager").eval()
+        model = causal_lm(config, attn_implementation="eager").eval()
     inner = model.base_model
     for kind in dict.fromkeys(decoder.spec.layers):
         index = decoder.spec.layers.index(kind)
@@ -94,7 +143,9 @@ def _fill(own: nn.Module, decoder: Decoder, layer: int, source: TensorSource) ->
             continue
         if whole not in stored:
             whole = names.in_layer(_published_name(name, names), layer)
-        memory.copy_(source.read(whole).view(memory.shape))
+        tensor = source.read(whole)
+        by_columns = names.experts_by_columns and tensor.dim() == 3 and tensor.shape != memory.shape
+        memory.copy_(tensor.transpose(1, 2) if by_columns else tensor.view(memory.shape))
 
 
 def _published_name(name: str, names: WeightNames) -> str:
@@ -237,20 +288,19 @@ def surroundings_that_differ(config: Any) -> list[str]:
 def _without_layers(config: Any, words: Tensor, places: Tensor) -> tuple[SimpleNamespace, Any]:
     """Logits [R, V] of transformers' model with layers that do nothing, and what each layer is given; and the model,
     whose layers have no memory."""
-    import transformers
-
     with torch.device("meta"):
-        model = transformers.AutoModelForCausalLM.from_config(config, attn_implementation="eager").eval()
+        model = causal_lm(config, attn_implementation="eager").eval()
     body = model.base_model
     inside = {id(module) for module in body.layers.modules()}
     generator = torch.Generator().manual_seed(0)
     for module in list(model.modules()):
-        if id(module) in inside or next(module.children(), None) is not None:
+        own = [*module.parameters(recurse=False), *module.buffers(recurse=False)]
+        if id(module) in inside or not own:
             continue
-        module.to_empty(device="cpu")
+        module.to_empty(device="cpu", recurse=False)
         # Computes buffers.
         model._init_weights(module)
-        for tensor in module.parameters():
+        for tensor in module.parameters(recurse=False):
             tensor.data = torch.randn(tensor.shape, generator=generator)
     model.tie_weights()
     given: list[dict[str, Any]] = []

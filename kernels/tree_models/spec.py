@@ -147,6 +147,7 @@ class DeltaNetSpec:
     value_width: int
     taps: int
     epsilon: float  # of the norm of the heads' outputs, which is gated
+    beta_scale: float = 1.0  # 2 where the rule may turn a state's sign
 
     @property
     def rotary(self) -> None:
@@ -322,6 +323,7 @@ class DecoderSpec:
     tied: bool = False  # the head is the embedding
     head_bias: bool = False
     embedding_scale: float = 1.0
+    embedding_norm: NormSpec | None = None  # of embedded rows, without weights
     logits_scale: float = 1.0
     logits_cap: float | None = None
     layer_inputs: LayerInputsSpec | None = None

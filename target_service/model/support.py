@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from transformers import PretrainedConfig, PreTrainedModel
+from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
 
 from outrider.checkpoints.causal_lm import said
 from outrider.checkpoints.formats import DEQUANTISED_FORMATS
@@ -45,7 +46,12 @@ def text_part(config: PretrainedConfig) -> PretrainedConfig:
     """The configuration of the part that reads and writes text, where a model that takes more has one of our layers;
     else the configuration itself."""
     text: PretrainedConfig = config.get_text_config()
-    return text if text is not config and description_of(text) is not None else config
+    if text is config or description_of(text) is None:
+        return config
+    if text.model_type not in MODEL_FOR_CAUSAL_LM_MAPPING_NAMES:
+        # The whole model has the head, and so says whether it is tied.
+        text.tie_word_embeddings = bool(getattr(config, "tie_word_embeddings", False))
+    return text
 
 
 def check_supported(config: PretrainedConfig, model: PreTrainedModel | None = None) -> None:

@@ -73,7 +73,7 @@ def test_trees_change_nothing(name: str, sampling: SamplingParams) -> None:
     assert [outcome.token_ids for outcome in run(make_runner(model), wanted, **parts)] == expected
 
 
-@pytest.mark.parametrize("name", ["lfm2", "qwen3_next"])
+@pytest.mark.parametrize("name", ["lfm2", "qwen3_next", "olmo_hybrid"])
 def test_rows_of_the_device_and_of_tries_change_nothing(name: str) -> None:
     """Rows that the device chooses, of lookup and of predictions, four passes at once; then trees of a trie, which are
     merged with predictions too."""

@@ -12,7 +12,7 @@ from torch import Tensor
 from tree_models.names import WeightNames
 from tree_models.slots import in_place
 from tree_models.weights import loading
-from tree_models.weights.checkpoint import StoredTensor, WeightsRefused
+from tree_models.weights.checkpoint import StoredTensor, TensorsInMemory, WeightsRefused
 from tree_models.weights.separate_experts import SeparateExperts
 
 NAMES = WeightNames(ignored=(), joining="")
@@ -99,3 +99,16 @@ def test_a_tensor_of_all_experts_is_read_once_by_several_readers() -> None:
     loading.load_slots(slots, apart, NAMES, 4)
     assert sorted(read) == sorted(stored)
     assert torch.equal(memory["model.layers.0.mlp.experts.2.up_proj.weight"], torch.arange(20.0, 24.0).view(2, 2))
+
+
+def test_experts_may_lie_by_columns() -> None:
+    """As Qwen3-VL's, where their shapes say so."""
+    rows = {"gate_up_proj": torch.randn(3, 8, 5), "down_proj": torch.randn(3, 5, 4)}
+    columns = {name: tensor.transpose(1, 2).contiguous() for name, tensor in rows.items()}
+    apart = [
+        SeparateExperts(TensorsInMemory({f"mlp.experts.{name}": one for name, one in lying.items()}), hidden_size=5)
+        for lying in (rows, columns)
+    ]
+    assert apart[0].stored == apart[1].stored and len(apart[0].stored) == 9
+    for name in apart[0].stored:
+        assert torch.equal(apart[0].read(name), apart[1].read(name))

@@ -10,6 +10,7 @@ import pytest
 import torch
 from conftest import make_tiny
 from safetensors.torch import save_file
+from text_parts import WHOLE, whole_model
 from windowed_models import WINDOWED
 
 from target_service.config import TargetConfig
@@ -75,6 +76,19 @@ def test_gemma_4_is_served_as_it_is_published(tmp_path: Path, byte_tokenizer: An
     check_runner(runner, own_logits(model))
     assert inspect(tmp_path).verdict == "can be served"
     assert len(runner.cache.keys) == 3
+
+
+@pytest.mark.parametrize("name", WHOLE)
+def test_the_text_of_a_whole_model_is_served(name: str, tmp_path: Path, byte_tokenizer: Any) -> None:
+    """Its own logits of a text; the first one's head is tied."""
+    model = whole_model(name, tied=name == "qwen2_vl")
+    published = published_tensors(model)
+    save_file({name: published.read(name).clone() for name in published.stored}, tmp_path / "model.safetensors")
+    (tmp_path / "config.json").write_text(json.dumps(model.config.to_dict()))
+    byte_tokenizer.save_pretrained(tmp_path)
+    assert inspect(tmp_path).verdict == "can be served"
+    runner = load_runner(TargetConfig(model=str(tmp_path), dtype="float32", kv_tokens=64))
+    check_runner(runner, own_logits(model))
 
 
 def test_another_kind_of_text_is_refused(folder: Path) -> None:

@@ -1,11 +1,21 @@
-"""Gemma 1 to 4, and VaultGemma."""
+"""Gemma 1 to 4, VaultGemma, and the text of Muse-Glimmer, whose layers are Gemma 2's with gates."""
 
 from __future__ import annotations
 
 from dataclasses import replace
 from typing import Any
 
-from tree_models.families.common import Description, activation, attention, counted, decoder, layer, mlp, rms_norm
+from tree_models.families.common import (
+    Description,
+    activation,
+    attention,
+    counted,
+    decoder,
+    head_width,
+    layer,
+    mlp,
+    rms_norm,
+)
 from tree_models.names import WeightNames
 from tree_models.spec import (
     AddedInputSpec,
@@ -18,6 +28,7 @@ from tree_models.spec import (
     LayerSpec,
     MLPSpec,
     NormSpec,
+    OutputGateSpec,
     RouterSpec,
 )
 
@@ -89,6 +100,35 @@ def gemma4(config: Any) -> Description:
         ignored=(*WeightNames().ignored, *ignored),
     )
     return Description(decoder(config, layers, norm, layer_inputs=inputs, **scales), names)
+
+
+def muse_glimmer(config: Any) -> Description:
+    """Muse-Glimmer's text: gated attention whose heads are normed without weights, and which embeds positions in some
+    layers alone; embedded rows are normed."""
+    plain, outer = rms_norm(config), rms_norm(config, offset=1.0)
+    behind = replace(outer, epsilon=float(config.post_norm_eps))
+    heads = replace(plain, weight=False)
+    norms: dict[str, Any] = {"after_attention": behind, "after_mlp": behind}
+    feeding, layers = mlp(config, bias=False), []
+    for index in counted(config):
+        own: dict[str, Any] = {} if config.layer_rope_theta[index] else {"rotary": None}
+        attending = attention(
+            config,
+            index,
+            windows=True,
+            scaling=head_width(config) ** -0.5 * float(config.qk_scale_factor),
+            head_norm=HeadNormSpec(heads),
+            output_gate=OutputGateSpec("sigmoid"),
+            **own,
+        )
+        layers.append(layer(attending, feeding, outer, **norms))
+    ends: dict[str, Any] = {
+        "embedding_norm": heads,
+        "logits_scale": float(config.output_multiplier),
+        "logits_cap": float(config.final_logit_softcapping),
+    }
+    names = WeightNames(**_BETWEEN, **_BEHIND, output_gate="self_attn.gate_proj")
+    return Description(decoder(config, layers, plain, **ends), names)
 
 
 def _gemma4_attention(config: Any, index: int, own: int) -> AttentionSpec:

@@ -1,4 +1,5 @@
-"""GLM-4 and GLM-4-0414, dense; GLM-4.5 to 4.7, with experts, and those that are like them: dots.llm1, Solar Open."""
+"""GLM-4 and GLM-4-0414, dense; GLM-4.5 to 4.7, with experts, the text of their
+vision models, and those that are like them: dots.llm1, Solar Open."""
 
 from __future__ import annotations
 
@@ -20,14 +21,13 @@ from tree_models.names import WeightNames
 from tree_models.spec import HeadNormSpec
 
 
-def glm(config: Any, **norms: Any) -> Description:
-    """GLM-4: neighbouring pairs of a part of each head are rotated, gate and up are one tensor."""
+def glm(config: Any, *, qkv_bias: bool | None = None, **norms: Any) -> Description:
+    """GLM-4: neighbouring pairs of a part of each head are rotated, gate and up are one tensor. `qkv_bias` in place of
+    the configuration's."""
     norm, turning = rms_norm(config), rotary(config, head_width(config), interleaved=True)
     feeding = mlp(config, bias=False)
-    layers = [
-        layer(attention(config, index, rotary=turning, out_bias=False), feeding, norm, **norms)
-        for index in counted(config)
-    ]
+    own: dict[str, Any] = {"rotary": turning, "out_bias": False} | ({} if qkv_bias is None else {"qkv_bias": qkv_bias})
+    layers = [layer(attention(config, index, **own), feeding, norm, **norms) for index in counted(config)]
     names: dict[str, Any] = (
         {"after_attention": "post_self_attn_layernorm", "after_mlp": "post_mlp_layernorm"} if norms else {}
     )
@@ -38,6 +38,17 @@ def glm4(config: Any) -> Description:
     """GLM-4-0414: norms before and after each half."""
     norm = rms_norm(config)
     return glm(config, after_attention=norm, after_mlp=norm)
+
+
+def glm4v(config: Any) -> Description:
+    """The text of GLM-4.1V and 4.6V-Flash: GLM-4-0414 with biases; its three positions are equal in texts."""
+    norm = rms_norm(config)
+    return glm(config, qkv_bias=True, after_attention=norm, after_mlp=norm)
+
+
+def glm4v_moe(config: Any) -> Description:
+    """The text of GLM-4.5V and 4.6V: GLM-4.5 without norms of heads."""
+    return _with_experts(config, int(config.first_k_dense_replace), out_bias=False)
 
 
 def glm4_moe(config: Any) -> Description:

@@ -1,4 +1,4 @@
-"""OLMo 1 to 3, OLMoE and FlexOlmo."""
+"""OLMo 1 to 3, OLMo-hybrid, OLMoE and FlexOlmo."""
 
 from __future__ import annotations
 
@@ -15,7 +15,15 @@ from tree_models.families.common import (
     rms_norm,
 )
 from tree_models.names import WeightNames
-from tree_models.spec import ExpertsSpec, HeadNormSpec, MLPSpec, NormSpec, RouterSpec
+from tree_models.spec import (
+    DeltaNetSpec,
+    ExpertsSpec,
+    FamilyRefused,
+    HeadNormSpec,
+    MLPSpec,
+    NormSpec,
+    RouterSpec,
+)
 
 # Names of norms that stand behind each half of a layer.
 NORMS_BEHIND: dict[str, Any] = {
@@ -26,6 +34,18 @@ NORMS_BEHIND: dict[str, Any] = {
 }
 # transformers' OlmoLayerNorm.
 _OLMO_EPSILON = 1e-5
+_NET = "linear_attn."
+# The norms before and behind are of different layers.
+_HYBRID = WeightNames(
+    after_attention="post_attention_layernorm",
+    after_mlp="post_feedforward_layernorm",
+    mixer_in=(f"{_NET}q_proj", f"{_NET}k_proj", f"{_NET}v_proj", f"{_NET}g_proj"),
+    convolution_parts=(f"{_NET}q_conv1d", f"{_NET}k_conv1d", f"{_NET}v_conv1d"),
+    renamed=(("attention_layer_norm", "input_layernorm"), ("feedforward_layer_norm", "post_attention_layernorm")),
+    mixer_gates=(f"{_NET}b_proj", f"{_NET}a_proj"),
+    mixer_norm=f"{_NET}o_norm",
+    mixer_out=f"{_NET}o_proj",
+)
 
 
 def olmo(config: Any) -> Description:
@@ -53,6 +73,33 @@ def olmo2(config: Any, feeding: MLPSpec | ExpertsSpec | None = None, **attending
         layer(attention(config, index, head_norm=heads, **attending), fed, norm, **behind) for index in counted(config)
     ]
     return Description(decoder(config, layers, norm), WeightNames(**NORMS_BEHIND))
+
+
+def olmo_hybrid(config: Any) -> Description:
+    """OLMo-hybrid: gated delta nets between norms before each half; OLMo 3's attention, which may embed no positions,
+    between norms behind."""
+    if activation(config) != "silu":
+        raise FamilyRefused(f"the activation {config.hidden_act} of a delta net is not served")
+    norm, fed = rms_norm(config), mlp(config, bias=False)
+    behind = {"before_attention": None, "before_mlp": None, "after_attention": norm, "after_mlp": norm}
+    delta = DeltaNetSpec(
+        key_heads=int(config.linear_num_key_heads),
+        heads=int(config.linear_num_value_heads),
+        key_width=int(config.linear_key_head_dim),
+        value_width=int(config.linear_value_head_dim),
+        taps=int(config.linear_conv_kernel_dim),
+        epsilon=_OLMO_EPSILON,
+        beta_scale=2.0 if config.linear_allow_neg_eigval else 1.0,
+    )
+    still: dict[str, Any] = {} if (config.rope_parameters or {}).get("rope_theta") is not None else {"rotary": None}
+    layers = []
+    for index in counted(config):
+        if config.layer_types[index] == "full_attention":
+            attending = attention(config, index, head_norm=HeadNormSpec(norm, "all_heads"), **still)
+            layers.append(layer(attending, fed, norm, **behind))
+        else:
+            layers.append(layer(delta, fed, norm))
+    return Description(decoder(config, layers, norm), _HYBRID)
 
 
 def flex_olmo(config: Any) -> Description:

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
 from tree_models.families.common import (
     Description,
+    activation,
     attention,
     counted,
     decoder,
@@ -50,9 +52,51 @@ def cohere2(config: Any) -> Description:
     return _cohere(config, NormSpec("layer", float(config.layer_norm_eps)), attending)
 
 
-def _cohere(config: Any, norm: NormSpec, attending: list[AttentionSpec]) -> Description:
-    feeding = mlp(config, bias=False)
-    layers = [layer(one, feeding, norm, before_mlp=None, parallel=True) for one in attending]
+def cohere2_moe(config: Any) -> Description:
+    """Command A with experts, and perhaps one for every row, whose outputs may be averaged."""
+    norm = NormSpec("layer", float(config.layer_norm_eps)) if config.rms_norm_eps is None else rms_norm(config)
+    turning = rotary(config, head_width(config), interleaved=True)
+    experts, attending, feeding = _cohere_experts(config), [], []
+    for index in counted(config):
+        dense = config.mlp_layer_types[index] == "dense"
+        windowed = config.layer_types[index] == "sliding_attention" and config.sliding_window is not None
+        turns = windowed or (dense and config.prefix_dense_sliding_window_pattern == 1)
+        attending.append(attention(config, index, windows=True, rotary=turning if turns else None))
+        feeding.append(mlp(config, config.prefix_dense_intermediate_size, bias=False) if dense else experts)
+    return _cohere(config, norm, attending, feeding)
+
+
+def _cohere_experts(config: Any) -> ExpertsSpec:
+    shared = int(config.intermediate_size) * int(config.num_shared_experts)
+    share = 0.5 if shared and config.shared_expert_combination_strategy == "average" else 1.0
+    # A softmax over the chosen is one over all, renormalised.
+    softmax = config.expert_selection_fn == "softmax"
+    router = RouterSpec(
+        "softmax" if softmax else "sigmoid",
+        renormalised=softmax or bool(config.norm_topk_prob),
+        scaling=share,
+        rounded=True,
+    )
+    return ExpertsSpec(
+        count=int(config.num_experts),
+        top_k=int(config.num_experts_per_tok),
+        width=int(config.intermediate_size),
+        router=router,
+        activation=activation(config),
+        shared=mlp(config, shared, bias=False, scale=share) if shared else None,
+    )
+
+
+def _cohere(
+    config: Any,
+    norm: NormSpec,
+    attending: Sequence[AttentionSpec],
+    feeding: Sequence[MLPSpec | ExpertsSpec] | None = None,
+) -> Description:
+    feeding = feeding or [mlp(config, bias=False)] * len(attending)
+    layers = [
+        layer(one, fed, norm, before_mlp=None, parallel=True) for one, fed in zip(attending, feeding, strict=True)
+    ]
     return Description(decoder(config, layers, norm, logits_scale=float(config.logit_scale)), WeightNames())
 
 

@@ -1,4 +1,5 @@
-"""Qwen2 to 3.5, dense and with experts; MiMo, which is Qwen2 with modules that predict more tokens."""
+"""Qwen2 to 3.5, dense and with experts, and the text of Qwen2-VL to 3-VL; MiMo, which is Qwen2 with modules that
+predict more tokens."""
 
 from __future__ import annotations
 
@@ -52,6 +53,28 @@ def qwen2_moe(config: Any) -> Description:
 def qwen3_moe(config: Any) -> Description:
     """Qwen3 with experts; Mellum 2, which has windows."""
     return _experts(config, None, {}, head_norm=HeadNormSpec(rms_norm(config)))
+
+
+def qwen2_vl(config: Any) -> Description:
+    """The text of Qwen2-VL and 2.5-VL: Qwen2. Its rotary embedding has three positions, which are equal in texts."""
+    return llama(config, mlp(config, bias=False), windows=True, qkv_bias=True, out_bias=False)
+
+
+def qwen3_vl(config: Any) -> Description:
+    """The text of Qwen3-VL: Qwen3, with three positions as Qwen2-VL."""
+    return llama(config, mlp(config, bias=False), head_norm=HeadNormSpec(rms_norm(config)))
+
+
+def qwen3_vl_moe(config: Any) -> Description:
+    """The same with experts."""
+    norm, experts = rms_norm(config), _mixture(config, None, renormalised=True)
+    layers = []
+    for index in counted(config):
+        dense = index in (config.mlp_only_layers or ()) or (index + 1) % config.decoder_sparse_step
+        attending = attention(config, index, head_norm=HeadNormSpec(norm))
+        feeding = mlp(config, bias=False) if dense or not experts.count else experts
+        layers.append(layer(attending, feeding, norm))
+    return Description(decoder(config, layers, norm), WeightNames(experts_by_columns=True))
 
 
 def qwen3_next(config: Any) -> Description:

@@ -26,7 +26,7 @@ from tree_models.layers.attention import HeadAttention
 from tree_models.layers.linear import PlainWeight
 from tree_models.layers.norm import HeadNorm, Normalization
 from tree_models.layers.paged import PagedPass, pass_of
-from tree_models.layers.recurrent import GatedConvolution, GatedDeltaNet, StateSpace
+from tree_models.layers.recurrent import GatedConvolution, GatedDeltaNet, StateSpace, scaled_betas
 from tree_models.layers.rotary import Angles, scaled_queries
 from tree_models.spec import AttentionSpec
 
@@ -152,6 +152,7 @@ class DeltaMixer:
     layout: HeadsLayout
     norm: Tensor
     epsilon: float
+    beta_scale: float
 
     def mixed(self, linears: RowLinears, scaled: ScaledRows, angles: Angles | None, step: PagedPass) -> Tensor:
         """See `Mixer.mixed`."""
@@ -163,7 +164,7 @@ class DeltaMixer:
         )
         inputs = product[:, : len(self.convolution.weight)]
         gate = product[:, len(self.convolution.weight) :]
-        gates = of_pass.recurrence.delta_gates(of_gates, self.decay, self.decay_bias)
+        gates = scaled_betas(of_pass.recurrence.delta_gates(of_gates, self.decay, self.decay_bias), self.beta_scale)
         convolved = of_pass.convolve(self.state_layer, inputs, gates, self.convolution)
         heads = of_pass.mix(self.state_layer, convolved, gates, self.layout)
         return of_pass.recurrence.gated_heads(heads, gate, self.norm, self.epsilon)
@@ -241,6 +242,7 @@ def mixer_of(
         attention.layout,
         attention.norm,
         attention.spec.epsilon,
+        attention.spec.beta_scale,
     )
 
 

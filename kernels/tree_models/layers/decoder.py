@@ -313,6 +313,9 @@ class Decoder(LayerStack):
         self.embedding = place.empty(spec.vocabulary_size, spec.hidden_size)
         # Rounded as the rows are: the square root of 3,072, which Gemma takes, is 55.5 in bf16.
         self._embedding_scale = float(torch.tensor(spec.embedding_scale, dtype=place.dtype))
+        self.embedding_norm: Normalization | None = None
+        if spec.embedding_norm is not None:
+            self.embedding_norm = Normalization(spec.embedding_norm, spec.hidden_size, place)
         self.norm = Normalization(spec.final_norm, spec.hidden_size, place)
         self.head = Linear(spec.hidden_size, [spec.vocabulary_size], place, bias=spec.head_bias)
         if spec.tied and self.head.plain is not None:
@@ -391,10 +394,12 @@ class Decoder(LayerStack):
     def embedded(self, token_ids: Tensor) -> Tensor:
         """[R, H] of token ids [R]."""
         hidden = self.embedding_rows(token_ids)
+        if self.embedding_norm is not None:
+            hidden = self.embedding_norm(hidden)
         return hidden if self._embedding_scale == 1.0 else hidden * self._embedding_scale
 
     def embedding_rows(self, token_ids: Tensor) -> Tensor:
-        """[R, H] of token ids [R], before they are scaled."""
+        """[R, H] of token ids [R], before they are normed or scaled."""
         return functional.embedding(token_ids, self.embedding)
 
     def logits(self, hidden: Tensor) -> Tensor:

@@ -117,10 +117,12 @@ class Linear(nn.Module):
         assert self.plain is not None, "the weight is packed"
         return self.plain.weight
 
-    def slots(self, names: Sequence[str], copy: Copy, order: Tensor | None = None) -> Iterator[WeightSlot]:
-        """Slots of the published tensors `names`, one for each part or one for all. `order` of the output rows, if it
-        is not that of the tensors."""
-        parts = self.parts if len(names) > 1 else (sum(self.parts),)
+    def slots(
+        self, names: Sequence[str], copy: Copy, order: Tensor | None = None, parts: Sequence[int] | None = None
+    ) -> Iterator[WeightSlot]:
+        """Slots of the published tensors `names`, one for each part or one for all, or of so many rows each as `parts`
+        has. `order` of the output rows, if it is not that of the tensors."""
+        parts = parts or (self.parts if len(names) > 1 else (sum(self.parts),))
         return self.format.slots(names, parts, copy, order)
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
+from dataclasses import replace
 from math import prod
 
 import torch
@@ -65,7 +66,12 @@ class HeadNorm(nn.Module):
         super().__init__()
         self._joined = spec.scope == "all_heads"
         shapes = {"head": width, "each_head": (heads, width), "all_heads": heads * width}
-        self.norm = Normalization(spec.norm, shapes[spec.scope], place)  # type: ignore[arg-type]
+        # Where no weights are published, ones stand for them, so that there is one form.
+        self._published = spec.norm.weight
+        own = replace(spec.norm, weight=True)
+        self.norm = Normalization(own, shapes[spec.scope], place)  # type: ignore[arg-type]
+        if not self._published and self.norm.weight is not None:
+            self.norm.weight.data.fill_(1.0)
         self._shape = heads, width
         # Those that share a norm of all heads.
         self.ranks = place.ranks if self._joined else None
@@ -80,7 +86,7 @@ class HeadNorm(nn.Module):
         flat = heads.reshape(len(heads), prod(self._shape))
         if self.ranks is not None:
             weight = self.norm.weight
-            assert weight is not None, "no family norms heads without weights"
+            assert weight is not None, "heads are normed with weights, perhaps of ones"
             flat = (rms_over_ranks(flat, self.norm.spec.epsilon, self.ranks) * weight.float()).to(heads.dtype)
         else:
             flat = self.norm(flat)
@@ -88,8 +94,10 @@ class HeadNorm(nn.Module):
 
     def slots(self, name: str, copy: Copy, order: Tensor | None) -> Iterator[WeightSlot]:
         """Slots of `name`; `order` [heads * D] of the numbers of all heads, if it is not that of the tensor."""
+        if not self._published:
+            return
         weight = self.norm.weight
-        assert weight is not None, "no family norms heads without weights"
+        assert weight is not None, "heads are normed with weights, perhaps of ones"
         if order is None:
             yield from self.norm.slots(name, copy)
             return

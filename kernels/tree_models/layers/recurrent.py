@@ -94,7 +94,8 @@ class GatedDeltaNet(nn.Module):
         spec = self.spec
         product: Tensor = self.products(rows)
         inputs, gate = product[:, : len(self.weight)], product[:, len(self.weight) :]
-        mixed = self._mixed(inputs, delta_gates(self.gates(rows), self.decay, self.decay_bias), step)
+        gates = delta_gates(self.gates(rows), self.decay, self.decay_bias)
+        mixed = self._mixed(inputs, scaled_betas(gates, spec.beta_scale), step)
         output: Tensor = self.out(gated_heads(mixed, gate, self.norm, spec.epsilon))
         return output
 
@@ -107,20 +108,34 @@ class GatedDeltaNet(nn.Module):
 
     def slots(self, names: WeightNames, copy: Copy) -> Iterator[WeightSlot]:
         """Slots of the layer's tensors."""
-        spec = self.spec
 
         def of(name: str) -> str:
             return names.in_layer(name, self.layer)
 
-        group = spec.heads // spec.key_heads
-        parts = [spec.key_width, spec.key_width, group * spec.value_width, group * spec.value_width]
-        yield from _by_head(self.products, [of(name) for name in names.mixer_in], spec.key_heads, parts, copy)
-        yield from _by_head(self.gates, [of(name) for name in names.mixer_gates], spec.key_heads, [group, group], copy)
-        yield from _convolution_slots(of(names.convolution), self.weight, None, copy)
+        yield from self._product_slots(names, copy)
         yield _decay_slot(of(names.decay), self.decay, copy)
         yield in_place(of(names.decay_bias), self.decay_bias, copy)
         yield in_place(f"{of(names.mixer_norm)}.weight", self.norm, copy)
         yield from self.out.slots([of(names.mixer_out)], copy)
+
+    def _product_slots(self, names: WeightNames, copy: Copy) -> Iterator[WeightSlot]:
+        """Of the products and the convolution."""
+        spec, keys = self.spec, self.spec.key_heads * self.spec.key_width
+
+        def of(name: str) -> str:
+            return names.in_layer(name, self.layer)
+
+        group, values = spec.heads // spec.key_heads, spec.heads * spec.value_width
+        yield from _convolution_slots(of(names.convolution), self.weight, None, copy)
+        if len(names.mixer_in) > 2:
+            # Queries, keys, values and gates by themselves.
+            rows = [keys, keys, values, values]
+            yield from self.products.slots([of(name) for name in names.mixer_in], copy, parts=rows)
+            yield from self.gates.slots([of(name) for name in names.mixer_gates], copy)
+            return
+        parts = [spec.key_width, spec.key_width, group * spec.value_width, group * spec.value_width]
+        yield from _by_head(self.products, [of(name) for name in names.mixer_in], spec.key_heads, parts, copy)
+        yield from _by_head(self.gates, [of(name) for name in names.mixer_gates], spec.key_heads, [group, group], copy)
 
 
 class StateSpace(nn.Module):
@@ -200,6 +215,13 @@ class StateSpace(nn.Module):
         if self.norm is not None:
             yield in_place(f"{of(names.mixer_norm)}.weight", self.norm, copy)
         yield from self.out.slots([of(names.mixer_out)], copy)
+
+
+def scaled_betas(gates: Tensor, scale: float) -> Tensor:
+    """Gates [R, 2 * H] with their betas, the second half, times `scale`, in their memory."""
+    if scale != 1.0:
+        gates[:, gates.shape[1] // 2 :].mul_(scale)
+    return gates
 
 
 def state_shape(spec: RecurrentSpec, hidden_size: int) -> StateShape:

@@ -61,7 +61,7 @@ def build_rank(description: Description, checkpoint: TensorSource, place: Placem
     """
     decoder = RankDecoder(description.spec, description.names, place)
     decoder.eval()
-    checkpoint = separated(checkpoint, description.names)
+    checkpoint = separated(checkpoint, description.names, description.spec.hidden_size)
     # The whole shapes first, as parts of wrong ones may fit.
     check_names(decoder.whole_specs, checkpoint.stored, description.names)
     tensors = RankTensors(checkpoint, decoder.cuts)

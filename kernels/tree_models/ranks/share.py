@@ -148,7 +148,9 @@ class _Divider:
         keys = spec.key_heads * spec.key_width, _scaled(key_heads, spec.key_width)
         values = spec.heads * spec.value_width, _scaled(heads, spec.value_width)
         channels, cuts = [keys, keys, values], list[tuple[str, Cut]]()
-        if len(names.mixer_in) > 1:
+        if len(names.mixer_in) > 2:
+            cuts += _with_bias(_above_another(names.mixer_in, [*channels, values]))
+        elif len(names.mixer_in) > 1:
             of_channels, of_gate = names.mixer_in
             cuts += _with_bias([*_above_another([of_channels], channels), *_above_another([of_gate], [values])])
         else:

@@ -34,7 +34,7 @@ _TOLERANCE_FP32 = 0.01
 def own_logits(model: PreTrainedModel) -> Tensor:
     """Logits [13, V] of a short text by the model's own eager attention. Before a runner takes over the model."""
     model.set_attn_implementation("eager")
-    ids = torch.tensor([_text(model.config.vocab_size)], device=model.device)
+    ids = torch.tensor([_text(model.config.get_text_config().vocab_size)], device=model.device)
     with torch.inference_mode():
         logits: Tensor = model(input_ids=ids, use_cache=False).logits[0]
     return logits

@@ -1,0 +1,98 @@
+"""Tiny models with random weights of the text of models that read images too."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from conftest import TINY
+from transformers import AutoConfig, AutoModelForImageTextToText, PreTrainedModel
+
+EXPERTS: dict[str, Any] = {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 24}
+# Positions of time, height and width, by pairs of a head of 16.
+THREEFOLD = {"rope_type": "default", "rope_theta": 10000.0, "mrope_section": [2, 3, 3]}
+# By a name for the test: `model_type`, and settings beside the usual ones of `conftest.TINY`.
+TEXT_PARTS: dict[str, tuple[str, dict[str, Any]]] = {
+    "qwen2_vl": ("qwen2_vl_text", {"hidden_size": 64, "rope_parameters": THREEFOLD}),
+    "qwen2_5_vl": (
+        "qwen2_5_vl_text",
+        {
+            "hidden_size": 64, "rope_parameters": THREEFOLD, "use_sliding_window": True, "sliding_window": 5,
+            "max_window_layers": 1,
+        },
+    ),
+    "qwen3_vl": ("qwen3_vl_text", {"head_dim": 16, "rope_parameters": THREEFOLD | {"mrope_interleaved": True}}),
+    "qwen3_vl_moe": (
+        "qwen3_vl_moe_text",
+        EXPERTS | {"head_dim": 16, "mlp_only_layers": [0], "rope_parameters": THREEFOLD | {"mrope_interleaved": True}},
+    ),
+    "glm4v": (
+        "glm4v_text",
+        {
+            "hidden_size": 64,
+            "rope_parameters": THREEFOLD | {"partial_rotary_factor": 0.5, "mrope_section": [1, 1, 2]},
+        },
+    ),
+    "glm4v_moe": (
+        "glm4v_moe_text",
+        {
+            "head_dim": 16, "n_routed_experts": 8, "num_experts_per_tok": 3, "n_group": 4, "topk_group": 2,
+            "moe_intermediate_size": 16, "routed_scaling_factor": 2.5,
+            "rope_parameters": THREEFOLD | {"partial_rotary_factor": 0.5, "mrope_section": [1, 1, 2]},
+        },
+    ),
+    "muse_glimmer": (
+        "muse_glimmer_text",
+        {
+            "head_dim": 12, "num_hidden_layers": 4, "sliding_window": 5, "qk_scale_factor": 1.7,
+            "output_multiplier": 0.3, "final_logit_softcapping": 1.5,
+        },
+    ),
+}  # fmt: skip
+
+_QWEN: dict[str, Any] = {"depth": 1, "num_heads": 2, "patch_size": 4}
+_WIDTHS: dict[str, Any] = {"hidden_size": 16, "intermediate_size": 16}
+_DEEP: dict[str, Any] = {
+    **_QWEN, **_WIDTHS, "out_hidden_size": 48, "num_position_embeddings": 16, "deepstack_visual_indexes": [0],
+}  # fmt: skip
+# Of the whole models, by the same names: `model_type`, and settings of the part that reads images.
+WHOLE: dict[str, tuple[str, dict[str, Any]]] = {
+    "qwen2_vl": ("qwen2_vl", {**_QWEN, "embed_dim": 16, "hidden_size": 64, "mlp_ratio": 1}),
+    "qwen2_5_vl": ("qwen2_5_vl", {**_QWEN, **_WIDTHS, "out_hidden_size": 64, "fullatt_block_indexes": [0]}),
+    "qwen3_vl": ("qwen3_vl", _DEEP),
+    "qwen3_vl_moe": ("qwen3_vl_moe", _DEEP),
+    "glm4v": ("glm4v", {**_QWEN, **_WIDTHS, "out_hidden_size": 64, "image_size": 16}),
+    "glm4v_moe": ("glm4v_moe", {**_QWEN, **_WIDTHS, "out_hidden_size": 48, "image_size": 16}),
+    "muse_glimmer": (
+        "muse_glimmer",
+        {
+            **_WIDTHS, "num_hidden_layers": 1, "num_attention_heads": 2, "patch_size": 4, "pos_emb_height": 4,
+            "pos_emb_width": 4,
+        },
+    ),
+}  # fmt: skip
+# Above all words of `self_check`.
+_IMAGE_TOKENS = (
+    "image_token_id", "video_token_id", "vision_start_token_id", "vision_end_token_id", "image_start_token_id",
+    "image_end_token_id", "video_start_token_id", "video_end_token_id",
+)  # fmt: skip
+
+
+def whole_model(name: str, *, tied: bool = False) -> PreTrainedModel:
+    """One of `WHOLE` with random weights in fp32, around the text of `TEXT_PARTS`. It says whether its head is tied;
+    its text does not."""
+    model_type, vision = WHOLE[name]
+    of_text, settings = TEXT_PARTS[name]
+    text = {**TINY, "vocab_size": 300, "model_type": of_text, **settings}
+    del text["tie_word_embeddings"]
+    others = {"out_hidden_size": 64, "projector_hidden_size": 16} if model_type == "muse_glimmer" else {}
+    others |= dict.fromkeys(_IMAGE_TOKENS, 299)
+    torch.manual_seed(0)
+    config = AutoConfig.for_model(
+        model_type, text_config=text, vision_config=vision, tie_word_embeddings=tied, **others
+    )
+    model = AutoModelForImageTextToText.from_config(config, dtype=torch.float32, attn_implementation="eager")
+    with torch.no_grad():
+        for tensor in model.parameters():
+            tensor.add_(0.05 * torch.randn(tensor.shape))
+    return model.eval()  # type: ignore[no-any-return]
