@@ -1,6 +1,6 @@
 """A chat answer told apart: text, reasoning and tool calls, in the pieces in which they come, and as a whole.
 
-Every door that shows answers is built on these values: a chunk has parts, and `Answer` adds them up.
+Every interface that shows answers is built on these values: a chunk has parts, and `Answer` adds them up.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Every door of clients/README.md: its example is there, short, and run by the test that the row names."""
+"""Every interface of clients/README.md: its example is there, short, and run by the test that the row names."""
 
 from __future__ import annotations
 
@@ -13,9 +13,9 @@ PAGE = ROOT / "clients/README.md"
 FRAMED = {"go": 30, "python of clients/README.md": 14}
 
 
-def doors() -> list[tuple[str, str, str]]:
+def interfaces() -> list[tuple[str, str, str]]:
     """What one has, where its example is, and which test runs it."""
-    section = PAGE.read_text().split("## Doors")[1].split("\n## ")[0]
+    section = PAGE.read_text().split("## Interfaces")[1].split("\n## ")[0]
     rows = re.findall(r"^\| (.+?) \| .+? \| \[.+?\]\((.+?)\) \| `(.+?)` \|$", section, re.MULTILINE)
     assert len(rows) >= 12
     return [(have, where, test) for have, where, test in rows]
@@ -33,9 +33,9 @@ def section_of(where: str) -> tuple[Path, str]:
 
 
 @pytest.mark.parametrize(
-    ("have", "where", "test"), doors(), ids=lambda value: value.split()[0] if " " in value else None
+    ("have", "where", "test"), interfaces(), ids=lambda value: value.split()[0] if " " in value else None
 )
-def test_a_door_has_an_example_that_a_test_runs(have: str, where: str, test: str) -> None:
+def test_an_interface_has_an_example_that_a_test_runs(have: str, where: str, test: str) -> None:
     path, section = section_of(where)
     source = (ROOT / test).read_text()
     # The test reads that page, or drives the page of the gateway or the command itself.
