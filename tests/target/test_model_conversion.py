@@ -92,8 +92,12 @@ def tiny(index: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> KnownM
     return known
 
 
-def test_the_model_has_the_weights_and_words_of_the_wheel(tiny: KnownModel, index: Path) -> None:
+def test_the_model_has_the_weights_and_words_of_the_wheel(
+    tiny: KnownModel, index: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
     folder = pull(tiny.name)
+    # The progress of other libraries would overwrite ours.
+    assert "it/s" not in capfd.readouterr().err
     assert {"config.json", "model.safetensors", "tokenizer.json"} <= {path.name for path in folder.iterdir()}
     model = AutoModelForCausalLM.from_pretrained(folder)
     assert model.dtype == torch.bfloat16

@@ -15,6 +15,7 @@ import zipfile
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
+from functools import partialmethod
 from pathlib import Path
 
 from rich import box
@@ -169,12 +170,9 @@ def _convert(known: KnownModel, gguf: Path, into: Path) -> None:
     """Dequantise to bfloat16 and save as safetensors, with tokenizer and chat template."""
     import torch
     from transformers import AutoModelForCausalLM, AutoTokenizer
-    from transformers.utils import logging as transformers_logging
 
     source, file = str(gguf.parent), gguf.name
-    # Its progress bars would overwrite ours.
-    transformers_logging.disable_progress_bar()
-    try:
+    with _bars_of_transformers_hidden():
         loaded = AutoModelForCausalLM.from_pretrained(source, gguf_file=file, dtype=torch.bfloat16)
         tokenizer = AutoTokenizer.from_pretrained(source, gguf_file=file)
         tokenizer.eos_token, tokenizer.bos_token = known.eos_token, known.bos_token
@@ -193,7 +191,22 @@ def _convert(known: KnownModel, gguf: Path, into: Path) -> None:
         fresh.generation_config.bos_token_id = tokenizer.bos_token_id
         fresh.save_pretrained(into)
         tokenizer.save_pretrained(into)
+
+
+@contextmanager
+def _bars_of_transformers_hidden() -> Iterator[None]:
+    """Hides progress bars that would overwrite ours."""
+    from tqdm.auto import tqdm  # type: ignore[import-untyped]
+    from transformers.utils import logging as transformers_logging
+
+    transformers_logging.disable_progress_bar()
+    # That of GGUF files is tqdm's own, which transformers' switch does not reach.
+    shown = tqdm.__init__
+    tqdm.__init__ = partialmethod(shown, disable=True)
+    try:
+        yield
     finally:
+        tqdm.__init__ = shown
         transformers_logging.enable_progress_bar()
 
 
