@@ -29,7 +29,7 @@ from target_service.execution.host_executor import HostSteps
 from target_service.model.loading.self_check import check_runner, own_logits
 from target_service.model.runner import ModelRunner, runner_for
 from target_service.model.weights.files import read_weights
-from target_service.model.weights.room import HostRoom
+from target_service.model.weights.host_memory import HostMemory
 from target_service.model.weights.slots import weight_slots, write_weights
 from tree_models.slots import specs_of
 
@@ -267,16 +267,16 @@ def test_no_bit_depends_on_the_batch_when_that_is_asked_for() -> None:
 
 def exchange(runner: ModelRunner, folder: Path) -> None:
     """Write the folder's weights into the runner's model, from page-locked memory."""
-    slots, room = weight_slots(runner.network), HostRoom(runner.device)
-    weights = read_weights(folder, specs_of(slots), room)
-    room.lock()
-    assert room.locked_bytes >= sum({one.data_ptr(): one.nbytes for one in weights.values()}.values())
+    slots, memory = weight_slots(runner.network), HostMemory(runner.device)
+    weights = read_weights(folder, specs_of(slots), memory)
+    memory.lock()
+    assert memory.locked_bytes >= sum({one.data_ptr(): one.nbytes for one in weights.values()}.values())
     assert all(tensor.is_pinned() for tensor in weights.values())
     write_weights(slots, weights, torch.device("cuda"), lambda: None)
     locked = next(iter(weights.values()))
-    room.release()
+    memory.release()
     deadline = time.monotonic() + HUNG_SECONDS
-    while room.locked_bytes:
+    while memory.locked_bytes:
         assert time.monotonic() < deadline, "the memory was not given back"
         time.sleep(0.01)
     assert not locked.is_pinned()
@@ -288,7 +288,7 @@ def test_captured_steps_go_on_with_other_weights(
 ) -> None:
     """Graphs that were captured before an exchange compute what graphs that are captured behind it do."""
     # So that most tensors reach across pieces that are locked by themselves.
-    monkeypatch.setattr("target_service.model.weights.room.PIECE", 64 << 10)
+    monkeypatch.setattr("target_service.model.weights.host_memory.PIECE", 64 << 10)
     # As large as fused layers are.
     tiny = make_tiny("llama", hidden_size=256, head_dim=64, intermediate_size=512).to(torch.bfloat16)
     new = other_weights(tiny)

@@ -31,7 +31,7 @@ from outrider.weight_updates import RunningRequests
 from outrider.wire.frames import OpenSequence
 from target_service.core.sequence import SequenceFailed, SequenceFinished
 from target_service.model.runner import ModelRunner
-from target_service.model.weights.room import HostRoom
+from target_service.model.weights.host_memory import HostMemory
 from tree_models.layers.decoder import Decoder
 
 PROMPT = [5, 6, 7, 8]
@@ -271,16 +271,18 @@ def test_a_write_that_fails_ends_the_engine(start: Start, folder: Path, monkeypa
     assert running.engine.failure is not None
 
 
-class Rooms:
-    """Rooms as for a GPU, with locks that are only counted."""
+class CountedLocks:
+    """Host memory as for a GPU, with locks that are only counted."""
 
     def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
         self.locked: set[int] = set()
         self.ever = 0
         self.before_lock: Callable[[], object] = lambda: None
-        monkeypatch.setattr("target_service.model.weights.room._page_lock", self._lock)
-        monkeypatch.setattr("target_service.model.weights.room._page_unlock", self._unlock)
-        monkeypatch.setattr("target_service.model.weights.update.HostRoom", lambda _: HostRoom(torch.device("cuda")))
+        monkeypatch.setattr("target_service.model.weights.host_memory._page_lock", self._lock)
+        monkeypatch.setattr("target_service.model.weights.host_memory._page_unlock", self._unlock)
+        monkeypatch.setattr(
+            "target_service.model.weights.update.HostMemory", lambda _: HostMemory(torch.device("cuda"))
+        )
 
     def wait_empty(self) -> None:
         deadline = time.monotonic() + HUNG_SECONDS
@@ -301,19 +303,19 @@ class Rooms:
 def test_locked_memory_is_given_back_however_an_update_ends(
     start: Start, new: PreTrainedModel, folder: Path, monkeypatch: pytest.MonkeyPatch, way: str
 ) -> None:
-    rooms, running = Rooms(monkeypatch), start()
+    locks, running = CountedLocks(monkeypatch), start()
     if way == "done":
         for version in (2, 3):
             running.update(folder)
             assert running.result().model_version == version
-            rooms.wait_empty()
+            locks.wait_empty()
         after = running.engine.submit(request(PROMPT, 10))
         running.wait_last(after)
         assert running.said(after) == expected(new, PROMPT, 10)
-        assert rooms.ever == 2
+        assert locks.ever == 2
         return
     reading, go_on = threading.Event(), threading.Event()
-    rooms.before_lock = lambda: (reading.set(), go_on.wait(HUNG_SECONDS))
+    locks.before_lock = lambda: (reading.set(), go_on.wait(HUNG_SECONDS))
     held = running.engine.submit(request([5, 6], 5, external=True))
     running.engine.verify(held, TokenTree.root_only(6))
     running.wait_said(held, 1)
@@ -327,10 +329,10 @@ def test_locked_memory_is_given_back_however_an_update_ends(
         running.engine.cancel_update(update_id) if way == "given up" else running.engine.stop()
     running.engine.cancel(held)
     deadline = time.monotonic() + HUNG_SECONDS
-    while not rooms.ever:
+    while not locks.ever:
         assert time.monotonic() < deadline
         time.sleep(0.01)
-    rooms.wait_empty()
+    locks.wait_empty()
     assert running.engine.snapshot().model_version == 1
 
 

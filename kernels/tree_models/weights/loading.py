@@ -39,7 +39,7 @@ def load_slots(slots: Sequence[WeightSlot], checkpoint: TensorSource, names: Wei
             message has the first ten names.
     """
     check_names(specs_of(slots), checkpoint.stored, names)
-    room, failures = _Room(_UNDER_WAY), list[BaseException]()
+    under_way, failures = _BytesUnderWay(_UNDER_WAY), list[BaseException]()
 
     def write(slot: WeightSlot, size: int) -> None:
         try:
@@ -51,30 +51,30 @@ def load_slots(slots: Sequence[WeightSlot], checkpoint: TensorSource, names: Wei
         except BaseException as error:
             failures.append(error)
         finally:
-            room.leave(size)
+            under_way.release(size)
 
     with ThreadPoolExecutor(readers, thread_name_prefix="weights") as threads:
         for slot in slots:
             size = sum(spec.nbytes for spec in slot.specs.values())
-            room.enter(size)
+            under_way.reserve(size)
             threads.submit(write, slot, size)
     if failures:
         raise failures[0]
 
 
-class _Room:
+class _BytesUnderWay:
     """Host memory of so many bytes, which threads share."""
 
     def __init__(self, size: int) -> None:
         self._size, self._used, self._left = size, 0, threading.Condition()
 
-    def enter(self, size: int) -> None:
+    def reserve(self, size: int) -> None:
         """Wait until there is room for `size` bytes, or for anything else nothing is there."""
         with self._left:
             self._left.wait_for(lambda: not self._used or self._used + size <= self._size)
             self._used += size
 
-    def leave(self, size: int) -> None:
+    def release(self, size: int) -> None:
         """Give the bytes back."""
         with self._left:
             self._used -= size

@@ -19,7 +19,7 @@ from outrider.checkpoints.headers import TensorEntry, read_header
 from outrider.checkpoints.refusal import CheckpointRefused, some
 from outrider.checkpoints.tensors import read_tensor_into
 from outrider.errors import InvalidField
-from target_service.model.weights.room import HostRoom
+from target_service.model.weights.host_memory import HostMemory
 from tree_models.ranks.cuts import Cut
 from tree_models.slots import TensorSpec
 
@@ -30,13 +30,13 @@ _FLOATS = ("F32", "F16", "BF16")
 def read_weights(
     folder: Path,
     wanted: Mapping[str, TensorSpec],
-    room: HostRoom | None = None,
+    memory: HostMemory | None = None,
     cuts: Mapping[str, Cut] = MappingProxyType({}),
 ) -> dict[str, Tensor]:
     """Every wanted tensor of the folder's `*.safetensors`, on the CPU and in its wanted type; of those with a cut that
     part.
 
-    Tensors are copied out of the files, into `room` if it is given; nothing may have been taken of that yet. Of two
+    Tensors are copied out of the files, into `memory` if it is given; nothing may have been taken of that yet. Of two
     that are tied one may be missing. Raises `InvalidField` where there are no such
     files, or they cannot be read; names are missing, unknown or there twice; a tensor has another shape, a type that is
     no floating point number of 16 or 32 bits, or a value that is not finite; tied tensors differ. The message has the
@@ -48,11 +48,11 @@ def read_weights(
     try:
         entries = _entries(paths)
         _check_headers(entries, wanted)
-        room = room or HostRoom(torch.device("cpu"))
+        memory = memory or HostMemory(torch.device("cpu"))
         kept = {name: _part(wanted[name], cuts.get(name)) for name in entries}
-        room.reserve(spec.nbytes for spec in kept.values())
+        memory.reserve(spec.nbytes for spec in kept.values())
         found = {
-            name: _read(entry, wanted[name], room.allocate(kept[name].shape, kept[name].dtype), cuts.get(name))
+            name: _read(entry, wanted[name], memory.allocate(kept[name].shape, kept[name].dtype), cuts.get(name))
             for name, entry in entries.items()
         }
     except (OSError, CheckpointRefused) as error:

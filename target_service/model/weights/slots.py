@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from target_service.model.network import TargetNetwork
-from target_service.model.weights.room import copy_in_pieces
+from target_service.model.weights.host_memory import copy_in_pieces
 from tree_models.slots import WeightSlot
 
 

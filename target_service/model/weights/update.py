@@ -10,7 +10,7 @@ from torch import Tensor
 
 from target_service.model.network import TargetNetwork
 from target_service.model.weights.files import read_weights
-from target_service.model.weights.room import HostRoom
+from target_service.model.weights.host_memory import HostMemory
 from target_service.model.weights.slots import weight_slots, write_weights
 from tree_models.ranks.decoder import RankDecoder
 from tree_models.slots import WeightSlot, specs_of
@@ -26,16 +26,16 @@ class WaitingWeights:
     _slots: Sequence[WeightSlot] = field(default=(), init=False)
 
     def __post_init__(self) -> None:
-        self._room = HostRoom(self.network.device)
+        self._memory = HostMemory(self.network.device)
 
     def read(self, folder: Path) -> None:
         """Read a folder's tensors, of a rank's network its part of each. Raises what `read_weights` does."""
         network, self._slots = self.network, weight_slots(self.network)
         if isinstance(network, RankDecoder):
-            self.weights = read_weights(folder, network.whole_specs, self._room, network.cuts)
+            self.weights = read_weights(folder, network.whole_specs, self._memory, network.cuts)
         else:
-            self.weights = read_weights(folder, specs_of(self._slots), self._room)
-        self._room.lock()
+            self.weights = read_weights(folder, specs_of(self._slots), self._memory)
+        self._memory.lock()
 
     def write(self, beat: Callable[[], None]) -> None:
         """Write them to the network; see `write_weights`."""
@@ -51,4 +51,4 @@ class WaitingWeights:
     def release(self) -> None:
         """Give their memory back."""
         self.weights = {}
-        self._room.release()
+        self._memory.release()

@@ -13,9 +13,9 @@ from safetensors.torch import save_file
 from waits import HUNG_SECONDS
 
 from outrider.errors import InvalidField
-from target_service.model.weights import room as rooms
+from target_service.model.weights import host_memory
 from target_service.model.weights.files import read_weights
-from target_service.model.weights.room import HostRoom, copy_in_pieces
+from target_service.model.weights.host_memory import HostMemory, copy_in_pieces
 from tree_models.slots import TensorSpec
 
 GPU, CPU = torch.device("cuda"), torch.device("cpu")
@@ -44,9 +44,9 @@ class Locks:
 @pytest.fixture
 def locks(monkeypatch: pytest.MonkeyPatch) -> Locks:
     made = Locks()
-    monkeypatch.setattr(rooms, "PIECE", PIECE)
-    monkeypatch.setattr(rooms, "_page_lock", made.lock)
-    monkeypatch.setattr(rooms, "_page_unlock", made.unlock)
+    monkeypatch.setattr(host_memory, "PIECE", PIECE)
+    monkeypatch.setattr(host_memory, "_page_lock", made.lock)
+    monkeypatch.setattr(host_memory, "_page_unlock", made.unlock)
     return made
 
 
@@ -68,23 +68,23 @@ def specs(of: dict[str, torch.Tensor]) -> dict[str, TensorSpec]:
     return {name: TensorSpec(tuple(tensor.shape), tensor.dtype) for name, tensor in of.items()}
 
 
-def test_tensors_lie_in_a_room_of_locked_pieces(locks: Locks, tmp_path: Path) -> None:
+def test_tensors_lie_in_locked_pieces(locks: Locks, tmp_path: Path) -> None:
     wanted = tensors()
     save_file(wanted, tmp_path / "model.safetensors")
-    room = HostRoom(GPU)
-    found = read_weights(tmp_path, specs(wanted), room)
+    memory = HostMemory(GPU)
+    found = read_weights(tmp_path, specs(wanted), memory)
     assert not locks.held
-    room.lock()
-    assert room.locked_bytes == sum(locks.held.values()) >= sum(tensor.nbytes for tensor in wanted.values())
+    memory.lock()
+    assert memory.locked_bytes == sum(locks.held.values()) >= sum(tensor.nbytes for tensor in wanted.values())
     for name, tensor in wanted.items():
         assert torch.equal(found[name], tensor)
         begin, end = found[name].data_ptr(), found[name].data_ptr() + tensor.nbytes
         assert all(any(at <= byte < at + size for at, size in locks.held.items()) for byte in range(begin, end, 4096))
-    room.release()
-    wait_for(lambda: not room.locked_bytes)
+    memory.release()
+    wait_for(lambda: not memory.locked_bytes)
     assert not locks.held
     # There is nothing more to give.
-    room.release()
+    memory.release()
 
 
 @pytest.mark.parametrize("allowed", [0, 2])
@@ -94,37 +94,37 @@ def test_what_cannot_be_locked_stays_pageable(
     wanted = tensors()
     save_file(wanted, tmp_path / "model.safetensors")
     locks.allowed = allowed
-    room = HostRoom(GPU)
-    found = read_weights(tmp_path, specs(wanted), room)
+    memory = HostMemory(GPU)
+    found = read_weights(tmp_path, specs(wanted), memory)
     with caplog.at_level("WARNING"):
-        room.lock()
-    assert len(locks.held) == allowed and room.locked_bytes == allowed * PIECE
+        memory.lock()
+    assert len(locks.held) == allowed and memory.locked_bytes == allowed * PIECE
     assert "not page-locked" in caplog.text
     assert all(torch.equal(found[name], tensor) for name, tensor in wanted.items())
-    room.release()
+    memory.release()
     wait_for(lambda: not locks.held)
 
 
 @pytest.mark.usefixtures("locks")
 def test_memory_goes_back_to_the_system() -> None:
-    room = HostRoom(GPU)
-    room.reserve([3 * PIECE])
-    tensor = room.allocate((3 * PIECE,), torch.uint8)
+    memory = HostMemory(GPU)
+    memory.reserve([3 * PIECE])
+    tensor = memory.allocate((3 * PIECE,), torch.uint8)
     tensor.fill_(7)
-    room.lock()
-    room.release()
-    wait_for(lambda: not room.locked_bytes)
+    memory.lock()
+    memory.release()
+    wait_for(lambda: not memory.locked_bytes)
     # Pages that were given back read as zeros.
     assert not tensor.any()
 
 
-def test_a_room_of_a_cpu_locks_nothing(locks: Locks, tmp_path: Path) -> None:
+def test_memory_of_a_cpu_locks_nothing(locks: Locks, tmp_path: Path) -> None:
     wanted = tensors()
     save_file(wanted, tmp_path / "model.safetensors")
-    room = HostRoom(CPU)
-    found = read_weights(tmp_path, specs(wanted), room)
-    room.lock()
-    room.release()
+    memory = HostMemory(CPU)
+    found = read_weights(tmp_path, specs(wanted), memory)
+    memory.lock()
+    memory.release()
     assert not locks.ever
     assert all(torch.equal(found[name], tensor) for name, tensor in wanted.items())
 
@@ -134,7 +134,7 @@ def test_weights_that_do_not_fit_are_never_locked(locks: Locks, tmp_path: Path) 
     wanted["e"][5] = float("inf")
     save_file(wanted, tmp_path / "model.safetensors")
     with pytest.raises(InvalidField, match="not finite"):
-        read_weights(tmp_path, specs(wanted), HostRoom(GPU))
+        read_weights(tmp_path, specs(wanted), HostMemory(GPU))
     assert not locks.ever
 
 
@@ -144,7 +144,7 @@ def test_no_memory_is_said_so(monkeypatch: pytest.MonkeyPatch) -> None:
 
     monkeypatch.setattr("mmap.mmap", none)
     with pytest.raises(MemoryError, match="640 bytes"):
-        HostRoom(GPU).reserve([600])
+        HostMemory(GPU).reserve([600])
 
 
 @pytest.mark.usefixtures("locks")
@@ -157,10 +157,10 @@ def test_copies_end_where_pieces_do(monkeypatch: pytest.MonkeyPatch) -> None:
         copied.append((source.data_ptr(), source.nbytes))
         return copy(into, source)
 
-    room = HostRoom(GPU)
-    room.reserve([100, 5 * PIECE])
-    room.allocate((50,), torch.bfloat16)
-    source = room.allocate((5, PIECE // 2), torch.bfloat16)
+    memory = HostMemory(GPU)
+    memory.reserve([100, 5 * PIECE])
+    memory.allocate((50,), torch.bfloat16)
+    source = memory.allocate((5, PIECE // 2), torch.bfloat16)
     source.copy_(torch.randn(source.shape))
     # Rows of a larger tensor, as joined layers have them.
     joint = torch.zeros(9, PIECE // 2, dtype=torch.bfloat16)

@@ -28,7 +28,7 @@ PIECE = 64 << 20
 _ALIGNMENT = 64
 
 
-class HostRoom:
+class HostMemory:
     """Memory for the tensors of one exchange: `reserve`, `allocate`, `lock`, `release`. Used by one thread at a time.
 
     On a CPU, `allocate` makes a plain tensor, and the other methods do nothing.
@@ -45,7 +45,7 @@ class HostRoom:
 
     @property
     def locked_bytes(self) -> int:
-        """Bytes of the room that are page-locked."""
+        """Bytes that are page-locked."""
         return sum(min(PIECE, self._used - offset) for offset in self._locked)
 
     def reserve(self, sizes: Iterable[int]) -> None:
