@@ -9,11 +9,13 @@ from __future__ import annotations
 import itertools
 import logging
 import time
+from collections import Counter
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from enum import Enum, auto
 from functools import partial
 from typing import Literal, NamedTuple
+from weakref import WeakKeyDictionary
 
 import torch
 from torch import Tensor
@@ -28,9 +30,12 @@ from tree_kernels.verification import TOKEN_BITS, DeviceVerifier, keep_accepted
 log = logging.getLogger(__name__)
 # For capturing ahead; the rest is captured when first used.
 _CAPTURE_SECONDS = 30.0
-# For capturing in a pause what only some requests need, and rows of the largest pass behind which that is captured:
-# shaped logits of larger ones take memory, and those passes are few. Chosen: a request that comes waits no longer.
+# For capturing in a pause what only some requests need, and rows of the largest pass behind which that is captured
+# then: larger ones are of many sizes, and few. Chosen: a request that comes waits no longer.
 _PAUSE_SECONDS, _MOST_REST_ROWS = 0.01, 192
+# Behind larger passes it is captured once it was launched so often. Chosen, not measured: a capture takes several times
+# as long as single launches, so what comes so often again has paid for it, and what does not has lost little.
+_LAUNCHES_BEFORE_CAPTURE = 8
 
 
 class TableWork(Enum):
@@ -70,6 +75,8 @@ class PostPass:
     def __post_init__(self) -> None:
         self._graphs = PassGraphs(self._runner.device)
         self._rest: Iterator[bool] = iter(())
+        # Of large passes, by the owner of their buffers, how often what only some requests need was launched behind it.
+        self._launches: WeakKeyDictionary[object, Counter[PostPassWork]] = WeakKeyDictionary()
 
     def launch(self, work: PostPassWork, done: ForwardPass, distributions: Tensor | None = None) -> None:
         """Run what follows this pass, captured now if it was not yet. Never captured with `distributions`, which are
@@ -77,10 +84,26 @@ class PostPass:
         if work.drafted:
             self._runner.prepare_moves(done, self._verifier.verdicts)
         graph_buffers = done.graph_buffers if distributions is None else None
-        if (work.shaped or work.logprobs) and len(done.token_ids) > _MOST_REST_ROWS:
-            # Passes that read prompts, of many sizes: capturing takes several times as long as single launches.
-            graph_buffers = None
-        self._graphs.replay_or_capture(graph_buffers, work, lambda: self._launch(work, done, distributions))
+        launch = partial(self._launch, work, done, distributions)
+        if graph_buffers is not None and (work.shaped or work.logprobs) and len(done.token_ids) > _MOST_REST_ROWS:
+            self._launch_or_replay(graph_buffers, work, launch)
+        else:
+            self._graphs.replay_or_capture(graph_buffers, work, launch)
+
+    def _launch_or_replay(self, graph_buffers: object, work: PostPassWork, launch: Callable[[], object]) -> None:
+        """Launch what follows a large pass, which is captured once it was launched often."""
+        if self._graphs.has(graph_buffers, work):
+            self._graphs.replay_or_capture(graph_buffers, work, launch)
+            return
+        launch()
+        launches = self._launches.setdefault(graph_buffers, Counter())
+        launches[work] += 1
+        if launches[work] == _LAUNCHES_BEFORE_CAPTURE:
+            try:
+                self._graphs.capture(graph_buffers, work, launch)
+            except torch.OutOfMemoryError:
+                # Single launches go on.
+                log.warning("no memory to capture what follows a pass with %s", work)
 
     def launches(self) -> Iterator[Callable[[], object]]:
         """What follows each captured pass, to be launched; and behind the smallest what only some requests need."""

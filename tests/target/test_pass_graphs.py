@@ -4,11 +4,15 @@ from __future__ import annotations
 
 import gc
 from collections.abc import Callable
+from types import SimpleNamespace
 from typing import Any
+from unittest.mock import Mock
 
 import pytest
 import torch
 
+from target_service.execution import post_pass
+from target_service.execution.post_pass import PostPass, PostPassWork
 from target_service.execution.pre_pass import PrePass
 from target_service.model.cuda_graphs.pass_graphs import PassGraphs
 
@@ -76,6 +80,60 @@ def test_graphs_of_a_pass_that_was_dropped_are_dropped_too() -> None:
     del graph_buffers
     gc.collect()
     assert not len(graphs._graphs)
+
+
+class Behind(PostPass):
+    """What follows passes, launched by a count."""
+
+    def __init__(self) -> None:
+        super().__init__(SimpleNamespace(device=CPU), *[None] * 5)  # type: ignore[arg-type]
+        self._graphs = self.graphs = Recorded()
+        self.launched = 0
+
+    def _launch(self, *_: Any) -> None:
+        self.launched += 1
+
+
+def large_pass(graph_buffers: object | None, rows: int = 512) -> Any:
+    return SimpleNamespace(graph_buffers=graph_buffers, token_ids=[0] * rows)
+
+
+@pytest.mark.parametrize("work", [PostPassWork(False, shaped=True), PostPassWork(False, logprobs=True)])
+def test_what_only_some_requests_need_behind_a_large_pass_is_captured_once_it_comes_often(work: PostPassWork) -> None:
+    behind, buffers, often = Behind(), Keeper(), post_pass._LAUNCHES_BEFORE_CAPTURE
+    for number in range(1, often):
+        behind.launch(work, large_pass(buffers))
+        assert behind.launched == number and not behind.graphs.captured
+    behind.launch(work, large_pass(buffers))
+    # Launched, and then captured, which runs nothing.
+    assert behind.launched == often + 1 and [one.replays for one in behind.graphs.captured] == [0]
+    for _ in range(3):
+        behind.launch(work, large_pass(buffers))
+    assert behind.launched == often + 1 and behind.graphs.captured[0].replays == 3
+    # Another pass, and other work behind the same.
+    for other, where in ((work, Keeper()), (PostPassWork(False, shaped=True, logprobs=True), buffers)):
+        behind.launch(other, large_pass(where))
+    assert behind.launched == often + 3 and len(behind.graphs.captured) == 1
+
+
+def test_behind_a_small_pass_it_is_captured_at_once_and_never_without_buffers() -> None:
+    behind, work = Behind(), PostPassWork(False, shaped=True)
+    behind.launch(work, large_pass(Keeper(), rows=64))
+    assert len(behind.graphs.captured) == 1
+    for _ in range(2 * post_pass._LAUNCHES_BEFORE_CAPTURE):
+        behind.launch(work, large_pass(None))
+    assert len(behind.graphs.captured) == 1
+
+
+def test_without_memory_for_a_capture_launches_go_on(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    behind, work, buffers, often = Behind(), PostPassWork(False, shaped=True), Keeper(), 3
+    monkeypatch.setattr(post_pass, "_LAUNCHES_BEFORE_CAPTURE", often)
+    monkeypatch.setattr(behind.graphs, "_capture", Mock(side_effect=torch.OutOfMemoryError("none is left")))
+    for _ in range(3 * often):
+        behind.launch(work, large_pass(buffers))
+    assert behind.launched == 3 * often and caplog.text.count("no memory to capture") == 1
 
 
 class Table:

@@ -45,9 +45,17 @@ class PassGraphs:
             graph.replay()
             return cast("Result", result)
         done = launch()
-        # Now that every kernel is compiled. Capturing runs nothing.
-        graphs[work] = self._capture(launch)
+        self.capture(graph_buffers, work, launch)
         return done
+
+    def capture(self, graph_buffers: object, work: Hashable, launch: Callable[[], object]) -> None:
+        """Have `replay_or_capture` replay this work from now on. Captured once every kernel is compiled, by an earlier
+        launch. Runs nothing."""
+        self._graphs.setdefault(graph_buffers, {})[work] = self._capture(launch)
+
+    def has(self, graph_buffers: object, work: Hashable) -> bool:
+        """Whether this work is captured."""
+        return work in self._graphs.get(graph_buffers, {})
 
     def _capture(self, launch: Callable[[], object]) -> tuple[torch.cuda.CUDAGraph, object]:
         self._stream.wait_stream(torch.cuda.current_stream(self._device))
