@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 from outrider.admission.prompt_limits import MAX_MESSAGES
@@ -33,14 +34,16 @@ def chat_turns(value: Any) -> tuple[ChatTurn, ...]:
     return tuple(_turn(message, f"messages[{i}]") for i, message in enumerate(messages))
 
 
-def content_text(content: Any, path: str) -> str:
-    """The text of a content: a string, or parts of type text, which stand on lines of their own."""
+def content_text(content: Any, path: str, read_part: Callable[[Any, str], str] | None = None) -> str:
+    """The text of a content: a string, or parts with text, which stand on lines of their own. `read_part` reads a part
+    and its path, as a message's part unless given."""
     if isinstance(content, str):
         return content
     if content is None:
         raise BadField(path, "is missing", "missing_required_parameter")
     parts = bounded(typed(content, list, path), MAX_MESSAGES, path)
-    return "\n".join(_part(part, f"{path}[{i}]") for i, part in enumerate(parts))
+    read = read_part or _part
+    return "\n".join(read(part, f"{path}[{i}]") for i, part in enumerate(parts))
 
 
 def _turn(message: Any, path: str) -> ChatTurn:

@@ -9,8 +9,9 @@ from typing import Any
 from outrider.admission.prompt_limits import MAX_MESSAGES
 from outrider_client.answers import ToolCall
 from outrider_client.messages import ChatTurn
+from outrider_gateway.chat_messages import content_text
 from outrider_gateway.failures import BadField
-from outrider_gateway.fields import Fields, bounded, typed
+from outrider_gateway.fields import Fields, typed
 
 _ROLES = {"system": "system", "developer": "system", "user": "user", "assistant": "assistant"}
 # What an item has from an answer, or for a provider's own books.
@@ -101,13 +102,7 @@ class _ItemReader:
 
 
 def _content(content: Any, path: str) -> str:
-    """The text of a content: a string, or parts with text, which stand on lines of their own."""
-    if isinstance(content, str):
-        return content
-    if content is None:
-        raise BadField(path, "is missing", "missing_required_parameter")
-    parts = bounded(typed(content, list, path), MAX_MESSAGES, path)
-    return "\n".join(_part(part, f"{path}[{i}]") for i, part in enumerate(parts))
+    return content_text(content, path, _part)
 
 
 def _part(part: Any, path: str) -> str:

@@ -95,11 +95,6 @@ class SamplingParams:
         structured = self.structured_output is not None
         return self.has_penalties or bool(self.logit_bias) or self.min_tokens > 0 or structured
 
-    @property
-    def returns_logprobs(self) -> bool:
-        """Whether log-probabilities are returned, of the output or the prompt."""
-        return self.logprobs is not None or self.prompt_logprobs is not None
-
     def mode(self, asked: VerificationMode | None = None) -> VerificationMode:
         """The mode to use: `asked`, or the temperature's default. Raises `InvalidField` if they do not fit."""
         if asked is None:

@@ -38,7 +38,6 @@ SERVICE_NAME: str = target_pb2.DESCRIPTOR.services_by_name["TargetService"].full
 UNREAD_STEPS = 1024
 
 GenerateContext = grpc.aio.ServicerContext[target_pb2.GenerateRequest, target_pb2.GenerateResponse]
-GenerateManyContext = grpc.aio.ServicerContext[target_pb2.GenerateManyRequest, target_pb2.GenerateManyResponse]
 EventsContext = grpc.aio.ServicerContext[target_pb2.SubscribeKvEventsRequest, target_pb2.SubscribeKvEventsResponse]
 VerifyContext = grpc.aio.ServicerContext[target_pb2.VerifyRequest, target_pb2.VerifyResponse]
 

@@ -58,26 +58,3 @@ class RunningTime(RunningMean):
         else:
             most = self.most * (self.unit + self.value)
             RunningMean.observe(self, value if value < most else most)
-
-
-class PassRate:
-    """Recent tokens of a sequence per second, in passes of a kind."""
-
-    def __init__(self, share: float) -> None:
-        """`share` is the weight of one pass in the means."""
-        self._tokens = RunningMean(share)
-        self._seconds = RunningTime(share)
-
-    @property
-    def count(self) -> int:
-        return self._tokens.count
-
-    @property
-    def rate(self) -> float:
-        """Tokens a second of one sequence; 0 before the first pass."""
-        return self._tokens.value / self._seconds.value if self._seconds.value else 0.0
-
-    def observe(self, tokens: float, seconds: float) -> None:
-        """Observe a pass: its tokens of each sequence, and its seconds."""
-        self._tokens.observe(tokens)
-        self._seconds.observe(seconds)

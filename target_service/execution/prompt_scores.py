@@ -27,7 +27,6 @@ class ScoresUnderWay(NamedTuple):
     """The same on its way to the host: there once the device has done what is queued behind the copies."""
 
     item: StepItem
-    scored: range  # places in the prompt of the tokens that have a log-probability
     own: Tensor  # [tokens] fp32, on the host
     top_ids: Tensor  # [tokens, alternatives] int32
     top: Tensor  # [tokens, alternatives] fp32
@@ -87,4 +86,4 @@ def _score(item: StepItem, logits: Tensor) -> ScoresUnderWay:
         found, ids = most_probable(logprobs, top)
         top_ids[part].copy_(ids, non_blocking=True)
         values[part].copy_(found, non_blocking=True)
-    return ScoresUnderWay(item, scored, own, top_ids, values)
+    return ScoresUnderWay(item, own, top_ids, values)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol
 
@@ -11,18 +10,6 @@ from torch import Tensor
 
 from tree_kernels.attention import AttentionPlan, AttentionVariant
 from tree_kernels.paging import write_kv
-
-
-class PagedCache(Protocol):
-    """Keys and values of each layer that has some, [pages, page_size, heads, width]."""
-
-    @property
-    def keys(self) -> Sequence[Tensor]:
-        """Of each layer, [pages, page_size, heads, width]."""
-
-    @property
-    def values(self) -> Sequence[Tensor]:
-        """Of each layer, [pages, page_size, heads, width]."""
 
 
 @dataclass(eq=False)
@@ -35,7 +22,7 @@ class PagedPass:
     attention: Any
     plan: AttentionPlan
     slots: Tensor  # [R], where each row's key and value go
-    cache: Any  # a `PagedCache`
+    cache: Any  # its `keys` and `values`: of each layer that has some, [pages, page_size, heads, width]
     recurrent: Any = None  # a `tree_kernels.recurrence.RecurrentPass` where layers keep states
     windowed: PagedPass | None = None  # the same for layers with a window, where those keep keys and values elsewhere
 
