@@ -272,7 +272,7 @@ class TargetConfig(ServiceSettings):
         return tuple(dict.fromkeys(comma_words(self.served_model_name))) or (self.model,)
 
     def with_head_of_draft(self, named: NamedSettings) -> TargetConfig:
-        """These settings with `draft_head`, if a drafter in this process is told its head and the target is not."""
+        """These settings with `draft_head`, if a drafter in this process has a head by name and the target has none."""
         if self.draft_head or not self.draft.startswith(_INPROCESS):
             return self
         return replace(self, draft_head=head_in_process(self.draft.removeprefix(_INPROCESS), named))

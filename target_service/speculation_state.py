@@ -44,7 +44,7 @@ def _about_draft(config: TargetConfig, snapshot: EngineSnapshot) -> str:
     if not draft:
         return "no draft service is configured (--draft)"
     if not snapshot.draft_connected:
-        # What a draft elsewhere says of itself is not repeated to callers.
+        # A remote draft's text about itself is not passed on to callers.
         lost = snapshot.draft_lost if draft.startswith(INPROCESS_SCHEME) else ""
         return f"the draft at {draft} is not connected{lost and ': '}{lost}"
     if snapshot.speculating:

@@ -23,7 +23,7 @@ _CODES: dict[int, grpc.StatusCode] = {code.value[0]: code for code in grpc.Statu
 _MOST_BYTES = 128 * 1024
 # Entries of each list of a message: fewer than the target takes.
 _MOST_ORDERS = 1024
-# Metadata that say who calls.
+# Metadata that identify the caller.
 _CREDENTIALS = (TENANT_KEY, TOKEN_KEY)
 # Events that one call may keep here unread before the target keeps them. Chosen: several steps of a fast engine.
 _MOST_UNREAD = 64
@@ -93,7 +93,7 @@ class CarriedGenerate:
         """The metadata that came with its end."""
         return self._trailing if self._alone is None else await self._alone.trailing_metadata()
 
-    # What the carrier says.
+    # What the carrier sends.
 
     def put(self, response: bytes) -> None:
         """An event has come."""
@@ -122,7 +122,7 @@ class CarriedGenerate:
         self.fail(None if code is grpc.StatusCode.OK else _error(code, end.message, self._trailing))
 
     def lose(self, error: grpc.aio.AioRpcError) -> None:
-        """The stream has ended, by this error. A call of which nothing was heard is made anew, by itself."""
+        """The stream has ended, by this error. A call without any answer yet is made anew, by itself."""
         if self._answered:
             self.fail(error)
         else:
@@ -186,7 +186,7 @@ class _Orders:
         self.changed.set()
 
     def next_message(self) -> pb.GenerateManyRequest | None:
-        """The next message. A call is begun in the same or an earlier one than what else is said of it."""
+        """The next message. A call is begun in the same or an earlier one than all other orders for it."""
         message, size = pb.GenerateManyRequest(), 0
         while self._begin and size < _MOST_BYTES and len(message.begin) < _MOST_ORDERS:
             call = self._begin.popleft()
@@ -243,7 +243,7 @@ class CallCarrier:
         return self._stub.Generate(request, metadata=begun.metadata, timeout=begun.seconds_left())
 
     def cancel(self, number: int) -> None:
-        """End a call; nothing more is heard of it."""
+        """End a call; its further messages are dropped."""
         if self._calls.pop(number, None) is not None:
             self._orders.cancel(number)
 

@@ -139,7 +139,7 @@ def _turn_of(message: Mapping[str, Any], path: str) -> ChatTurn:
     calls = tuple(
         _tool_call(call, f"{path}.tool_calls[{index}]") for index, call in enumerate(message.get("tool_calls") or ())
     )
-    # What calls a tool may say nothing.
+    # A message with calls may have no content.
     required = ("role",) if calls else ("role", "content")
     if missing := [key for key in required if key not in message]:
         raise TypeError(f"{path}: lacks {missing[0]!r}")

@@ -225,6 +225,6 @@ def _close_frame(sequence_id: int) -> target_pb2.VerifyRequest:
 
 
 def _retrieve(done: asyncio.Future[Any]) -> None:
-    """asyncio logs exceptions that nobody retrieves, and cancelled callers leave theirs."""
+    """asyncio logs exceptions that are never retrieved, and cancelled callers leave theirs."""
     if not done.cancelled():
         done.exception()

@@ -130,7 +130,7 @@ class ChatAnswers:
         return AnswerParser(answer_format, self._prompt_end(prompt), definitions, single=single)
 
     async def check(self, tools: ToolSet) -> None:
-        """Raise `NotSupported` for tools that the model is shown, and whose calls nobody would know."""
+        """Raise `NotSupported` for tools that the model is shown, and whose calls would not be recognised."""
         if not tools.callable:
             return
         # It takes a second, once, for a model that was loaded without it.
@@ -140,7 +140,7 @@ class ChatAnswers:
         found = self.tokenizer.answer_format
         if self.tokenizer.reads_tools and (found is None or not found.calls):
             raise NotSupported(
-                "the model's chat template takes tools, and nobody knows how the model writes their calls: its "
+                "the model's chat template takes tools, and how the model writes their calls is not known: its "
                 "tokenizer has no response_template; ask for TOOL_CHOICE_REQUIRED, which needs none"
             )
 

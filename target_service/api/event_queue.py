@@ -21,7 +21,7 @@ class EventQueue:
         self._events: list[SequenceEvent] = []
         self._arrived = asyncio.Event()
         self._overflowed = False
-        # Called when there are events; by default it wakes whoever waits for them.
+        # Called when there are events; by default it wakes the task that waits for them.
         self.on_arrival: Callable[[], object] = self._arrived.set
 
     def put(self, event: SequenceEvent) -> None:

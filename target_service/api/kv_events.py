@@ -53,7 +53,7 @@ class KvEventLog:
         events = _events(changes, self._page_size)
         batch = pb.SubscribeKvEventsResponse(sequence=self._last, timestamp_ns=time.time_ns(), events=events)
         self._batches.append(batch)
-        # Whoever waits has this event; the next ones wait for a new one.
+        # Tasks that wait have this event; the next ones wait for a new one.
         self._came.set()
         self._came = asyncio.Event()
 

@@ -155,7 +155,7 @@ class SequencePages:
         self.kept_out = wanted if wanted <= self._cache.free_pages + for_drafts else 0
 
     def forget_arrival(self) -> None:
-        """Let drafted rows have pages again, whoever waits."""
+        """Let drafted rows have pages again, also while others wait."""
         self.kept_out = 0
 
     def spare_rows(self, sequence: Sequence) -> int:
@@ -316,7 +316,7 @@ class SequencePages:
             start, own = place * size, sequence.pages[place]
             node = self.prefixes.insert(sequence.request.tenant, sequence.prefix, tokens[start : start + size], own)
             if node.page != own:
-                # Another sequence read the same text at the same time. One page stays, so that whoever holds a node
+                # Another sequence read the same text at the same time. One page stays, so that what holds a node
                 # holds all above it.
                 self._cache.share([node.page])
                 if self._cache.frames is not None and place >= sequence.window_start:

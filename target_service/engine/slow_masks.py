@@ -1,4 +1,4 @@
-"""Masks of grammars that take longer than others: their sequences sit out until they are there, and hold up nobody."""
+"""Masks of grammars that take longer than others: their sequences sit out until they are there, and delay no other."""
 
 from __future__ import annotations
 

@@ -256,7 +256,7 @@ class NodeTables:
 
 @functools.lru_cache(4096)
 def owner_of(tenant: str) -> int:
-    """31 bits that stand for a tenant: nobody can choose a name to share another's recycled tokens."""
+    """31 bits that stand for a tenant: no name can be chosen to share another's recycled tokens."""
     digest = hashlib.blake2b(tenant.encode(), key=_OWNER_SECRET, digest_size=4).digest()
     return int.from_bytes(digest, "little") >> 1
 

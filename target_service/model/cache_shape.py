@@ -52,7 +52,7 @@ def _shapes(model: PreTrainedModel) -> list[CacheShape]:
             model(input_ids=token, position_ids=token, use_cache=False)
     except torch.OutOfMemoryError:
         raise
-    # The check at load says what else is wrong with it.
+    # The check at load reports what else is wrong with it.
     except Exception:
         return []
     finally:

@@ -91,7 +91,7 @@ def read_draft_head(source: str, target_layers: int, target_hidden: int) -> Draf
     published = Weights(model_source(source) if "@" in source else head_source(source), _FILES)
     published.check_files()
     names, config = published.names, published.config
-    # An EAGLE-3 head without fc says so.
+    # An EAGLE-3 head without fc has an entry for it.
     whole = (config.get("eagle_config") or {}).get("use_aux_hidden_state", True) is False
     has_fc = any(name.endswith("fc.weight") for name in names)
     is_head = any(_has(names, pattern) for pattern in (_MEDUSA, _MTP_NORMED, _MTP_UNNORMED))

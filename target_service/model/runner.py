@@ -241,7 +241,7 @@ class ModelRunner:
 
     def capture_later(self) -> ForwardPass | None:
         """Capture one of the sizes that were left for later, while no step is under way: a pass of it without
-        sequences, whose results nobody needs. None where no size is left."""
+        sequences, whose results are not used. None where no size is left."""
         return None
 
     def _run_from_device(self, batch: ForwardInput, step: StepIntegers) -> ForwardPass:

@@ -27,7 +27,7 @@ __all__ = [
 
 
 class ModelRefused(ValueError):
-    """The model cannot be served losslessly; the message says why."""
+    """The model cannot be served losslessly; the message has the reason."""
 
 
 def description_of(config: PretrainedConfig) -> Description | None:
@@ -49,7 +49,7 @@ def text_part(config: PretrainedConfig) -> PretrainedConfig:
     if text is config or description_of(text) is None:
         return config
     if text.model_type not in MODEL_FOR_CAUSAL_LM_MAPPING_NAMES:
-        # The whole model has the head, and so says whether it is tied.
+        # The whole model has the head, and so shows whether it is tied.
         text.tie_word_embeddings = bool(getattr(config, "tie_word_embeddings", False))
     return text
 

@@ -1,6 +1,6 @@
 """How a model marks its reasoning and its tool calls: found by its chat template, and described by data.
 
-The parts of an answer are told apart by transformers' response templates: by the one that a tokenizer's settings carry
+An answer is split into parts by transformers' response templates: by the one that a tokenizer's settings carry
 (`response_template`), else by one of `answer_formats/`, chosen by what the chat template writes.
 """
 
@@ -20,7 +20,7 @@ from typing import Any
 CONTENT, CALLS, REASONING = "content", "tool_calls", ("thinking", "reasoning", "reasoning_content")
 # The form of calls that are explained to a model whose template knows none, and that every model can be held to.
 DEFAULT = "hermes"
-# Reasoning is marked like this where a format does not say otherwise. Spaces around it are neither's.
+# Reasoning is marked like this where a format has no other mark. Spaces around it are neither's.
 _THINKING = {"open_pattern": r"<think>\n?", "close_pattern": r"\s*</think>\s*"}
 # Marks of reasoning that formats look for, as texts.
 _MARKS = (("<think>", "</think>"), ("[THINK]", "[/THINK]"))
@@ -149,7 +149,7 @@ def _read() -> Iterator[tuple[str, tuple[AnswerFormat, list[list[str]]]]]:
 
 
 def _template(fields: Mapping[str, Any], call: CallText | None = None, call_id_length: int = 0) -> AnswerFormat:
-    """A format of fields that say what is theirs alone."""
+    """A format of fields that name what is theirs alone."""
     made = {name: _field(field) for name, field in {CONTENT: {}, **fields}.items()}
     if CALLS in made:
         made[CALLS] = {"transform": _CALL, **made[CALLS], "repeats": True}

@@ -108,8 +108,8 @@ class AnswerParser:
 
 
 class _Regions(ResponseParser):  # type: ignore[misc]
-    """transformers' parser, which also says what a call is named when it opens, and goes on behind a region that cannot
-    be read as what it should be. It has no other place for either than these methods."""
+    """transformers' parser, which also reports a call's name when it opens, and goes on behind a region that cannot be
+    read as what it should be. It has no other place for either than these methods."""
 
     _buffer: str
     _pos: int

@@ -16,7 +16,7 @@ from jinja2.sandbox import ImmutableSandboxedEnvironment
 
 # Most characters of a template's own reason that are passed on.
 _MOST_REASON = 200
-# Shorter words say nothing of the turns that they may come from.
+# Shorter words show nothing of the turns that they may come from.
 _TELLING_WORD = 4
 
 # Marks the end of a message that is to be continued; digits have no case, and are no spaces.
@@ -116,7 +116,7 @@ class ChatTemplate:
         return "".join(parts)
 
     def _reason(self, error: Exception, turns: Sequence[Turn]) -> str:
-        """What the template says of it; nothing where that quotes the turns or tools, since errors are logged."""
+        """The template's own message; empty where that quotes the turns or tools, since errors are logged."""
         reason = _line(error)
         said = " ".join(str(value) for turn in turns for name, value in turn.items() if name != "role")
         words = (word for word in reason.split() if len(word) >= _TELLING_WORD)
@@ -126,7 +126,7 @@ class ChatTemplate:
 
 
 class _Generation(Extension):
-    """`{% generation %}` marks what the assistant says, for training; here it is written as it stands."""
+    """`{% generation %}` marks the assistant's text, for training; here it is written as it stands."""
 
     tags = {"generation"}  # noqa: RUF012
 

@@ -47,7 +47,7 @@ class TableDetokenizer:
     """By a table of each token's bytes. It holds back at most the bytes of one character."""
 
     def __init__(self, tokenizer: Tokenizer, table: TokenBytes, prompt: Sequence[int], *, begins: bool) -> None:
-        """`prompt` are the visible tokens at the prompt's end. `begins` says that the answer begins a text."""
+        """`prompt` are the visible tokens at the prompt's end. `begins`: the answer begins a text."""
         self._tokenizer = tokenizer
         self._bytes = table.middle
         self._begins = begins and not table.starts_alike

@@ -51,8 +51,8 @@ class Encoded(msgspec.Struct, tag=True):
 
 
 class Failed(msgspec.Struct, tag=True):
-    """A job that failed. `reason` is for its caller, and says nothing of the text; of one whose text is too long once
-    its template has been filled in, it is empty. `continuing` says that the last message cannot be continued."""
+    """A job that failed. `reason` is for its caller, and has nothing of the text; of one whose text is too long once
+    its template has been filled in, it is empty. `continuing`: the last message cannot be continued."""
 
     reason: str
     continuing: bool = False

@@ -132,7 +132,7 @@ def _named_templates(found: Any) -> dict[str, str]:
 
 
 def _response_template(settings: Mapping[str, Any]) -> Mapping[str, Any] | None:
-    """How the model marks the parts of its answers; None where the settings do not say."""
+    """How the model marks the parts of its answers; None where the settings have no entry."""
     found = settings.get("response_template")
     if found is None:
         return None

@@ -23,7 +23,7 @@ TEXT_COMMAND = module_command("target_service.text.worker")
 
 class TextRefused(Exception):
     """A text that cannot be encoded; the message has the reason, and nothing of the text. Empty for a conversation that
-    is too long once the template is filled in. `continuing` says that its last message cannot be continued."""
+    is too long once the template is filled in. `continuing`: its last message cannot be continued."""
 
     def __init__(self, reason: str, *, continuing: bool = False) -> None:
         super().__init__(reason)

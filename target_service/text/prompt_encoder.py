@@ -30,8 +30,8 @@ class PromptEncoder:
         self._template: ChatTemplate | None = None
 
     def text(self, text: str, special: bool | None = None, *, begin: bool = True) -> list[int]:
-        """A text as it stands. `special` says whether the text of a special token becomes that token; None takes what
-        the model's settings say, which is true unless they say otherwise. `begin` adds what stands before and behind a
+        """A text as it stands. `special` decides whether the text of a special token becomes that token; None takes
+        the model's settings, which are true by default. `begin` adds what stands before and behind a
         prompt."""
         if not self._tokenizer.split_special if special is None else special:
             return self._tokenizer.encode(text, begin=begin)
@@ -51,7 +51,7 @@ class PromptEncoder:
         arguments: Mapping[str, Any] | None = None,
         tools: Sequence[Mapping[str, Any]] = (),
     ) -> list[int]:
-        """A conversation. `special` says whether the text of a special token in a content, an argument or a tool
+        """A conversation. `special` decides whether the text of a special token in a content, an argument or a tool
         becomes that token. Raises what `ChatTemplate.render` does."""
         if self._template is None:
             self._template = ChatTemplate(self._tokenizer.chat_template, self._tokenizer.special_tokens)

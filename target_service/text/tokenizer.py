@@ -1,4 +1,4 @@
-"""A model's tokenizer: what its own file says, for prompts, answers, stop strings and names of tokens."""
+"""A model's tokenizer: by its own file, for prompts, answers, stop strings and names of tokens."""
 
 from __future__ import annotations
 

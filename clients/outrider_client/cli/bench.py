@@ -92,7 +92,7 @@ def _verdict(document: dict[str, Any]) -> int:
     for mode in undrafted(document["results"]):
         console.print(
             f"{mode.label} drafted no token in any answer: its figures are those of plain decoding, and the logs of "
-            "draft and target say why",
+            "draft and target have the reason",
             soft_wrap=True,
         )
     if different and document["target"]["dtype"] == "float32":

@@ -21,7 +21,7 @@ if TYPE_CHECKING:
 
 # While ranks load, each waits for the slowest reader of weights. Chosen: longer than a disk takes for any model.
 _LOADING = timedelta(hours=1)
-# Of `heartbeat_seconds`, within which the leading rank finds out who hangs, and says so. Chosen.
+# Of `heartbeat_seconds`, within which the leading rank finds the one that hangs, and reports it. Chosen.
 _HEARTBEATS = 3
 # Its name from PyTorch 2.13 on, and before.
 _gather = getattr(distributed, "all_gather_single", None) or distributed.all_gather_into_tensor

@@ -52,7 +52,7 @@ def follow(descriptor: int, load: LoadRank = load_runner) -> None:
     threading.Thread(target=_end_with, args=(connection,), name="leading rank", daemon=True).start()
     inbox = _Inbox(connection)
     join = next(inbox)
-    assert isinstance(join, Join), "the first message says what to load"
+    assert isinstance(join, Join), "the first message has what to load"
     # The leading rank reports what it does with the others.
     configure_logging("warning")
     config = join.config

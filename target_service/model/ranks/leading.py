@@ -68,7 +68,7 @@ class FollowingRanks:
         self._children: list[tuple[subprocess.Popen[bytes], socket.socket]] = []
         self._outboxes: list[Outbox] = []
         self._watches: list[threading.Thread] = []
-        # Whatever ends this process, it says which rank was lost, and leaves none that hangs.
+        # Whatever ends this process, it reports which rank was lost, and leaves none that hangs.
         atexit.register(self.close)
         for rank in range(1, config.tensor_parallel):
             process, connection = start_child(command)
