@@ -31,12 +31,12 @@ class ServedModels:
     @property
     def longest_prompt(self) -> int:
         """Most tokens of a prompt that any target may take, as far as that is known."""
-        known = [target.info.max_context - 1 for target in self._targets.healthy if target.info is not None]
+        known = [target.info.max_context - 1 for target in self._targets.usable if target.info is not None]
         return max(known, default=MOST_CONTEXT)
 
     async def response_builder(self, request: Request, build: BuildAnswer[Request, Built]) -> Built:
         """The builder of a request's JSON, of this kind."""
-        known = [target.info for target in self._targets.healthy if target.info is not None]
+        known = [target.info for target in self._targets.usable if target.info is not None]
         info = next((info for info in known if answers_to(info.names, request.model)), known[0] if known else None)
         texts = TokenTexts()
         if info is None:
@@ -44,11 +44,11 @@ class ServedModels:
         return build(request, info.model, texts, info.end_token_ids)
 
     async def models(self, caller: HttpCaller) -> list[dict[str, Any]]:
-        """Every model that healthy targets serve, asked in the caller's name. Raises `Refused`."""
-        healthy = self._targets.healthy
-        if not healthy:
+        """Every model that usable targets serve, asked in the caller's name. Raises `Refused`."""
+        usable = self._targets.usable
+        if not usable:
             raise self._targets.unavailable()
-        clients = [target.client.acting_for(token=caller.token, tenant=caller.tenant) for target in healthy]
+        clients = [target.client.acting_for(token=caller.token, tenant=caller.tenant) for target in usable]
         answers = await asyncio.gather(*(client.info() for client in clients), return_exceptions=True)
         infos = [answer for answer in answers if isinstance(answer, TargetInfo)]
         if infos:

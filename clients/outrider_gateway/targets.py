@@ -40,6 +40,8 @@ class Target:
         self.client = client
         self.address = client.address
         self.healthy = False
+        # It was healthy, and then an answer about its health was late, for the first time.
+        self.late = False
         self.state = "it was not asked yet"
         self.info: TargetInfo | None = None
         self.running = 0
@@ -73,6 +75,7 @@ class Target:
         self.recheck.set()
 
     async def check_health(self) -> None:
+        was_healthy, self.late = self.healthy, False
         try:
             if await self.client.serving(_HEALTH_TIMEOUT_SECONDS):
                 self.info = await self.client.info(_HEALTH_TIMEOUT_SECONDS)
@@ -82,6 +85,7 @@ class Target:
         except ServiceUnreachable as error:
             self._unreached(error)
         except DeadlineExceeded:
+            self.late = was_healthy
             self._becomes(False, f"it has not answered within {_HEALTH_TIMEOUT_SECONDS:g} s")
         except OutriderError as error:
             about_the_caller = error.code.name in _ABOUT_THE_CALLER
@@ -166,13 +170,15 @@ class Targets:
         await asyncio.gather(*(target.client.close() for target in (*self.all, *self._leaving)))
 
     @property
-    def healthy(self) -> list[Target]:
-        return [target for target in self.all if target.healthy]
+    def usable(self) -> list[Target]:
+        """The healthy targets. Where none is, those that are late for the first time: a machine with other work may
+        answer late while it serves, and a frozen one is late again."""
+        return [target for target in self.all if target.healthy] or [target for target in self.all if target.late]
 
     def preferred(self, key: str) -> list[Target]:
-        """The healthy targets in the order in which `key` prefers them."""
-        healthy = {target.address: target for target in self.healthy}
-        return [healthy[address] for address in ranked(key, healthy)]
+        """The usable targets in the order in which `key` prefers them."""
+        usable = {target.address: target for target in self.usable}
+        return [usable[address] for address in ranked(key, usable)]
 
     def unavailable(self) -> NoTarget:
         """Why no target is healthy, as far as it is known."""
@@ -183,7 +189,7 @@ class Targets:
     def pick(self, key: str, model: str, avoiding: Collection[Target] = ()) -> Target:
         """The target for a request of the tenant `key`. Raises `NoTarget`, with the reasons. Where some serve the model
         that is asked for, only they count; where none does, any can report it."""
-        able = [target for target in self.healthy if target not in avoiding]
+        able = [target for target in self.usable if target not in avoiding]
         serving = [target for target in able if target.info is not None and answers_to(target.info.names, model)]
         loads = {target.address: target.running for target in serving or able}
         if not loads:

@@ -49,7 +49,7 @@ async def behind(records: Records) -> AsyncIterator[Targets]:
 
 
 def addresses(targets: Targets) -> list[str]:
-    return sorted(target.address for target in targets.healthy)
+    return sorted(target.address for target in targets.usable)
 
 
 async def test_targets_come_and_go_with_their_name() -> None:
@@ -69,7 +69,7 @@ async def test_there_is_a_target_while_one_takes_the_place_of_another() -> None:
         async with behind(records) as targets:
             records.addresses = [joining.server.address]
             while addresses(targets) != [joining.server.address]:
-                assert targets.healthy
+                assert targets.usable
                 await asyncio.sleep(0)
 
 
@@ -91,7 +91,7 @@ async def test_the_answers_of_a_target_that_left_its_name_end_undisturbed(monkey
                 answer = target.client.generate(token_ids=[5], sampling=SamplingParams(max_tokens=6))
                 await anext(aiter(answer))
                 records.addresses = [staying.server.address]
-                await until(lambda: target not in targets.all and targets.healthy)
+                await until(lambda: target not in targets.all and targets.usable)
                 engine.go_on()
                 assert (await answer.result()).completion_tokens == 6 and not closed
             await until(lambda: closed == [target.address])
@@ -114,7 +114,7 @@ async def test_a_name_that_gets_its_first_address_later() -> None:
         with pytest.raises(NoTarget, match=r"dns:///targets\.test:50051: no address is known"):
             targets.pick("key", "")
         records.addresses = [late.server.address]
-        await until(lambda: targets.healthy)
+        await until(lambda: targets.usable)
 
 
 async def test_a_gateway_finds_targets_by_the_resolver_of_the_system(gateway_before: Any) -> None:

@@ -16,10 +16,12 @@ from scripted_service import byte_tokenizer
 from tcp_server import answering
 from waits import HUNG_SECONDS, until
 
+from outrider.errors import DeadlineExceeded
 from outrider.serving import Authenticator, Caller
 from outrider_client.client import Client
 from outrider_client.terminal.options import AccessOptions
 from outrider_gateway.config import GatewayConfig
+from outrider_gateway.failures import NoTarget
 from outrider_gateway.http import ResponseWriter
 from outrider_gateway.server import GatewayServer
 from outrider_gateway.targets import Target as GatewayTarget
@@ -594,6 +596,42 @@ async def test_a_target_that_never_answers_is_told_from_a_slow_one(monkeypatch: 
         target = GatewayTarget(client)
         await target.check_health()
         assert (target.healthy, target.state) == (False, "it has not answered within 0.1 s")
+
+
+class _Answering:
+    """A client whose target answers about its health, or is late."""
+
+    address = "here:1"
+    late = False
+
+    async def serving(self, _timeout: float) -> bool:
+        if self.late:
+            raise DeadlineExceeded("late")
+        return True
+
+    async def info(self, _timeout: float) -> None:
+        return None
+
+
+async def test_the_only_target_is_used_until_it_is_late_twice() -> None:
+    """A machine with other work may answer late while it serves."""
+    client: Any = _Answering()
+    targets = Targets([client], health_seconds=HUNG_SECONDS, load_bound=1.25)
+    [target] = targets.all
+    await target.check_health()
+    assert targets.pick("", "") is target
+    for _ in range(2):
+        client.late = True
+        await target.check_health()
+        assert (target.healthy, targets.pick("", "")) == (False, target)
+        client.late = False
+        await target.check_health()
+        assert target.healthy
+    client.late = True
+    await target.check_health()
+    await target.check_health()
+    with pytest.raises(NoTarget, match="not answered within"):
+        targets.pick("", "")
 
 
 async def test_drain_lets_running_answers_finish(gateways: Any) -> None:
