@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 import time
 from collections.abc import Callable, Mapping
+from collections.abc import Sequence as SequenceOf
 
 import torch
 
@@ -25,7 +26,11 @@ from target_service.speculation.hidden_states.encoding import AHEAD_ROWS
 from target_service.speculation.policy.gathering import Gathered
 from target_service.speculation.policy.launch_mode import LaunchMode
 from target_service.speculation.policy.live_sequence import LiveSequence
-from target_service.speculation.policy.predicted_nodes import graft_expected, graft_predictions
+from target_service.speculation.policy.predicted_nodes import (
+    assign_slots,
+    graft_expected,
+    graft_predictions,
+)
 from target_service.speculation.policy.throughput_trial import SpeculationLevel
 
 log = logging.getLogger(__name__)
@@ -163,7 +168,9 @@ class StepLauncher:
         batch = lay_out(schedule.chunks, gathered.trees, self._runner.cache, passes, device_rows)
         verifiers = [self._live[item.sequence.sequence_id].verifier for item in batch.items]
         if device_rows is not None and self._steps.tables is not None:
-            graft_predictions((item.sequence for item in batch.items), self._live, self._steps.tables)
+            sequences = [item.sequence for item in batch.items]
+            graft_predictions(sequences, self._live, self._steps.tables)
+            assign_slots(sequences, self._live, self._steps.tables)
         launched = self._steps.launch(batch, verifiers, passes, lambda: self._hold(behind, batch, clock))
         self._scheduler.count_launched(schedule)
         if behind is not None:
@@ -172,8 +179,9 @@ class StepLauncher:
         # While drafting is off by load, no states are taken; heads then begin with later tokens.
         rows = len(batch.input.token_ids) if device_rows is None else device_rows.rows
         features = self._features.after_launch(rows) if self._drafting.active else None
+        late = list[Sequence]()
         if launched.awaits_masks and behind is None:
-            self._mask(launched, batch)
+            late = self._mask(launched, batch)
         elif launched.span is not None and not launched.awaits_masks:
             launched.span.record_end()
         clock.launched = clock.forwarded = time.monotonic_ns()
@@ -182,7 +190,7 @@ class StepLauncher:
             # For what runs after this step, their keys and values are computed.
             item.sequence.kv_length += item.known + passes - 1
             item.sequence.scored_tokens += len(item.scores)
-        return Step(
+        step = Step(
             batch,
             gathered,
             launched,
@@ -193,15 +201,36 @@ class StepLauncher:
             own=schedule.own,
             features=features,
         )
+        return self._without(step, late)
 
-    def _mask(self, launched: Launched, batch: StepBatch) -> None:
-        """Complete a launch whose rows grammars mask, now that all tokens before it are committed; and have what is
-        expected behind them in the tables."""
+    def _without(self, step: Step, late: SequenceOf[Sequence]) -> Step:
+        """A step without the outcomes of sequences whose masks were late. They are read again, and sit out until their
+        next mask is there."""
+        for sequence in late:
+            self._scheduler.preempt(sequence)
+            step = step.without(sequence)
+        return step
+
+    def _mask(self, launched: Launched, batch: StepBatch) -> list[Sequence]:
+        """Complete a launch whose rows grammars mask, now that all tokens before it are committed. Returns the
+        sequences whose masks were late."""
         launched.mask([item.sequence.sequence_id in self._live and item.tree is not None for item in batch.items])
         if launched.span is not None:
             launched.span.record_end()
-        if self._steps.tables is not None:
-            graft_expected((item.sequence for item in batch.items), self._live, self._steps.tables)
+        return [item.sequence for item in batch.items if item.tree is not None and self._is_late(item.sequence)]
+
+    def _is_late(self, sequence: Sequence) -> bool:
+        live = self._live.get(sequence.sequence_id)
+        return live is not None and live.verifier.grammar is not None and live.verifier.grammar.late
+
+    def expect_text(self, step: Step, behind: Step | None) -> None:
+        """While a step runs that is masked, have what its forms let expect in the tables, for the one `behind` it: the
+        device reads them when it comes to that, which is launched already if it is not None."""
+        tables = self._steps.tables
+        if tables is not None and any([item.sequence.request.has_form for item in step.batch.items]):
+            graft_expected([item.sequence for item in step.batch.items], self._live, tables)
+            if behind is not None:
+                tables.publish()
 
     def mask_ahead(self, step: Step) -> Step | None:
         """The same of a step that was launched while the last one ran, if it waits for it. None where the device has no
@@ -209,7 +238,7 @@ class StepLauncher:
         if not step.launched.awaits_masks:
             return step
         try:
-            self._mask(step.launched, step.batch)
+            return self._without(step, self._mask(step.launched, step.batch))
         except torch.OutOfMemoryError:
             torch.cuda.empty_cache()
             self._scheduler.shrink()
@@ -217,7 +246,6 @@ class StepLauncher:
                 if item.sequence.sequence_id in self._live and item.kept:
                     self._scheduler.preempt(item.sequence)
             return None
-        return step
 
     def _make_room(self, schedule: Schedule) -> None:
         """Run smaller steps from now on; if the smallest did not fit, fail the youngest of its sequences."""

@@ -140,6 +140,7 @@ class EngineLoop:
             self.steps.use_pause()
             return self._take_failed() or None
         self._ahead = None if self.settling else self.launcher.launch_behind(step)
+        self.launcher.expect_text(step, self._ahead)
         self.drafting.open_added()
         step.clock.waits_since = time.monotonic_ns()
         self._feed(step)

@@ -11,6 +11,7 @@ from target_service.execution.multi_step import MultiStep
 from target_service.execution.node_tables import NodeTables
 from target_service.execution.pass_ends import PassEnds
 from target_service.sampling.verifier import Verified
+from target_service.speculation.policy.controller import most_have_forms
 from target_service.speculation.policy.gathering import Gathering
 from target_service.speculation.policy.launch_mode import LaunchMode
 from target_service.speculation.policy.lookup_baseline import ComparedSequence, LookupBaseline
@@ -56,7 +57,8 @@ class PolicyUpdates:
             mode, tables = self.mode_with_draft(step.mode), self.tables
             # In a table that holds a prediction too, the draft's expected tokens are unknown.
             drafted = [tables is not None and tables.of_draft(one.sequence.sequence_id) for one in step.batch.items]
-            self.gathering.controller.observe_passes(outcomes, mode, drafted)
+            forms = most_have_forms([item.sequence for item in step.batch.items])
+            self.gathering.controller.observe_passes(outcomes, mode, drafted, forms=forms)
 
     def observe_step(
         self, step: Step, stats: StepStats, verdicts: SequenceOf[StepVerdict], period: float, *, seen_running: bool
@@ -90,7 +92,8 @@ class PolicyUpdates:
         plain = step.gathered.use is LaunchMode.RUN_AHEAD and not step.gathered.has_trees
         if plain and not step.behind_tree and step.launched.can_launch_before_results:
             rows = step.batch.device_rows.rows if step.batch.device_rows is not None else 0
-            self.gathering.controller.observe_time(stats.sequences, rows, seconds, self.mode_with_draft(step.mode))
+            mode, forms = self.mode_with_draft(step.mode), most_have_forms([each.sequence for each in step.batch.items])
+            self.gathering.controller.observe_time(stats.sequences, rows, seconds, mode, forms=forms)
 
     def _observe_period(self, step: Step, stats: StepStats, verdicts: SequenceOf[StepVerdict], period: float) -> None:
         """Learn from the time of a step that only decoded, `period` being from the end of the last one to its own."""

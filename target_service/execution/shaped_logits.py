@@ -66,11 +66,11 @@ class ShapedLogits:
     ) -> dict[int, OutriderError]:
         """Compute the masks of the step that was launched last, for the sequences that are still `under_way`, the
         tokens of the step before it being committed. `chosen` are the rows that the device chose, if it did. Returns by
-        place in the batch why sequences cannot go on."""
+        place in the batch why sequences cannot go on; those whose grammar is `late` have no masks."""
         errors: dict[int, OutriderError] = {}
         most = len(batch.input.token_ids) if chosen is None else chosen.most
         mask_rows = np.zeros(most, np.int32)
-        trees, places = list[FollowedTree](), list[tuple[int, int, SequenceOf[int]]]()
+        trees, places = list[FollowedTree](), list[tuple[int, int, SequenceOf[int], int]]()
         for place, (item, verifier) in enumerate(zip(batch.items, verifiers, strict=True)):
             if verifier.grammar is None or item.tree is None or not under_way[place]:
                 continue
@@ -78,18 +78,20 @@ class ShapedLogits:
             tree: TokenTree | TreeRows = item.tree
             if chosen is not None and place >= batch.input.laid_out:
                 first_row, tree = chosen.of(place)
-            trees.append(verifier.grammar.follow(tree, item.sequence.output))
-            places.append((place, first_row, tree.parents))
+            output = item.sequence.output
+            trees.append(verifier.grammar.follow(tree, output, may_be_late=True))
+            places.append((place, first_row, tree.parents, len(output)))
         begin = time.perf_counter()
         computed, count = masks_of(trees, self._shaper.mask_room, timed=self._timed)
         # What took long is timed the next time.
         self._timed = time.perf_counter() - begin > _LONG_SECONDS and not self._timed
-        for (place, first_row, parents), masks in zip(places, computed, strict=True):
+        for (place, first_row, parents, generated), masks in zip(places, computed, strict=True):
             if masks.error is not None:
                 errors[place] = masks.error
-            generated = len(batch.items[place].sequence.output)
-            signs = _signs(generated, parents, verifiers[place].shaper, masks)
-            mask_rows[first_row : first_row + len(parents)] = (1 + masks.places) * signs
+            numbers, shaper = masks.places + 1, verifiers[place].shaper
+            if shaper.holds_back(generated):
+                numbers *= _signs(generated, parents, shaper, masks)
+            mask_rows[first_row : first_row + len(parents)] = numbers
         self._shaper.mask(count, mask_rows)
         return errors
 
@@ -100,9 +102,7 @@ class ShapedLogits:
 
 def _signs(generated: int, parents: SequenceOf[int], shaper: LogitShaper, masks: TreeMasks) -> NDArray[np.int32]:
     """-1 for each row of a tree whose mask allows only tokens that are held back, else 1; see
-    `DeviceShaper.mask_rows`. The output has `generated` tokens, up to the tree's root."""
-    if not shaper.holds_back(generated):
-        return np.ones(len(parents), np.int32)
+    `DeviceShaper.mask_rows`. The output has `generated` tokens, up to the tree's root, and some are held back."""
     depths = [0] * len(parents)
     for row in range(1, len(parents)):
         depths[row] = depths[parents[row]] + 1

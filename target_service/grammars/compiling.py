@@ -17,8 +17,10 @@ if TYPE_CHECKING:
     from llguidance import LLMatcher, LLParserLimits
 
     from target_service.core.sequence import TriggeredForm
+    from target_service.grammars.expected_text import ExpectedText
     from target_service.grammars.following import FollowedGrammar
     from target_service.grammars.triggers import FormTrigger
+    from target_service.grammars.vocabulary import TokenWords
 
 # Grammars kept for each tenant, and tenants that have some. Chosen: an application has a few forms.
 GRAMMARS_PER_TENANT = 32
@@ -38,6 +40,14 @@ _FIELD = "sampling.structured_output"
 _MOST_REASON = 300
 
 
+@dataclass(eq=False, slots=True)
+class _Kept:
+    """A grammar, and the text that its outputs were found to let expect."""
+
+    grammar: str
+    expected: ExpectedText | None = None
+
+
 @dataclass(eq=False)
 class Grammars:
     """The grammars of one model, for use from any thread.
@@ -52,7 +62,7 @@ class Grammars:
     tokenizer: ModelTokenizer | None
     vocabulary_size: int
     end_token_ids: tuple[int, ...]
-    _kept: OrderedDict[str, OrderedDict[StructuredOutput, str]] = field(default_factory=OrderedDict, init=False)
+    _kept: OrderedDict[str, OrderedDict[StructuredOutput, _Kept]] = field(default_factory=OrderedDict, init=False)
     # At their beginning, the one that was made first in front.
     _spare: OrderedDict[tuple[str, StructuredOutput], LLMatcher] = field(default_factory=OrderedDict, init=False)
     _lock: threading.Lock = field(default_factory=threading.Lock, init=False)
@@ -81,7 +91,8 @@ class Grammars:
         assert self.tokenizer is not None, "a form is compiled"
         row_masks.warm_up()
         words = token_words(self.tokenizer, self.vocabulary_size, self.end_token_ids)
-        return FollowedGrammar(matcher, form, self.vocabulary_size, self.end_token_ids, words)
+        expected = self._expected_text(form, tenant, words)
+        return FollowedGrammar(matcher, form, self.vocabulary_size, self.end_token_ids, words, expected)
 
     def has_spare(self, form: StructuredOutput, tenant: str) -> bool:
         """Whether `followed` compiles nothing."""
@@ -113,14 +124,28 @@ class Grammars:
                 return None
             self._kept.move_to_end(tenant)
             own.move_to_end(form)
-            return own[form]
+            return own[form].grammar
+
+    def _expected_text(self, form: StructuredOutput, tenant: str, words: TokenWords) -> ExpectedText:
+        """What all outputs of a tenant's form share: it depends on the form alone, and on no free text."""
+        from target_service.grammars.expected_text import ExpectedText
+
+        found = ExpectedText(words.tokens, frozenset(self.end_token_ids))
+        with self._lock:
+            own = self._kept.get(tenant)
+            kept = None if own is None else own.get(form)
+            if kept is None:
+                return found
+            kept.expected = kept.expected or found
+            return kept.expected
 
     def _compiled(self, form: StructuredOutput, tenant: str, field_path: str) -> LLMatcher:
         """A matcher at the beginning of a form, which nothing else uses. Keeps the grammar."""
         matcher, grammar = self._compile(form, self._kept_grammar(form, tenant), f"{field_path}.{form.form}")
         with self._lock:
             own = self._kept.setdefault(tenant, OrderedDict())
-            own[form] = grammar
+            if form not in own:
+                own[form] = _Kept(grammar)
             self._kept.move_to_end(tenant)
             if len(own) > GRAMMARS_PER_TENANT:
                 own.popitem(last=False)

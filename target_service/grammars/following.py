@@ -2,10 +2,9 @@
 
 from __future__ import annotations
 
-import heapq
 from collections import defaultdict
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, NamedTuple
 
 import numpy as np
@@ -14,6 +13,7 @@ from numpy.typing import NDArray
 from outrider.errors import InvalidField
 from outrider.structured_output import StructuredOutput
 from outrider.tree import TokenTree
+from target_service.grammars.expected_text import ExpectedNodes, ExpectedText, Trail
 from target_service.grammars.row_masks import (
     MOST_CHILDREN,
     MaskedRows,
@@ -21,7 +21,6 @@ from target_service.grammars.row_masks import (
     TreeRows,
     compute_masks,
     find_reached,
-    list_tokens,
 )
 
 if TYPE_CHECKING:
@@ -30,15 +29,9 @@ if TYPE_CHECKING:
     from target_service.grammars.vocabulary import TokenWords
 
 _WORD = 32
-# A path of expected text ends where it is less probable. Chosen.
-_LEAST_CHANCE = 1 / 64
-# Of a token with which another one that may come begins, beside 1 for others. Chosen.
-_CHANCE_OF_PREFIX = 0.1
 # Of a processor, for the masks of one tree, beside what those of a usual form take: at the beginning of a string with a
 # bounded length 0.1 to 0.3 ms each, of 49,152 tokens. Chosen: half of what a pass takes.
 _SLOW_SECONDS, _USUAL_SECONDS = 4e-3, 2.5e-4
-# Forced tokens behind which no more is looked for, with the last mask. Chosen: a pass seldom accepts more.
-_ENOUGH_FORCED = 4
 # The probability of a row that somebody else drafted, as long as nothing is known of it. Chosen.
 _OTHERS_CHANCE = 0.5
 
@@ -64,15 +57,6 @@ class TreeMasks(NamedTuple):
         return self.found[self.places]
 
 
-class ExpectedNodes(NamedTuple):
-    """A tree of tokens that may follow the output: the parent of each node among those before it, -1 for the output's
-    last token, and its probability given its parent."""
-
-    token_ids: list[int]
-    parents: list[int]
-    scores: list[float]
-
-
 class FollowedGrammar:
     """The state of a grammar after the tokens of one output: they alone decide it."""
 
@@ -83,11 +67,12 @@ class FollowedGrammar:
         vocabulary_size: int,
         end_token_ids: Sequence[int],
         tokens: TokenWords,
+        expected: ExpectedText,
     ) -> None:
-        """`matcher` is at its beginning, and nothing else uses it; `tokens` are those of the model. Symbols: V is the
-        vocabulary size."""
+        """`matcher` is at its beginning, and nothing else uses it; `tokens` are those of the model, and `expected` is
+        shared by the form's outputs. Symbols: V is the vocabulary size."""
         self._matcher = matcher
-        self._tokens_of, self._texts = tokens.marked, tokens.tokens
+        self._tokens_of, self._expected = tokens.marked, expected
         self._form = form
         # Tokens of the output that the matcher has read.
         self._length = 0
@@ -100,10 +85,13 @@ class FollowedGrammar:
         # Whether the masks of one tree took so long that it has no drafted rows from then on, and its sequence sits out
         # of passes until they are there.
         self.slow = False
-        # The rows that were followed last, and their masks.
-        self._followed: tuple[TreeRows, ReachedRows, NDArray[np.int32]] | None = None
-        # By the tokens that may come, see `_children`.
-        self._chances: dict[tuple[int, ...], dict[int, float]] = {}
+        # Whether masks of the tree that was followed last took so long that others were not computed: its outcome must
+        # not be used.
+        self.late = False
+        # The rows that were followed last.
+        self._followed: _MaskedTree | None = None
+        # See `ExpectedText`.
+        self._trail = Trail()
         # [words] int32: the end alone. For rows that no walk reaches, whose logits need some distribution.
         self._end_alone = np.packbits(bits, bitorder="little").view(np.int32)
 
@@ -133,13 +121,18 @@ class FollowedGrammar:
         (masks,), _ = masks_of([followed], np.empty((1 + len(tree), self.words), np.int32))
         return masks
 
-    def follow(self, tree: TokenTree | TreeRows, output: Sequence[int]) -> FollowedTree:
+    def follow(self, tree: TokenTree | TreeRows, output: Sequence[int], *, may_be_late: bool = False) -> FollowedTree:
         """What `masks_of` computes masks of, together with those of other outputs: the rows of a tree, also as a device
-        laid them out."""
+        laid them out. Of one that `may_be_late` masks that take long are not computed, but for the root's; see
+        `late`."""
+        self.late = False
         if self._kept is not None and self._keeps(tree, output):
             return FollowedTree(self, None, self._kept[1])
         self._read(output)
-        return FollowedTree(self, MaskedRows.of(self._matcher, TreeRows(tree.token_ids, tree.parents)))
+        rows = MaskedRows.of(self._matcher, TreeRows(tree.token_ids, tree.parents))
+        if may_be_late:
+            rows.most_seconds = _most_seconds(len(tree.token_ids))
+        return FollowedTree(self, rows)
 
     def has_masks(self, tree: TokenTree, output: Sequence[int]) -> bool:
         """Whether the masks of a tree are kept, or were computed for a step that is still under way."""
@@ -158,117 +151,102 @@ class FollowedGrammar:
         return self._kept[0] is tree or len(self._kept[0].token_ids) == len(tree.token_ids) == 1
 
     def _read(self, output: Sequence[int]) -> None:
-        self._matcher.consume_tokens(list(output[self._length :]))
+        tokens = list(output[self._length :])
+        self._matcher.consume_tokens(tokens)
+        if self._followed is not None:
+            self._trail = self._trail_behind(self._followed, tokens)
         self._length, self._kept, self._followed = len(output), None, None
 
+    def _trail_behind(self, followed: _MaskedTree, tokens: Sequence[int]) -> Trail:
+        """The trail behind tokens that follow the root of a tree, as far as its rows show it."""
+        trail, row, tree = self._trail, 0, followed.tree
+        for token in tokens:
+            trail = self._trail_of(followed, trail, row, token)
+            below = range(row + 1, len(tree.token_ids))
+            row = next((each for each in below if tree.parents[each] == row and tree.token_ids[each] == token), -1)
+            if row < 0:
+                break
+        return trail
+
+    def _trail_of(self, followed: _MaskedTree, trail: Trail, row: int, token: int) -> Trail:
+        """The trail behind a token that follows a row of this one."""
+        return self._expected.trail_behind(trail, self._few_behind(followed, row), token)
+
+    def _few_behind(self, followed: _MaskedTree, row: int) -> tuple[int, ...]:
+        """The tokens that may follow a row; none where they are many, or no walk reaches it."""
+        if not followed.few[row]:
+            return ()
+        if row not in followed.listed:
+            followed.listed[row] = self._expected.few(followed.room[followed.places[row]])
+        return followed.listed[row]
+
     def _masked(
-        self, masked: MaskedRows, reached: ReachedRows, room: NDArray[np.int32], free: int
+        self, masked: MaskedRows, reached: ReachedRows, room: NDArray[np.int32], free: int, few: list[bool] | None
     ) -> tuple[TreeMasks, int]:
         """The masks of a tree's rows, given those that were computed in `room`, and its first place that is then free;
-        `free` is the first one now."""
+        `free` is the first one now. `few` as in `_MaskedTree`, if every mask was computed that is needed."""
         tree = masked.tree
-        self.slow |= masked.seconds > _SLOW_SECONDS + _USUAL_SECONDS * len(tree.token_ids)
+        self.slow |= masked.late or masked.seconds > _most_seconds(len(tree.token_ids))
+        self.late = masked.late
+        if self.late:
+            return TreeMasks(room, np.zeros(len(tree.token_ids), np.int32)), free
+        if any([chain.matcher.is_error() and reached.words[chain.rows[0]] >= 0 for chain in masked.chains]):
+            return self._complexity(len(tree.token_ids)), free
+        if few is None:
+            lacking = self._compute_lacking(tree, reached, room, free)
+            if lacking is None:
+                return self._complexity(len(tree.token_ids)), free
+            few, free = _are_few(reached.words), lacking
+        self._followed = _MaskedTree(tree, reached.places, room, few)
+        return TreeMasks(room, reached.places), free
+
+    def _compute_lacking(self, tree: TreeRows, reached: ReachedRows, room: NDArray[np.int32], free: int) -> int | None:
+        """Compute what was not: nothing is where a grammar ends, nor behind that. Returns the first free place of
+        `room`, which is `free` now; None where the grammar has met a limit."""
         while len(lacking := np.flatnonzero(reached.words == 0)):
-            # Nothing is computed where a grammar ends, nor behind that.
             row = int(lacking[0])
             words = self._words_behind(_path_to(tree, row))
             if words is None:
-                return self._complexity(len(tree.token_ids)), free
+                return None
             if not reached.places[row]:
                 reached.places[row], free = free, free + 1
             room[reached.places[row]] = words
             parents = np.array([-1, *tree.parents[1:]], np.int32)
             find_reached(np.array(tree.token_ids, np.int32), parents, room, *reached)
-        if any([reached.words[chain.rows[0]] >= 0 and chain.matcher.is_error() for chain in masked.chains]):
-            return self._complexity(len(tree.token_ids)), free
-        self._followed = tree, reached, room
-        return TreeMasks(room, reached.places), free
+        return free
 
     def _words_behind(self, path: Sequence[int]) -> NDArray[np.int32] | None:
         """The mask behind tokens that follow the output; None where there is none."""
         matcher = self._matcher.deep_copy()
         return self._words_of(matcher) if matcher.consume_tokens(list(path)) else None
 
-    def expected(self, most: int, masks: int) -> ExpectedNodes:
+    def expected(self, most: int, masks: int) -> tuple[ExpectedNodes, int]:
         """About `most` tokens that are likely to follow the output of the last call of `masks`: text that is forced,
-        and where few tokens may come each of them, behind the output and behind rows of its tree. Takes up to `masks`
-        masks besides."""
-        found, places, seen = ExpectedNodes([], [], []), list[tuple[float, int, _Place]](), set[tuple[int, ...]]()
-        self._add_rows(found, places)
-        # By falling probability, with numbers so that nothing else is compared.
-        heapq.heapify(places)
-        number = len(places)
-        while places and len(found.token_ids) < most and masks > 0:
-            negative, _, place = heapq.heappop(places)
-            if place.path in seen:
-                continue
-            seen.add(place.path)
-            words, path, node, matcher, consumed = place.words, place.path, place.node, place.matcher, place.consumed
-            if words is None:
-                masks -= 1
-                matcher = matcher.deep_copy()
-                if not matcher.consume_tokens(list(path[consumed:])):
-                    continue
-                forced = matcher.compute_ff_tokens()
-                if self._ends.intersection(forced) or not matcher.consume_tokens(forced):
-                    continue
-                for token in forced:
-                    path, node = (*path, token), _add(found, node, token, 1.0)
-                    seen.add(path)
-                # Behind a text the last mask would often be that of a free string, which takes longest.
-                words = self._words_of(matcher) if masks or len(forced) < _ENOUGH_FORCED else None
-                consumed = len(path)
-            for token, chance in ({} if words is None else self._children(words)).items():
-                child = _add(found, node, token, chance)
-                if -negative * chance >= _LEAST_CHANCE:
-                    number += 1
-                    behind = _Place(matcher, consumed, (*path, token), child)
-                    heapq.heappush(places, (negative * chance, number, behind))
-        return found
-
-    def _add_rows(self, found: ExpectedNodes, places: list[tuple[float, int, _Place]]) -> None:
-        """Add the rows that were followed last and behind which few tokens may come, to be looked behind."""
-        if self._followed is None:
-            return
-        tree, reached, room = self._followed
-        # Where many tokens may come, more words than these have some.
-        few = ((reached.words > 0) & (reached.words <= MOST_CHILDREN)).tolist()
-        if not any(few):
-            return
+        and where few tokens may come each of them, behind the output and behind rows of its tree. Text that is not
+        known yet is looked for as long as any `masks` may be computed; how many may then be is returned too."""
+        found, followed = ExpectedNodes([], [], []), self._followed
+        # Where many tokens may come, more words than those of few have some.
+        if followed is None or not any(followed.few):
+            return found, masks
+        tree, few = followed.tree, followed.few
         wanted = [*few]
         for row in range(len(few) - 1, 0, -1):
             wanted[tree.parents[row]] |= wanted[row]
         paths: list[tuple[int, ...]] = [()] * len(few)
-        nodes = [-1] * len(few)
+        nodes, trails = [-1] * len(few), [self._trail] * len(few)
         for row, token in enumerate(tree.token_ids):
-            if not wanted[row]:
-                continue
-            if row:
+            if row and wanted[row]:
                 parent = tree.parents[row]
-                paths[row], nodes[row] = (*paths[parent], token), _add(found, nodes[parent], token, _OTHERS_CHANCE)
-            if few[row]:
-                place = _Place(self._matcher, 0, paths[row], nodes[row], room[reached.places[row]])
-                places.append((-(_OTHERS_CHANCE ** len(paths[row])), len(places), place))
-
-    def _children(self, words: NDArray[np.int32]) -> dict[int, float]:
-        """The tokens that a mask allows, and how probable each is, without those that end the output; none where they
-        are many. Of tokens with which others begin the longest are the usual ones."""
-        listed = np.empty(MOST_CHILDREN, np.int32)
-        count = list_tokens(words, listed)
-        if count > MOST_CHILDREN:
-            return {}
-        tokens = listed[:count].tolist()
-        key = tuple(tokens)
-        if key not in self._chances:
-            texts = [self._texts[token] for token in tokens]
-            weights = {
-                token: _CHANCE_OF_PREFIX if any(other != own and other.startswith(own) for other in texts) else 1.0
-                for token, own in zip(tokens, texts, strict=True)
-                if token not in self._ends
-            }
-            whole = sum(weights.values())
-            self._chances[key] = {token: weight / whole for token, weight in weights.items()}
-        return self._chances[key]
+                paths[row], nodes[row] = (*paths[parent], token), found.add(nodes[parent], token, _OTHERS_CHANCE)
+                trails[row] = self._trail_of(followed, trails[parent], parent, token)
+        # Rows near the root first: they are the likeliest.
+        for row in sorted(range(len(few)), key=lambda row: len(paths[row])):
+            behind = self._few_behind(followed, row)
+            if behind and len(found.token_ids) < most:
+                known, masks = self._expected.behind(trails[row], behind, self._matcher, paths[row], masks)
+                if known is not None:
+                    found.add_below(nodes[row], known)
+        return found, masks
 
     def _complexity(self, rows: int) -> TreeMasks:
         problem = "is too complex: a token of this output takes more work than is allowed"
@@ -332,14 +310,15 @@ class FollowedGrammar:
         return bool(mask[token // _WORD] >> (token % _WORD) & 1) and token not in self._ends
 
 
-class _Place(NamedTuple):
-    """Where text is expected: behind a path from the root, of which a grammar has read the first tokens."""
+@dataclass(frozen=True, slots=True, eq=False)
+class _MaskedTree:
+    """Rows of a tree, with their masks as long as `room` has them: until the next step is masked."""
 
-    matcher: LLMatcher
-    consumed: int
-    path: tuple[int, ...]
-    node: int  # the path's end among the nodes; -1 for the root
-    words: NDArray[np.int32] | None = None  # the mask there; None where it is not known yet
+    tree: TreeRows
+    places: NDArray[np.int32]  # [rows] as in `ReachedRows`
+    room: NDArray[np.int32]
+    few: list[bool]  # whether about as many tokens as `MOST_CHILDREN` or fewer may follow each
+    listed: dict[int, tuple[int, ...]] = field(default_factory=dict)  # the tokens that may, by row
 
 
 class _FollowedRow(NamedTuple):
@@ -369,7 +348,9 @@ def masks_of(
     room[0] = trees[0].grammar._end_alone
     computed = [tree.rows for tree in trees if tree.rows is not None]
     reached, free = compute_masks(computed, room, timed=timed)
-    masks, first = list[TreeMasks](), 0
+    masks, first, whole = list[TreeMasks](), 0, bool(reached.words.all())
+    # Of all at once: a call of numpy takes longer than what it does with the rows of one.
+    few = _are_few(reached.words)
     for tree in trees:
         if tree.rows is None:
             assert tree.kept is not None, "they are known"
@@ -380,10 +361,21 @@ def masks_of(
         else:
             end = first + len(tree.rows.tree.token_ids)
             own = ReachedRows(reached.places[first:end], reached.words[first:end])
-            made, free = tree.grammar._masked(tree.rows, own, room, free)
-            masks.append(made._replace(found=room))
+            made, free = tree.grammar._masked(tree.rows, own, room, free, few[first:end] if whole else None)
+            masks.append(made if made.error is None else made._replace(found=room))
             first = end
     return masks, free
+
+
+def _are_few(words: NDArray[np.int32]) -> list[bool]:
+    """Whether masks with so many `words` [rows] that allow any token allow few. Where many tokens may come, more words
+    than those of few have some."""
+    return [0 < count <= MOST_CHILDREN for count in words.tolist()]
+
+
+def _most_seconds(rows: int) -> float:
+    """Seconds of a processor that the masks of a tree take at most, if its grammar is none that is slow."""
+    return _SLOW_SECONDS + _USUAL_SECONDS * rows
 
 
 def _path_to(tree: TreeRows, row: int) -> list[int]:
@@ -393,14 +385,6 @@ def _path_to(tree: TreeRows, row: int) -> list[int]:
         path.append(tree.token_ids[row])
         row = tree.parents[row]
     return path[::-1]
-
-
-def _add(found: ExpectedNodes, parent: int, token: int, score: float) -> int:
-    """Add a node. Returns its place."""
-    found.token_ids.append(token)
-    found.parents.append(parent)
-    found.scores.append(score)
-    return len(found.token_ids) - 1
 
 
 def _only_token(words: NDArray[np.int32]) -> int | None:

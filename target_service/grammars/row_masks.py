@@ -9,6 +9,7 @@ from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from functools import cache
+from math import inf
 from typing import TYPE_CHECKING, NamedTuple
 
 import numpy as np
@@ -24,6 +25,10 @@ Ints = NDArray[np.int32]
 _MOST_THREADS = 16
 # Masks from which on waking threads pays: on busy processors that takes longer than some masks. Chosen.
 _WORTH_THREADS = 24
+# Rows of each chain whose masks several threads compute first, and up to which row next, as long as all before took no
+# longer than so many seconds. What takes long is found so before the long rest of a chain is begun. Chosen: chains of
+# many sequences are no longer, and passes take twice as long.
+_FIRST_ROWS, _UNHURRIED = (4, 16), 4e-3
 # A path of expected text ends where more tokens than these may come. Chosen: ten digits and what may follow them are
 # still listed.
 MOST_CHILDREN = 16
@@ -52,16 +57,22 @@ class MaskedRows:
         tree: the rows.
         chains: all of them but those behind text that the grammar forbids, as far as that was seen.
         seconds: of a processor that its masks took; 0 where several threads computed them.
+        most_seconds: after which no further mask is begun, if masks may be late.
+        late: whether some masks were not computed for that reason.
     """
 
     tree: TreeRows
     chains: list[RowChain]
     seconds: float = 0.0
+    most_seconds: float = inf
+    late: bool = False
 
     @classmethod
     def of(cls, matcher: LLMatcher, tree: TreeRows) -> MaskedRows:
         """Cut a tree into chains. Copies of the matcher read them: a copy takes a microsecond, and what it meets stays
         its own."""
+        if len(tree.token_ids) == 1:
+            return cls(tree, [RowChain(matcher.deep_copy(), [0], [])])
         children: list[list[int]] = [[] for _ in tree.token_ids]
         for row in range(1, len(tree.token_ids)):
             children[tree.parents[row]].append(row)
@@ -104,19 +115,23 @@ def compute_masks(trees: Sequence[MaskedRows], room: Ints, *, timed: bool) -> tu
     # Nothing is computed where a grammar ends.
     found.fill(0)
     if count >= _WORTH_THREADS and not timed:
-        _compute_at_once(chains, found)
+        _compute_at_once(trees, found)
+    elif count < _WORTH_THREADS:
+        for job in _jobs(trees, found):
+            _compute_in_turn(*job)
     else:
-        first, jobs = 0, list[tuple[MaskedRows, Ints]]()
-        for tree in trees:
-            own = sum([len(chain.rows) for chain in tree.chains])
-            jobs.append((tree, found[first : first + own]))
-            first += own
-        if count < _WORTH_THREADS:
-            for job in jobs:
-                _compute_in_turn(*job)
-        else:
-            list(_threads().map(_compute_in_turn, *zip(*jobs, strict=True)))
+        list(_threads().map(_compute_in_turn, *zip(*_jobs(trees, found), strict=True)))
     return _reached(trees, room), 1 + count
+
+
+def _jobs(trees: Sequence[MaskedRows], found: Ints) -> list[tuple[MaskedRows, Ints]]:
+    """Each tree with its part of the masks."""
+    first, jobs = 0, list[tuple[MaskedRows, Ints]]()
+    for tree in trees:
+        own = sum([len(chain.rows) for chain in tree.chains])
+        jobs.append((tree, found[first : first + own]))
+        first += own
+    return jobs
 
 
 def _reached(trees: Sequence[MaskedRows], room: Ints) -> ReachedRows:
@@ -175,30 +190,60 @@ def list_tokens(words: Ints, tokens: Ints) -> int:
     return count
 
 
-def _compute_in_turn(tree: MaskedRows, found: Ints) -> None:
-    """Write the masks of a tree's chains, one behind the other, and note how long that took."""
+def _compute_in_turn(tree: MaskedRows, found: Ints, read: int = 0, done: int = 0) -> None:
+    """Write the masks of a tree's chains, one behind the other, and note how long that took. Those of the first `done`
+    rows of each chain are there, and its matcher has read the tokens up to row `read`."""
     begin, place = time.thread_time(), 0
     for chain in tree.chains:
-        first = place
+        first, at = place, read
         place += len(chain.rows)
-        for row in range(first, place):
-            if row > first and not chain.matcher.try_consume_tokens([chain.token_ids[row - first - 1]]):
+        for row in range(done, len(chain.rows)):
+            if first + row and time.thread_time() - begin > tree.most_seconds:
+                tree.late = True
                 break
-            chain.matcher.unsafe_compute_mask_ptr(found[row].ctypes.data, found[row].nbytes)
+            tokens = chain.token_ids[at:row]
+            if tokens and chain.matcher.try_consume_tokens(tokens) < len(tokens):
+                break
+            at = row
+            mask = found[first + row]
+            chain.matcher.unsafe_compute_mask_ptr(mask.ctypes.data, mask.nbytes)
     tree.seconds = time.thread_time() - begin
 
 
-def _compute_at_once(chains: Sequence[RowChain], found: Ints) -> None:
-    """The same by several threads, which take turns in a tree."""
-    single: list[tuple[LLMatcher, int]] = []
-    longer: list[tuple[LLMatcher, int, list[int]]] = []
-    place = 0
-    for chain in chains:
-        if chain.token_ids:
-            longer.append((chain.matcher, place, chain.token_ids))
-        else:
-            single.append((chain.matcher, place))
+def _compute_at_once(trees: Sequence[MaskedRows], found: Ints) -> None:
+    """The same by several threads, which take turns in a tree. Once that takes long, what is left is computed tree by
+    tree, so that those which take long are found."""
+    chains, place = list[tuple[RowChain, int]](), 0
+    for chain in [chain for tree in trees for chain in tree.chains]:
+        chains.append((chain, place))
         place += len(chain.rows)
+    begin, read, done, longest = time.perf_counter(), 0, 0, max([len(chain.rows) for chain, _ in chains])
+    while done < longest:
+        if done and time.perf_counter() - begin > _UNHURRIED:
+            jobs = [(*job, read, done) for job in _jobs(trees, found)]
+            list(_threads().map(_compute_in_turn, *zip(*jobs, strict=True)))
+            return
+        until = next((count for count in _FIRST_ROWS if count > done), longest)
+        chains = [(chain, place) for chain, place in chains if _read_up_to(chain, read, done)]
+        _compute_parts(
+            [(chain.matcher, place + done, chain.token_ids[done : until - 1]) for chain, place in chains], found
+        )
+        read, done = done, until
+
+
+def _read_up_to(chain: RowChain, read: int, row: int) -> bool:
+    """Have a chain's matcher, which has read the tokens up to row `read`, read those up to another one. False where the
+    chain has no such row, or they are forbidden."""
+    if row >= len(chain.rows):
+        return False
+    tokens = chain.token_ids[read:row]
+    return not tokens or chain.matcher.try_consume_tokens(tokens) == len(tokens)
+
+
+def _compute_parts(parts: Sequence[tuple[LLMatcher, int, list[int]]], found: Ints) -> None:
+    """Write masks: of each matcher the next one at a place, and behind it those of the rows of its tokens."""
+    single = [(matcher, place) for matcher, place, token_ids in parts if not token_ids]
+    longer = [part for part in parts if part[2]]
     where = found.ctypes.data, found[0].nbytes, len(found)
     beside = _threads().submit(_executor().unsafe_compute_mask_ptr, single, *where) if single else None
     if longer:

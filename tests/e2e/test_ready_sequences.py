@@ -7,6 +7,7 @@ import random
 import threading
 from collections.abc import Sequence
 from dataclasses import replace
+from math import inf
 from typing import Any
 
 import pytest
@@ -180,6 +181,20 @@ def test_a_late_mask_holds_up_nobody(ended_model: PreTrainedModel, monkeypatch: 
         loop.step()
     assert tuple(form.output) == tuple(alone.token_ids)
     assert form.totals.drafted_tokens == 0
+
+
+def test_masks_that_take_long_hold_up_no_step(ended_model: PreTrainedModel, monkeypatch: pytest.MonkeyPatch) -> None:
+    """They are left, and their sequence is read again, without drafts."""
+    free = free_requests()
+    said = [one.token_ids for one in run(runner_of(ended_model, device_chooses=True), [formed("uuid"), *free])]
+    monkeypatch.setattr(following, "_most_seconds", lambda rows: -1.0 if rows > 1 else inf)
+    runner = runner_of(ended_model, device_chooses=True, kv_tokens=1 << 14)
+    outcomes = run(runner, [formed("uuid"), *free], on_device=True)
+    assert [one.token_ids for one in outcomes] == said
+    form, *others = [one.finished.totals for one in outcomes]
+    # Only roots behind the first pass that had drafted rows, which does not count.
+    assert form.preemptions == 1 and form.steps == len(said[0])
+    assert all(one.preemptions == 0 for one in others)
 
 
 ODD: dict[str, SequenceRequest] = {

@@ -402,6 +402,23 @@ def test_a_load_whose_rows_are_dear_does_not_judge_another(runner: ModelRunner) 
     assert chosen[1][100:].count(0) < 30 and chosen[8][100:].count(0) > 250
 
 
+def test_forms_whose_rows_are_dear_judge_no_other_texts(runner: ModelRunner) -> None:
+    """At one load, and the other way round: with forms rows take masks, and bring what is forced."""
+    form = SamplingParams(structured_output=StructuredOutput(json_object=True))
+    for dear in (False, True):
+        live: dict[int, LiveSequence] = {}
+        policy = SpeculationController(KEPT, DEVICES["large"].cost, live)
+        chosen: dict[bool, list[int]] = {False: [], True: []}
+        for turn in range(800):
+            forms = turn // 100 % 2 == 1
+            step = schedule(runner, live, *[request([5, 7], 99, sampling=form if forms else SamplingParams())] * 8)
+            rows = policy.choose(step, MAX_ROWS, None)
+            size = rows.rows if rows is not None else 0
+            policy.observe_time(8, size, 1.0 + size * (forms is dear), None, forms=forms)
+            chosen[forms].append(size)
+        assert chosen[dear][100:].count(0) > 250 and chosen[not dear][100:].count(0) < 30
+
+
 def test_what_a_pass_takes_is_known_from_other_loads_modes_and_sizes() -> None:
     times, ahead = PassTimes(StepCost([(1, 1.0), (64, 2.0), (256, 4.0)])), LaunchMode.RUN_AHEAD
     assert times.expected((0, 64), 1, ahead) == pytest.approx({0: 1.0, 64: 2.0})

@@ -6,6 +6,7 @@ import json
 import random
 import sys
 from collections.abc import Sequence
+from math import inf
 
 import numpy as np
 import pytest
@@ -17,7 +18,7 @@ from tokenizers import Tokenizer, decoders, models, normalizers, pre_tokenizers
 from outrider.errors import InvalidField, NotSupported
 from outrider.structured_output import StructuredOutput
 from outrider.tree import TokenTree
-from target_service.grammars import compiling, row_masks
+from target_service.grammars import compiling, following, row_masks
 from target_service.grammars.compiling import GRAMMARS_PER_TENANT, Grammars
 from target_service.grammars.following import FollowedGrammar, FollowedTree, TreeMasks, masks_of
 from target_service.grammars.row_masks import TreeRows
@@ -56,7 +57,7 @@ def chain(root: int, tokens: Sequence[int]) -> TokenTree:
 
 def expected_texts(followed: FollowedGrammar, tree: TreeRows, output: Sequence[int], masks: int = 9) -> set[str]:
     masked([followed.follow(tree, output)])
-    found = followed.expected(100, masks)
+    found, _ = followed.expected(100, masks)
     paths = list[list[int]]()
     for token, parent, score in zip(*found, strict=True):
         assert 0 < score <= 1 and parent < len(paths)
@@ -89,9 +90,37 @@ class TestExpectedText:
         texts = expected_texts(followed, tree, output)
         assert {"x#1", "x#2", "x#3"} <= texts
         assert {"x#1!", "x#2!", "x#3!"} <= texts
-        assert expected_texts(followed, tree, output, masks=0) == {"x", "x#"}
         (masks,) = masked([followed.follow(tree, output)])
         assert allowed(masks, 1) == allowed(masks, 2) == {sign} and allowed(masks, 3) == {END}
+
+    def test_it_is_found_once_for_all_outputs_of_a_form(self) -> None:
+        own, form = Grammars(trained_tokenizer(), VOCABULARY, (END,)), self.FORM
+        known: set[str] = set()
+        for tenant, letter, masks in (("t", "x", 9), ("t", "y", 0), ("other", "x", 0)):
+            followed, output, sign = own.followed(form, tenant), tokens_of("yes"), tokens_of("#")[0]
+            # The output's own rows, up to where few tokens may come.
+            for token in tokens_of(letter * 30):
+                expected_texts(followed, TreeRows((output[-1],), (0,)), output, masks=0)
+                output.append(token)
+            texts = expected_texts(followed, TreeRows((output[-1], sign), (0, 0)), output, masks)
+            known = known or texts
+            assert {"#1!", "#2!", "#3!"} <= known
+            # Of another tenant's nothing is known.
+            assert texts == (known if tenant == "t" else {"#"})
+
+    def test_what_was_chosen_before_is_told_apart(self) -> None:
+        own = Grammars(trained_tokenizer(), VOCABULARY, (END,))
+        form = StructuredOutput(grammar='start: "a" /[0-9a-z]{2}/ "=left" | "b" /[0-9a-z]{2}/ "=right"')
+        found = dict[str, set[str]]()
+        for letter in "abab":
+            followed, output = own.followed(form, "t"), list[int]()
+            for token in [*tokens_of(letter), *tokens_of("x"), *tokens_of("x")]:
+                expected_texts(followed, TreeRows((9,), (0,)), output, masks=0)
+                output.append(token)
+            texts = expected_texts(followed, TreeRows((9,), (0,)), output)
+            assert texts == found.setdefault(letter, texts)
+        assert "=left" in found["a"] and "=right" in found["b"]
+        assert "=right" not in found["a"] and "=left" not in found["b"]
 
 
 class TestMasks:
@@ -110,11 +139,15 @@ class TestMasks:
         assert allowed(followed.masks(chain(b, [d, e]), (b,)), 1) == {e, END}
         assert allowed(followed.masks(chain(d, []), (b, d)), 0) == {e, END}
 
-    @pytest.mark.parametrize(("worth", "timed"), [(1, False), (1, True), (999, False)])
+    @pytest.mark.parametrize(
+        ("worth", "timed", "unhurried"), [(1, False, inf), (1, False, -1.0), (1, True, inf), (999, False, inf)]
+    )
     def test_masks_of_many_trees_are_those_of_each(
-        self, grammars: Grammars, worth: int, timed: bool, monkeypatch: pytest.MonkeyPatch
+        self, grammars: Grammars, worth: int, timed: bool, unhurried: float, monkeypatch: pytest.MonkeyPatch
     ) -> None:
         monkeypatch.setattr(row_masks, "_WORTH_THREADS", worth)
+        monkeypatch.setattr(row_masks, "_FIRST_ROWS", (1, 2))
+        monkeypatch.setattr(row_masks, "_UNHURRIED", unhurried)
         forms, dice = [StructuredOutput(regex="[ab](c|d)e?"), StructuredOutput(regex="(ab|ac)*d")], random.Random(2)
         tokens = [tokens_of(letter)[0] for letter in "abcde"] + [END]
         trees, alone = list[FollowedTree](), list[NDArray[np.int32]]()
@@ -138,6 +171,23 @@ class TestMasks:
         for masks, expected in zip(masked(trees, timed=timed), alone, strict=True):
             assert masks.error is None
             assert (masks.words == expected).all()
+
+    @pytest.mark.parametrize("worth", [1, 999])
+    def test_what_takes_long_is_left(self, grammars: Grammars, worth: int, monkeypatch: pytest.MonkeyPatch) -> None:
+        """Of one tree, and not of those beside it."""
+        monkeypatch.setattr(row_masks, "_WORTH_THREADS", worth)
+        monkeypatch.setattr(row_masks, "_FIRST_ROWS", (1, 2))
+        monkeypatch.setattr(row_masks, "_UNHURRIED", -1.0)
+        form, letters = StructuredOutput(regex="[ab]{9}"), tokens_of("abababab")
+        slow, other = (grammars.followed(form, "t") for _ in range(2))
+        monkeypatch.setattr(following, "_most_seconds", lambda rows: -1.0 if rows > 5 else inf)
+        trees = [slow.follow(chain(9, letters), (), may_be_late=True), other.follow(chain(9, letters[:4]), ())]
+        _, masks = masked(trees)
+        assert slow.late and slow.slow and not (other.late or other.slow)
+        assert [allowed(masks, row) for row in range(5)] == [{*tokens_of("a"), *tokens_of("b")}] * 5
+        # The next time there are roots alone, which are waited for.
+        assert allowed(masked([slow.follow(chain(9, []), (), may_be_late=True)])[0], 0) == allowed(masks, 0)
+        assert not slow.late and slow.slow
 
     @pytest.mark.parametrize("most", [1, 5, 13, 40])
     def test_tokens_that_are_allowed_at_once_are_those_that_may_come(self, grammars: Grammars, most: int) -> None:

@@ -10,6 +10,7 @@ again for as long as tries take a hundredth of the time.
 from __future__ import annotations
 
 import bisect
+import itertools
 from collections.abc import Mapping
 from collections.abc import Sequence as SequenceOf
 from dataclasses import dataclass
@@ -17,6 +18,7 @@ from math import inf
 
 from target_service.core.running_means import RunningMean
 from target_service.core.schedule import Schedule
+from target_service.core.sequence import Sequence
 from target_service.execution.batch import DeviceRows
 from target_service.model.cuda_graphs.sizes import row_sizes
 from target_service.sampling.verifier import Verified
@@ -100,7 +102,10 @@ class SpeculationController:
         self._live = live
         self._disable_above = disable_above
         self.times = None if cost is None else PassTimes(cost)
-        self._yields = {mode: TokenYield() for mode in (None, *LaunchMode)}
+        # Of passes most of whose sequences have forms: their rows take the host masks, and bring text that is forced.
+        # What is known of other passes does not hold for them.
+        self._of_forms = None if cost is None else PassTimes(cost)
+        self._yields = {(mode, forms): TokenYield() for mode in (None, *LaunchMode) for forms in (False, True)}
         self.draft_gate, self.throughput_trial = DraftGate(self._without_draft), ThroughputTrial()
         self._was_alone = True
         self._row_tries, self._mode_tries = _Tries(_TRY), _Tries(_TRY_MODE)
@@ -110,6 +115,8 @@ class SpeculationController:
         # Of the last launch: its mode, and how long it waited.
         self._mode: Mode = None
         self._waits = 0.0
+        # And whether most of its sequences have forms.
+        self._forms = False
         # Most rows of a launch, at first those of one sequence.
         self._most_rows = 1 + KEPT
         # Tokens of a sequence in a recent pass.
@@ -121,8 +128,8 @@ class SpeculationController:
         """Drop what was observed of a draft: another one has connected, or the weights have changed."""
         self.draft_gate.forget()
         self.throughput_trial.forget()
-        for mode in LaunchMode:
-            self._yields[mode] = TokenYield()
+        for mode, forms in itertools.product(LaunchMode, (False, True)):
+            self._yields[mode, forms] = TokenYield()
         self._preferred = LaunchMode.RUN_AHEAD
 
     def allowed(self, load: int) -> SpeculationLevel:
@@ -160,15 +167,14 @@ class SpeculationController:
         `answer_seconds` and `launch_seconds` are the times of a draft's answer, 0 where unknown, and of a launch. While
         a pass waits, the device is idle until the answer has come and the pass is launched.
         """
-        ahead, waiting = (self._yields[mode] for mode in (LaunchMode.RUN_AHEAD, LaunchMode.WAIT_FOR_DRAFT))
-        if self.times is None or not answer_seconds or ahead.count < _TRIAL:
+        ahead, waiting = (self._yield(mode) for mode in (LaunchMode.RUN_AHEAD, LaunchMode.WAIT_FOR_DRAFT))
+        times = self._pass_times
+        if self.times is None or times is None or not answer_seconds or ahead.count < _TRIAL:
             return LaunchMode.RUN_AHEAD
         held = answer_seconds + launch_seconds
         rates = self._rates_at(load, LaunchMode.RUN_AHEAD, self.times.gap(LaunchMode.RUN_AHEAD, 0.0))
         best = max(rates, key=rates.__getitem__)
-        if held > _WORTH_WAITING * self.times.expected((best,), load, LaunchMode.RUN_AHEAD)[best] * self.times.cost(
-            load
-        ):
+        if held > _WORTH_WAITING * times.expected((best,), load, LaunchMode.RUN_AHEAD)[best] * times.cost(load):
             return LaunchMode.RUN_AHEAD
         rate = {
             LaunchMode.RUN_AHEAD: rates[best],
@@ -208,6 +214,7 @@ class SpeculationController:
             return None
         self._mode, self._waits, self._most_rows = mode, waits, max_rows
         live, chunks, laid_out = self._live, schedule.chunks, schedule.laid_out
+        self._forms = most_have_forms([chunk.sequence for chunk in chunks])
         if len(chunks) > self._disable_above:
             return None
         limits = [self._max_rows(live[chunk.sequence.sequence_id]) for chunk in chunks[laid_out:]]
@@ -244,18 +251,21 @@ class SpeculationController:
         rate = sequences * max(self._rates_at(sequences, self._mode, self._waits).values())
         made, read = rate * self.times.cost(rows), rows - sequences
         lost = {
-            count: (made - sequences * self._yields[self._mode].tokens(count / sequences)) / (read - count)
+            count: (made - sequences * self._yield(self._mode).tokens(count / sequences)) / (read - count)
             for count in [0, *(int(each * sequences) for each in POOLED if each * sequences < read / 2)]
         }
         return min(lost, key=lost.__getitem__)
 
-    def observe_passes(self, outcomes: SequenceOf[Verified | None], mode: Mode, drafted: SequenceOf[bool]) -> None:
-        """Learn from passes whose rows the device chose. `drafted`: the sequence's table holds only a draft's nodes."""
+    def observe_passes(
+        self, outcomes: SequenceOf[Verified | None], mode: Mode, drafted: SequenceOf[bool], *, forms: bool = False
+    ) -> None:
+        """Learn from passes whose rows the device chose. `drafted`: the sequence's table holds only a draft's nodes.
+        `forms`: see `most_have_forms`."""
         passes = [one for outcome in outcomes if outcome is not None for one in outcome.device_passes]
         if not passes:
             self.tokens_each.observe(1.0)
             return
-        self._yields[mode].observe_passes(passes)
+        self._yields[mode, forms].observe_passes(passes)
         self.tokens_each.observe(1 + sum([one.accepted for one in passes]) / len(passes))
         known = zip(outcomes, drafted, strict=True)
         drafted_passes = [one for outcome, has in known if has and outcome is not None for one in outcome.device_passes]
@@ -264,10 +274,21 @@ class SpeculationController:
             excess = from_table - sum([one.expected_from_table for one in drafted_passes]) / len(drafted_passes)
             self.trust = min(_MOST_TRUST, max(_LEAST_TRUST, self.trust * (1 + _TRUST_SHARE * excess)))
 
-    def observe_time(self, sequences: int, rows: int, seconds: float, mode: Mode) -> None:
-        """Observe the `seconds` of a pass on the device; `rows` is 0 for a plain one."""
-        if self.times is not None:
-            self.times.observe_pass(sequences, rows, seconds, mode)
+    def observe_time(self, sequences: int, rows: int, seconds: float, mode: Mode, *, forms: bool = False) -> None:
+        """Observe the `seconds` of a pass on the device, that in which it waited for masks included; `rows` is 0 for a
+        plain one. `forms`: see `most_have_forms`."""
+        times = self._of_forms if forms else self.times
+        if times is not None:
+            times.observe_pass(sequences, rows, seconds, mode)
+
+    @property
+    def _pass_times(self) -> PassTimes | None:
+        """Of passes like the last launch."""
+        return self._of_forms if self._forms else self.times
+
+    def _yield(self, mode: Mode) -> TokenYield:
+        """The same of tokens."""
+        return self._yields[mode, self._forms]
 
     def _max_rows(self, live: LiveSequence) -> int:
         """Drafted rows that the sequence may have."""
@@ -279,16 +300,17 @@ class SpeculationController:
 
     def _tried(self, sizes: SequenceOf[int], sequences: int, mode: Mode, waits: float) -> int:
         """The size with the highest rate, or at times another one, to measure it again."""
-        assert self.times is not None
+        times = self._pass_times
+        assert times is not None
         if self._was_alone and mode is not None:
-            self._yields[mode].restart()
+            self._yield(mode).restart()
             self._row_tries.hasten()
         self._was_alone = mode is None
         self._since_timed += 1
         if self._since_timed > _REFRESH:
             self._since_timed = 0
-            self.times.forget((0, *sizes), sequences, mode)
-        rates, measured = self._rates(sizes, sequences, mode, waits), self.times.measured(sequences, mode)
+            times.forget((0, *sizes), sequences, mode)
+        rates, measured = self._rates(sizes, sequences, mode, waits), times.measured(sequences, mode)
         rates[0] *= MARGIN
         best = max(rates, key=rates.__getitem__)
         for rows, rate in rates.items():
@@ -296,21 +318,27 @@ class SpeculationController:
                 return rows
         if best:
             return best
-        expected = self.times.expected((0, sizes[0]), sequences, mode)
+        expected = times.expected((0, sizes[0]), sequences, mode)
         return sizes[0] if self._row_tries.due(max(0.0, expected[sizes[0]] / expected[0] - 1)) else 0
 
     def _rates(self, sizes: SequenceOf[int], sequences: int, mode: Mode, waits: float) -> dict[int, float]:
         """Tokens a second of a sequence by the rows of a pass, 0 for a plain one; others wait `waits` seconds."""
-        assert self.times is not None
-        cost = self.times.cost(sequences)
+        times = self._pass_times
+        assert times is not None
+        cost = times.cost(sequences)
         return {
             rows: self._tokens(sequences, rows, mode) / (cost * multiple + (waits if rows else 0.0))
-            for rows, multiple in self.times.expected((0, *sizes), sequences, mode).items()
+            for rows, multiple in times.expected((0, *sizes), sequences, mode).items()
         }
 
     def _tokens(self, sequences: int, rows: int, mode: Mode) -> float:
         """Tokens of each sequence in a pass with `rows`."""
-        return self._yields[mode].tokens(max(0, rows - sequences) / sequences)
+        return self._yield(mode).tokens(max(0, rows - sequences) / sequences)
+
+
+def most_have_forms(sequences: SequenceOf[Sequence]) -> bool:
+    """Whether grammars mask the rows of most of these sequences."""
+    return 2 * sum([one.request.has_form for one in sequences]) > len(sequences)
 
 
 def _sizes(limits: SequenceOf[int], prefill_rows: int, max_rows: int) -> list[int]:

@@ -16,12 +16,12 @@ from target_service.speculation.policy.live_sequence import LiveSequence
 # Nodes of a chain, of the 240 that a table holds, and tokens after which it is renewed: the rest of it is then still
 # longer than the deepest path of a pass.
 _CHAIN, _RENEWED = 160, 96
-# Nodes that a form lets expect, masks that are computed for those of all sequences of a step, and for those of one at
-# least: the host computes them while a pass runs. Chosen.
-_EXPECTED_NODES, _EXPECTED, _LEAST_EXPECTED = 160, 24, 1
+# Nodes that a form lets expect, and masks that are computed in a step for text that is not known yet: the host does so
+# while a pass runs. Chosen.
+_EXPECTED_NODES, _EXPECTED_MASKS = 160, 24
 # Tokens of expected text that are left below the output's last token, with which it is not renewed: of few forms, and
-# of many, whose passes have fewer rows for each. Chosen: two passes seldom accept more.
-_ENOUGH_EXPECTED, _ENOUGH_OF_MANY = 16, 6
+# of more than so many, whose passes have fewer rows for each. Chosen: two passes seldom accept more.
+_ENOUGH_EXPECTED, _ENOUGH_OF_MANY, _FEW_FORMS = 16, 6, 12
 
 
 def graft_predictions(sequences: Iterable[Sequence], live: Mapping[int, LiveSequence], tables: NodeTables) -> None:
@@ -39,22 +39,32 @@ def graft_predictions(sequences: Iterable[Sequence], live: Mapping[int, LiveSequ
             tables.predict(sequence_id, PredictedNodes(base, places, chains, sequence.token_ids) if chains else None)
 
 
+def assign_slots(sequences: Iterable[Sequence], live: Mapping[int, LiveSequence], tables: NodeTables) -> None:
+    """Give sequences with forms their slots, before the step is launched that reads what is expected of them."""
+    for sequence in sequences:
+        if _drafts_of_form(sequence, live):
+            tables.assign_slot(sequence.sequence_id)
+
+
 def graft_expected(sequences: Iterable[Sequence], live: Mapping[int, LiveSequence], tables: NodeTables) -> None:
-    """Update the tables with what the forms of a step's sequences let expect, once the step is masked. The pass that
-    is launched next finds it, below what this step generates."""
-    of_forms = [one for one in sequences if one.sequence_id in live and live[one.sequence_id].verifier.masked]
-    most = _EXPECTED // len(of_forms) if of_forms else 0
-    enough = _ENOUGH_EXPECTED if most > _LEAST_EXPECTED else _ENOUGH_OF_MANY
+    """Update the tables with what the forms of a step's sequences let expect, once the step is masked. The pass behind
+    it, which may be launched already, finds it below what the step generates."""
+    of_forms = [one for one in sequences if _drafts_of_form(one, live)]
+    masks, enough = _EXPECTED_MASKS, _ENOUGH_EXPECTED if len(of_forms) <= _FEW_FORMS else _ENOUGH_OF_MANY
     for sequence in of_forms:
-        grammar, request = live[sequence.sequence_id].verifier.grammar, sequence.request
-        drafts = request.speculate and request.max_draft_nodes and request.device_rows
-        if grammar is None or grammar.slow or not drafts:
+        grammar, known = live[sequence.sequence_id].verifier.grammar, tables.expected(sequence.sequence_id)
+        if grammar is None or (known is not None and known.left() >= enough):
             continue
-        known = tables.expected(sequence.sequence_id)
-        if known is not None and known.left() >= enough:
-            continue
-        nodes, text = grammar.expected(_EXPECTED_NODES, max(most, _LEAST_EXPECTED)), sequence.token_ids
+        (nodes, masks), text = grammar.expected(_EXPECTED_NODES, masks), sequence.token_ids
         tables.expect(sequence.sequence_id, ExpectedTree.of(len(text), *nodes, text) if nodes.token_ids else None)
+
+
+def _drafts_of_form(sequence: Sequence, live: Mapping[int, LiveSequence]) -> bool:
+    """Whether the device may draft for a sequence what its form lets expect."""
+    own, request = live.get(sequence.sequence_id), sequence.request
+    if own is None or own.verifier.grammar is None or own.verifier.grammar.slow:
+        return False
+    return bool(request.speculate and request.max_draft_nodes and request.device_rows)
 
 
 def note_passes(live: LiveSequence, passes: Iterable[DevicePass], tokens: int, tables: NodeTables) -> None:

@@ -1,0 +1,169 @@
+"""Text that a form lets expect: what is forced behind a state of its grammar, and where few tokens may come each of
+them. It is found once for each state of a form, and not again at every pass and by every output."""
+
+from __future__ import annotations
+
+import heapq
+from collections import OrderedDict
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, NamedTuple
+
+import numpy as np
+from numpy.typing import NDArray
+
+from target_service.grammars.row_masks import MOST_CHILDREN, list_tokens
+
+if TYPE_CHECKING:
+    from llguidance import LLMatcher
+
+Ints = NDArray[np.int32]
+# A path of expected text ends where it is less probable. Chosen.
+_LEAST_CHANCE = 1 / 64
+# Of a token with which another one that may come begins, beside 1 for others. Chosen.
+_CHANCE_OF_PREFIX = 0.1
+# Nodes that are looked for behind one state, and masks that are computed for it. Chosen: a pass seldom accepts more
+# than ten tokens, and so many masks take about 2 ms.
+_NODES, _MASKS = 64, 24
+# Bytes of forced text by which a state is known, whatever came before: such as a name in JSON with its signs. Chosen.
+_LANDMARK = 4
+# States of a form whose text is kept. Chosen: a form of seven fields has some thirty.
+_STATES = 512
+
+
+class ExpectedNodes(NamedTuple):
+    """A tree of tokens that may follow a text: the parent of each node among those before it, -1 for the text's last
+    token, and its probability given its parent."""
+
+    token_ids: list[int]
+    parents: list[int]
+    scores: list[float]
+
+    def add(self, parent: int, token: int, score: float) -> int:
+        """Add a node. Returns its place."""
+        self.token_ids.append(token)
+        self.parents.append(parent)
+        self.scores.append(score)
+        return len(self.token_ids) - 1
+
+    def add_below(self, parent: int, nodes: ExpectedNodes) -> None:
+        """Add a tree whose root is a node of this one; -1 for the text's last token."""
+        first = len(self.token_ids)
+        self.token_ids.extend(nodes.token_ids)
+        self.parents.extend([first + above if above >= 0 else parent for above in nodes.parents])
+        self.scores.extend(nodes.scores)
+
+
+class Trail(NamedTuple):
+    """The name of a state: hashes of what was chosen before it and of the text that was forced last, and its bytes."""
+
+    chosen: int = 0
+    forced: int = 0
+    forced_bytes: int = 0
+
+
+class ExpectedText:
+    """What may follow the states of one form, kept for all outputs of it. Used by one thread.
+
+    A grammar does not tell whether two of its states are the same. So a state is named by its `Trail`: the last forced
+    text, such as the name of a field, and behind that the tokens that could come where few could, and those that came.
+    Free text leaves no trail, so that outputs with other names in a field share what follows it. Where something else
+    decides what follows, the wrong text may be expected: that costs rows of a pass, and is never generated, since rows
+    are masked by the grammar itself.
+    """
+
+    def __init__(self, texts: Sequence[bytes], ends: frozenset[int]) -> None:
+        """`texts` are the bytes of every token; behind the tokens `ends` nothing follows."""
+        self._texts, self._ends = texts, ends
+        # By the tokens that may come.
+        self._chances: dict[tuple[int, ...], dict[int, float]] = {}
+        # By trail, the one that was used last at the end.
+        self._found: OrderedDict[int, ExpectedNodes] = OrderedDict()
+
+    def few(self, words: Ints) -> tuple[int, ...]:
+        """The tokens that a mask [words] allows; none where they are many."""
+        listed = np.empty(MOST_CHILDREN, np.int32)
+        count = list_tokens(words, listed)
+        return () if count > MOST_CHILDREN else tuple(listed[:count].tolist())
+
+    def trail_behind(self, trail: Trail, few: tuple[int, ...], token: int) -> Trail:
+        """The trail behind a token at a state where these few may come; none where many may."""
+        if len(few) == 1:
+            count = trail.forced_bytes + len(self._texts[token])
+            return Trail(0 if count >= _LANDMARK else trail.chosen, hash((trail.forced, token)), count)
+        chosen = trail.forced if trail.forced_bytes >= _LANDMARK else trail.chosen
+        return Trail(hash((chosen, few, token)) if few else chosen)
+
+    def behind(
+        self, trail: Trail, few: tuple[int, ...], matcher: LLMatcher, path: Sequence[int], masks: int
+    ) -> tuple[ExpectedNodes | None, int]:
+        """What may follow a state of this `trail`, in which these `few` tokens may come: behind a `path` of tokens that
+        a matcher has not read, which is not changed. None where that is not known and no `masks` may be computed for
+        it; and how many masks may then be."""
+        key = hash((trail, few))
+        found = self._found.get(key)
+        if found is not None:
+            self._found.move_to_end(key)
+        elif masks > 0:
+            found, taken = self._search(few, matcher, path)
+            masks -= taken
+            self._found[key] = found
+            if len(self._found) > _STATES:
+                self._found.popitem(last=False)
+        return found, masks
+
+    def _search(self, few: tuple[int, ...], matcher: LLMatcher, path: Sequence[int]) -> tuple[ExpectedNodes, int]:
+        """The nodes behind a path, by falling probability, and the masks that were computed for them."""
+        found, taken = ExpectedNodes([], [], []), 0
+        matcher = matcher.deep_copy()
+        if not matcher.consume_tokens(list(path)):
+            return found, taken
+        # With numbers, so that nothing else is compared.
+        places, number = [(-1.0, 0, _Place(matcher, (), -1, few))], 0
+        while places and len(found.token_ids) < _NODES and taken < _MASKS:
+            negative, _, place = heapq.heappop(places)
+            if place.few is None:
+                place, taken = self._forced(place, found), taken + 1
+            for token, chance in self._children(place.few or ()).items():
+                child = found.add(place.node, token, chance)
+                if -negative * chance >= _LEAST_CHANCE:
+                    number += 1
+                    heapq.heappush(places, (negative * chance, number, _Place(place.matcher, (token,), child)))
+        return found, taken
+
+    def _forced(self, place: _Place, found: ExpectedNodes) -> _Place:
+        """The place behind the text that is forced at another one, whose tokens are added."""
+        matcher, node = place.matcher.deep_copy(), place.node
+        if not matcher.consume_tokens(list(place.unread)):
+            return place
+        forced = matcher.compute_ff_tokens()
+        if self._ends.intersection(forced) or not matcher.consume_tokens(forced):
+            return place
+        for token in forced:
+            node = found.add(node, token, 1.0)
+        words = np.frombuffer(matcher.compute_bitmask(), np.int32)
+        return _Place(matcher, (), node, () if matcher.is_error() else self.few(words))
+
+    def _children(self, few: tuple[int, ...]) -> dict[int, float]:
+        """How probable each of these tokens is, without those that end the output. Of tokens with which others begin
+        the longest are the usual ones."""
+        if few not in self._chances:
+            if len(self._chances) >= _STATES:
+                self._chances.clear()
+            texts = [self._texts[token] for token in few]
+            weights = {
+                token: _CHANCE_OF_PREFIX if any(other != own and other.startswith(own) for other in texts) else 1.0
+                for token, own in zip(few, texts, strict=True)
+                if token not in self._ends
+            }
+            whole = sum(weights.values())
+            self._chances[few] = {token: weight / whole for token, weight in weights.items()}
+        return self._chances[few]
+
+
+class _Place(NamedTuple):
+    """Where text is expected: behind tokens that a matcher has not read yet."""
+
+    matcher: LLMatcher
+    unread: tuple[int, ...]
+    node: int  # the last of them; -1 for the root
+    few: tuple[int, ...] | None = None  # the tokens that may come, none where they are many; None if not known yet
