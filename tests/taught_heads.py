@@ -8,18 +8,20 @@ from typing import Any
 
 import torch
 from conftest import TINY
-from eagle_heads import CausalPass, as_module, beginning
+from eagle_heads import as_module, beginning
 from engine_harness import plain, request
 from hidden_states import states_of
 from once import once
 from torch import Tensor
 from torch.nn import functional
+from torch.nn.utils.rnn import pad_sequence
 from transformers import PreTrainedModel
 
 from draft_service.eagle.head import EagleHead
 from draft_service.eagle.head_config import HeadConfig
 from outrider.sampling import SamplingParams
 from target_service.core.sequence import SequenceRequest
+from tree_models.layers.paged import UncachedPass
 
 VOCABULARY, HIDDEN, LAYERS = TINY["vocab_size"], TINY["hidden_size"], TINY["num_hidden_layers"]
 SAMPLINGS = {
@@ -96,16 +98,12 @@ def taught_modules(teacher: PreTrainedModel, *, normed_state: bool, chained: boo
     torch.manual_seed(0)
     learning = [parameter for module in modules for parameter in module.parameters() if parameter.requires_grad]
     optimizer = torch.optim.Adam(learning, lr=4e-3)
+    padded = _Texts(texts)
     for _ in range(90):
-        loss = torch.zeros(())
-        for tokens, states in texts:
-            ids, hidden = torch.tensor(tokens), states
-            for k, module in enumerate(modules, start=1):
-                read = hidden if chained else states
-                count = len(tokens) - k - 1
-                output = module(ids[k : k + count], read[:count], torch.arange(count), CausalPass())
-                loss = loss + functional.cross_entropy(module.logits(output.lm_input), ids[k + 1 :])
-                hidden = output.carried
+        loss, hidden = torch.zeros(()), padded.states
+        for k, module in enumerate(modules, start=1):
+            of_module, hidden = padded.pass_over(module, hidden if chained else padded.states, k, 0)
+            loss = loss + of_module
         optimizer.zero_grad()
         loss.backward()  # type: ignore[no-untyped-call]
         optimizer.step()
@@ -125,25 +123,54 @@ def _texts(
     return texts
 
 
+class _Padded(UncachedPass):
+    """Causal attention over rows of texts of the same length, one text after the other."""
+
+    def __init__(self, texts: int) -> None:
+        self._texts = texts
+
+    def attend(self, layer: int, query: Tensor, key: Tensor, value: Tensor, scaling: float) -> Tensor:  # noqa: ARG002
+        parts = (part.unflatten(0, (self._texts, -1)).transpose(1, 2) for part in (query, key, value))
+        out = functional.scaled_dot_product_attention(*parts, is_causal=True, scale=scaling, enable_gqa=True)
+        return out.transpose(1, 2).flatten(0, 1)
+
+
+class _Texts:
+    """Texts side by side, padded to the longest, since a pass over all of them takes as long as one over each. Rows of
+    a text do not see what is behind it, and count only where it has a token to foretell."""
+
+    def __init__(self, texts: Sequence[tuple[Sequence[int], Tensor]]) -> None:
+        self._lengths = torch.tensor([len(tokens) for tokens, _ in texts])
+        self._ids = pad_sequence([torch.tensor(tokens) for tokens, _ in texts], batch_first=True)
+        self.states = pad_sequence([states for _, states in texts], batch_first=True)  # [texts, longest, F * W]
+
+    def pass_over(self, head: EagleHead, features: Tensor, ahead: int, first: int) -> tuple[Tensor, Tensor]:
+        """One pass that foretells each text's tokens from `ahead` + 1 on, its rows from position `first` on: the sum of
+        the texts' mean losses, and the states [texts, rows, H] that the head carries on. `features` are
+        [texts, at least rows, H]."""
+        texts, longest = self._ids.shape
+        count = longest - ahead - 1
+        ids = self._ids[:, ahead : ahead + count].flatten()
+        positions = torch.arange(first, first + count).repeat(texts)
+        output = head(ids, features[:, :count].flatten(0, 1), positions, _Padded(texts))
+        targets = self._ids[:, ahead + 1 :].flatten()
+        losses = functional.cross_entropy(head.logits(output.lm_input), targets, reduction="none").view(texts, count)
+        rows = (self._lengths - ahead - 1)[:, None]
+        loss = torch.where(torch.arange(count) < rows, losses / rows, 0.0).sum()
+        return loss, output.carried.view(texts, count, -1)
+
+
 def _train(head: EagleHead, texts: Sequence[tuple[Sequence[int], Tensor]], steps: int) -> None:
     """Teach the head what followed, by plain teacher forcing."""
     torch.manual_seed(0)
     optimizer = torch.optim.Adam(head.parameters(), lr=4e-3)
-
+    padded = _Texts(texts)
     for _ in range(steps):
-        loss = torch.zeros(())
-        for tokens, states in texts:
-            ids = torch.tensor(tokens)
-            features = head.project(states[:-2])
-            for step in range(2):
-                # The second step reads the head's own features, as drafting does.
-                count = len(features)
-                output = head(
-                    ids[1 + step : 1 + step + count], features, torch.arange(step, step + count), CausalPass()
-                )
-                targets = ids[2 + step : 2 + step + count]
-                loss = loss + functional.cross_entropy(head.logits(output.lm_input)[: len(targets)], targets)
-                features = output.carried[:-1]
+        loss, features = torch.zeros(()), head.project(padded.states)
+        for step in range(2):
+            # The second step reads the head's own features, as drafting does.
+            of_step, features = padded.pass_over(head, features, 1 + step, step)
+            loss = loss + of_step
         optimizer.zero_grad()
         loss.backward()  # type: ignore[no-untyped-call]
         optimizer.step()
