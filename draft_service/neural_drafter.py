@@ -14,6 +14,7 @@ from typing import Generic, Protocol, TypeVar
 
 import torch
 
+from draft_service.compiling import LOOPS
 from draft_service.drafters.base import Drafter, DraftSequence
 from draft_service.drafters.grown import Pending, among
 from draft_service.neural.config import NetworkConfig, NeuralConfig
@@ -108,6 +109,7 @@ class NeuralDrafter(Drafter, ABC, Generic[Grows]):
             with closing(ahead_compiler(self._config)) as ahead:
                 self._drafting = self._load()
                 ahead.compile(f"the passes of {self.name}", self._rehearsals())
+            LOOPS.wait()
             self._warm_up()
             self._rows = self._misses = self._full = 0
 
@@ -163,6 +165,17 @@ class CachingDrafter(NeuralDrafter[TreeDrafting]):
     """Keeps a `CacheEntry` as each sequence's state."""
 
     _config: NeuralConfig
+    loops = (
+        "draft_service.neural.level_growth:compile_loops",
+        "draft_service.neural.cuda_graphs.tree_pass:compile_loops",
+    )
+
+    def __init__(self, config: NeuralConfig, tree: TreeShape, vocabulary_size: int, max_context: int) -> None:
+        """Raises `SettingsError` for a device that is not there."""
+        super().__init__(config, tree, vocabulary_size, max_context)
+        if config.cuda_graphs:
+            # Graphs of more would be captured while all sequences wait.
+            self.most_sequences = config.captured_sequences
 
     @abstractmethod
     def _load_network(self) -> Network:

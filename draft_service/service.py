@@ -12,6 +12,7 @@ from pathlib import Path
 
 import grpc
 
+from draft_service.compiling import LOOPS
 from draft_service.config import DraftConfig, add_drafter_flags, drafter_config
 from draft_service.drafters.base import Drafter, create, device_of, info_of
 from draft_service.server import SERVICE_NAME, DraftServicer
@@ -72,6 +73,8 @@ async def serve(config: DraftConfig, drafter: Drafter) -> int:
         metrics = MetricsServer(config.metrics_listen) if config.metrics_listen else None
         if metrics is not None:
             stack.callback(metrics.close)
+
+        LOOPS.compile_beside(drafter.loops)
 
         async def load() -> DraftServicer:
             # Compiling and loading take seconds.

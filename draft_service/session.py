@@ -150,6 +150,7 @@ class ProposeSession:
         self._drafter = drafter
         # Tokens of the longest sequence that may be opened.
         self.max_context = drafter.max_context
+        self._most = min(drafter.most_sequences, MAX_SEQUENCES_PER_FRAME)
         self._faults = faults or FaultLog(drafter.name)
         self._arrays = drafter if isinstance(drafter, ArrayDrafter) else None
         # Sequences whose whole trees are still being grown.
@@ -333,7 +334,7 @@ class ProposeSession:
         if not self._due or not self.credit:
             return []
         self.credit -= 1
-        taken = [self._open[sequence_id] for sequence_id in list(self._due)[:MAX_SEQUENCES_PER_FRAME]]
+        taken = [self._open[sequence_id] for sequence_id in itertools.islice(self._due, self._most)]
         for tracked in taken:
             del self._due[tracked.draft.sequence_id]
         return taken

@@ -64,7 +64,7 @@ def _read(plan: TritonPlan) -> AttentionBatch:
 
 def settings_of(shape: TreeShape, kv_tokens: int, page_size: int, max_rows: int) -> Any:
     """The settings of `TreeDrafting` for trees of this shape."""
-    return SimpleNamespace(tree=shape, kv_tokens=kv_tokens, page_size=page_size, max_rows=max_rows)
+    return SimpleNamespace(tree=shape, cached_tokens=lambda _: kv_tokens, page_size=page_size, max_rows=max_rows)
 
 
 class StaticDrafting(CapturedDrafting):

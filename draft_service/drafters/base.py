@@ -15,7 +15,14 @@ from outrider import __version__
 from outrider.errors import NotSupported
 from outrider.sampling import SamplingParams, VerificationMode
 from outrider.tree import TokenTree
-from outrider.wire.frames import DEFAULT_TENANT, CorpusInfo, DraftInfo, FeatureRequest, TreeLimits
+from outrider.wire.frames import (
+    DEFAULT_TENANT,
+    MAX_SEQUENCES_PER_FRAME,
+    CorpusInfo,
+    DraftInfo,
+    FeatureRequest,
+    TreeLimits,
+)
 
 if TYPE_CHECKING:
     # Drafters without features run without PyTorch.
@@ -63,13 +70,16 @@ class Drafter(Protocol):
     A subclass overrides `propose` and the methods that it needs; the others do nothing.
 
     `limits` bound a tree of this drafter, the root not counted; `max_context` is the longest sequence it follows, in
-    tokens; a `vocabulary_size` of 0 means any.
+    tokens; a `vocabulary_size` of 0 means any. One call of `propose` is for at most `most_sequences`: others that await
+    a tree are in the next call. `loops` name what compiles its loops, see `LoopCache.compile_beside`.
     """
 
     name: str
     limits: TreeLimits
     max_context: int
     vocabulary_size: int
+    most_sequences: int = MAX_SEQUENCES_PER_FRAME
+    loops: Sequence[str] = ()
 
     def start(self) -> None:
         """Load, compile and warm up, so that no request pays for it. May take seconds. Called once, first."""

@@ -16,6 +16,7 @@ from dataclasses import dataclass, replace
 
 import numpy as np
 
+from draft_service.compiling import LOOPS
 from draft_service.drafters.base import (
     CorpusDrafter,
     Drafter,
@@ -70,6 +71,8 @@ class MergedDrafter(Drafter):
         self.limits = TreeLimits(nodes, max(part.limits.max_depth for part in parts))
         self.device = next((device for part in parts if (device := device_of(part)) != "cpu"), "cpu")
         self.max_context = min(part.max_context for part in parts)
+        self.most_sequences = min(part.most_sequences for part in parts)
+        self.loops = (*(loop for part in parts for loop in part.loops), f"{__name__}:compile_loops")
         vocabularies = {part.vocabulary_size for part in parts} - {0}
         if len(vocabularies) > 1:
             raise NotSupported(f"the merged drafters have vocabularies of {sorted(vocabularies)}")
@@ -92,8 +95,8 @@ class MergedDrafter(Drafter):
         """Start every drafter, and compile what merges and packs their trees."""
         for part in self._parts:
             part.start()
-        alone = GrownTrees.roots([0], 1)
-        merge_grown([alone] * len(self._parts), [1]).packed([(0, 0, 1, 1)])
+        LOOPS.wait()
+        compile_loops()
 
     def stop(self) -> None:
         for part in self._parts:
@@ -162,6 +165,12 @@ class MergedDrafter(Drafter):
             for place, tree in zip(asked, trees, strict=True):
                 found[place] = tree
         return found
+
+
+def compile_loops() -> None:
+    """Compile what merges and packs trees, of two drafters and of more."""
+    alone = GrownTrees.roots([0], 1)
+    merge_grown([alone] * 2, [1]).packed([(0, 0, 1, 1)])
 
 
 def _begin(part: Drafter, sequences: Sequence[DraftSequence]) -> Pending:

@@ -38,6 +38,9 @@ class HeadSettings(Settings):
     )
 
 
+# Tokens of a cache by default, and bytes of a larger one on a GPU. 128 sequences of 300 tokens hold 73,000 with the
+# rows of their trees; what is beyond that is kept for texts that come again. Chosen.
+_LEAST_TOKENS, _MOST_TOKENS, _GPU_BYTES = 65_536, 262_144, 2 << 30
 # Processes that compile kernels at the start, at most. Chosen, since a target on the same host compiles too.
 _MOST_COMPILERS = 4
 # Values for settings that are 0, or -1. Trees that a target waits for, and captured ones, which are drafted while the
@@ -94,7 +97,7 @@ class NeuralConfig(NetworkConfig):
     )
     cuda_graphs: bool = setting(False, "draft in captured CUDA graphs, on a GPU")
     captured_sequences: int = setting(
-        8, "sequences that graphs are captured for at the start; for more when first met", ge=1
+        128, "sequences drafted for together where trees are captured, for which graphs are made at the start", ge=1
     )
     compile_processes: int = setting(
         -1,
@@ -104,7 +107,12 @@ class NeuralConfig(NetworkConfig):
         le=64,
         rare=True,
     )
-    kv_tokens: int = setting(65536, "tokens of all sequences in the cache; what does not fit is not drafted for", ge=1)
+    kv_tokens: int = setting(
+        0,
+        "tokens of all sequences in the cache; what does not fit is not drafted for. 0 takes 65,536, and on a GPU what "
+        "2 GiB hold, at most 262,144",
+        ge=0,
+    )
     page_size: int = setting(64, "tokens of a page of the cache", ge=1)
     prefix_cache: bool = setting(True, "keep what was read, for sequences of the same tenant that begin with it")
     max_rows: int = setting(2048, "rows of one pass over what arrived together", ge=1)
@@ -113,7 +121,7 @@ class NeuralConfig(NetworkConfig):
         super().__post_init__()
         # Constructed for its checks of several settings together.
         _ = self.tree
-        if self.kv_tokens < self.page_size:
+        if 0 < self.kv_tokens < self.page_size:
             raise SettingsError("kv_tokens must be a page at least")
 
     @property
@@ -122,6 +130,12 @@ class NeuralConfig(NetworkConfig):
         if not self.cuda_graphs or self.compile_processes >= 0:
             return self.compile_processes if self.cuda_graphs else 0
         return min(_MOST_COMPILERS, int(usable_cores()) // 4)
+
+    def cached_tokens(self, token_bytes: int) -> int:
+        """`kv_tokens`, 0 resolved, where keys and values of a token take so many bytes."""
+        if self.kv_tokens or not self.device.startswith("cuda"):
+            return self.kv_tokens or _LEAST_TOKENS
+        return max(_LEAST_TOKENS, min(_MOST_TOKENS, _GPU_BYTES // token_bytes))
 
     @property
     def tree(self) -> TreeShape:

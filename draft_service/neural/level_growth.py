@@ -265,6 +265,23 @@ def grow_level(forest: Forest, rules: Rules, level: int, last: bool, tokens: Num
     return following
 
 
+def compile_loops() -> None:
+    """Compile what grows trees level by level."""
+    forest = make_forest(1, 1, 1, 1, drawn=False)
+    rules = Rules(
+        ints=np.zeros((1, 4), np.int32),
+        reals=np.ones((1, 2)),
+        seeds=np.zeros(1, np.uint64),
+        positions=np.zeros(1, np.uint64),
+        coins=np.zeros(1, np.uint64),
+        width=1,
+        breadth=1,
+        floor=0.0,
+        sharpness=1.0,
+    )
+    grow_level(forest, rules, 1, True, np.zeros((1, 1), np.int32), np.ones((1, 1), np.float32))
+
+
 def kept_items(forest: Forest, b: int, nodes: int) -> npt.NDArray[np.int64]:
     """The root and the `nodes` most probable items of a tree, most probable first; parents come before children."""
     size = int(forest.sizes[b])

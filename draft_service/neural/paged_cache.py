@@ -13,6 +13,11 @@ if TYPE_CHECKING:
     from draft_service.neural.network import Network
 
 
+def cached_bytes(network: Network) -> int:
+    """Bytes of a token's keys and values in all layers."""
+    return network.dtype.itemsize * sum(heads * sum(widths) for heads, *widths in network.cache_shapes)
+
+
 class DraftCache(Pages):
     """`keys[layer]` and `values[layer]` are [num_pages, page_size, heads, width]. See `tree_models.layers.paged`."""
 

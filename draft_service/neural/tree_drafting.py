@@ -32,7 +32,7 @@ from draft_service.neural.level_growth import (
     make_forest,
 )
 from draft_service.neural.network import Network, RootStates, RowOutput
-from draft_service.neural.paged_cache import DraftCache
+from draft_service.neural.paged_cache import DraftCache, cached_bytes
 from draft_service.neural.tail_attention import PassRows, TailPart, pass_over
 from draft_service.neural.tree_config import TreeShape
 from draft_service.noise import first_coin
@@ -84,7 +84,8 @@ class TreeDrafting:
         self.network = network
         self.shape = config.tree
         self._max_rows = config.max_rows
-        self.cache = DraftCache(config.kv_tokens // config.page_size, config.page_size, network)
+        tokens = config.cached_tokens(cached_bytes(network))
+        self.cache = DraftCache(tokens // config.page_size, config.page_size, network)
         # A sequence with a slot has at least one page of its own.
         self._free_slots = list(range(self.cache.num_pages))
         self.states = RootStates(self.cache.num_pages, network.device)

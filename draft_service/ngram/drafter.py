@@ -10,7 +10,7 @@ from pathlib import Path
 
 import numpy as np
 
-from draft_service.compiling import Reals
+from draft_service.compiling import LOOPS, Reals
 from draft_service.drafters.base import CorpusGrowth, Drafter, DrafterSpec, DraftSequence, tree_limits
 from draft_service.drafters.grown import GrownTrees, Pending, in_order
 from draft_service.ngram import snapshot
@@ -54,6 +54,7 @@ class NgramDrafter(Drafter):
 
     name = "trie"
     vocabulary_size = 0
+    loops = (f"{__name__}:compile_loops",)
 
     def __init__(self, config: TrieConfig) -> None:
         self._config = config
@@ -70,7 +71,8 @@ class NgramDrafter(Drafter):
 
     def start(self) -> None:
         """Compile (seconds once per machine, then cached) and restore the snapshot."""
-        self._warm_up()
+        LOOPS.wait()
+        self.compile_loops()
         self._restore()
 
     def stop(self) -> None:
@@ -270,7 +272,7 @@ class NgramDrafter(Drafter):
         if damaged:
             snapshot.keep_refused(path)
 
-    def _warm_up(self) -> None:
+    def compile_loops(self) -> None:
         """Run every compiled loop once on a throw-away sequence."""
         NgramTrie(2, 64).evict(4)
         own = NgramTrie(self._config.depth, 4096)
@@ -280,6 +282,11 @@ class NgramDrafter(Drafter):
         place = self._batch.add_sequence(own, [1, 2, 1], self.limits, None, 0)
         self._batch.grow([self._nothing], [(place, 0, 0, 2)], [2, 1]).packed([(0, 0, 1, 4)])
         self._batch.remove_sequence(place)
+
+
+def compile_loops() -> None:
+    """Compile every loop of a trie."""
+    NgramDrafter(TrieConfig()).compile_loops()
 
 
 class _Held:

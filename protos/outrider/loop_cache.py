@@ -4,12 +4,19 @@ from __future__ import annotations
 
 import functools
 import hashlib
+import importlib
+import logging
 import os
+import subprocess
+import sys
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TypeVar
 
+from outrider.processes.python import module_command
+
+log = logging.getLogger(__name__)
 Function = TypeVar("Function", bound=Callable[..., object])
 
 
@@ -27,6 +34,7 @@ class LoopCache:
     package: Path
     compiler: str
     others: Sequence[Path] = ()
+    _beside: list[subprocess.Popen[bytes]] = field(default_factory=list, init=False, repr=False, compare=False)
 
     @functools.cached_property
     def folder(self) -> Path:
@@ -39,6 +47,26 @@ class LoopCache:
         user_cache = os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache"
         base = Path(os.environ.get("NUMBA_CACHE_DIR") or Path(user_cache) / "outrider" / "compiled")
         return base / digest.hexdigest()[:16]
+
+    def compile_beside(self, calls: Sequence[str]) -> None:
+        """Where nothing is cached yet, compile in other processes while this one loads what it serves: each of `calls`,
+        a `MODULE:FUNCTION` that runs its loops once, in a process of its own. A first start waited 12 s for a target's
+        loops and 35 s for those of a trie (H200 host, `benchmarks/results/2026-11-28-h200-start.md`)."""
+        # The folder itself is made where loops are declared.
+        if next(self.folder.rglob("*.nbi"), None) is not None:
+            return
+        environment = {**os.environ, "CUDA_VISIBLE_DEVICES": "", "OMP_NUM_THREADS": "1"}
+        for call in calls:
+            command = module_command(__name__, call)
+            self._beside.append(subprocess.Popen(command, stdin=subprocess.DEVNULL, env=environment))
+
+    def wait(self) -> None:
+        """Wait for what is compiled beside, before loops are called: this process would compile the same. What could
+        not be compiled there is compiled where it is called first."""
+        while self._beside:
+            process = self._beside.pop()
+            if process.wait():
+                log.warning("%s ended with status %d", " ".join(map(str, process.args[-2:])), process.returncode)  # type: ignore[index]
 
     def compile_loop(self, function: Function, *, inlined: bool = False) -> Function:
         """numba's nopython mode with the GIL released, cached in `folder` where that can be written. With `inlined`
@@ -56,3 +84,13 @@ class LoopCache:
             return numba.njit(function, **options)  # type: ignore[no-any-return]
         finally:
             numba.config.CACHE_DIR = before
+
+
+def main() -> None:
+    """Call the `MODULE:FUNCTION` that the command line names."""
+    module, _, function = sys.argv[1].partition(":")
+    getattr(importlib.import_module(module), function)()
+
+
+if __name__ == "__main__":
+    main()

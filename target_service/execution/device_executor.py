@@ -19,6 +19,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from outrider.errors import OutriderError
+from target_service.compiling import LOOPS
 from target_service.core.sequence import MAX_PASSES
 from target_service.execution import node_tables
 from target_service.execution.batch import StepBatch, StepItem
@@ -130,6 +131,7 @@ class DeviceSteps:
         self._runner.ahead.close()
         self._warm_up_verifier()
         self._post_pass.capture_ahead()
+        LOOPS.wait()
         row_masks.warm_up()
         if self._pre_pass is not None:
             self._pre_pass.capture_ahead()

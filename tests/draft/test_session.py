@@ -100,6 +100,18 @@ def test_a_frame_holds_a_bounded_number_of_sequences() -> None:
     assert [len(session.propose_growth()) for _ in range(3)] == [MAX_SEQUENCES_PER_FRAME, 3, 0]
 
 
+def test_a_call_drafts_for_no_more_sequences_than_the_drafter_takes_at_once() -> None:
+    drafter = ScriptedDrafter()
+    drafter.most_sequences = 2
+    session = make(drafter)
+    for number in range(5):
+        session.open(opening(number))
+    session.grant(5)
+    while session.take_growth():
+        pass
+    assert drafter.batches == [2, 2, 1]
+
+
 def test_the_same_step_again_is_ignored() -> None:
     session = make()
     session.open(opening(step=4))

@@ -37,3 +37,33 @@ def test_the_loops_of_both_services_are_kept_apart(monkeypatch: pytest.MonkeyPat
     assert [path.name for path in of_target.LOOPS.others] == ["layout.py"]
     monkeypatch.setenv("NUMBA_CACHE_DIR", str(tmp_path))
     assert LoopCache(tmp_path, "x").folder.parent == tmp_path
+
+
+def test_loops_are_compiled_beside_where_none_are_cached(
+    cache: LoopCache, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    monkeypatch.setenv("NUMBA_CACHE_DIR", str(tmp_path / "loops"))
+    monkeypatch.setenv("PYTHONPATH", str(tmp_path))
+    written = tmp_path / "called"
+    (tmp_path / "module_of_loops.py").write_text(
+        f"def compile_loops() -> None:\n    open({str(written)!r}, 'w').close()\n"
+    )
+    cache.compile_beside(["module_of_loops:compile_loops"])
+    cache.wait()
+    assert written.exists()
+    written.unlink()
+    # As numba leaves it.
+    cache.folder.mkdir(parents=True)
+    (cache.folder / "loop.nbi").touch()
+    cache.compile_beside(["module_of_loops:compile_loops"])
+    cache.wait()
+    assert not written.exists()
+
+
+def test_loops_that_cannot_be_compiled_beside_are_named(
+    cache: LoopCache, monkeypatch: pytest.MonkeyPatch, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setenv("NUMBA_CACHE_DIR", str(tmp_path / "loops"))
+    cache.compile_beside(["no_module:compile_loops"])
+    cache.wait()
+    assert "no_module:compile_loops ended with status 1" in caplog.text

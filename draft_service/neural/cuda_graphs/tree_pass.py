@@ -229,6 +229,12 @@ class TreePass:
         return self._queries[heads]
 
 
+def compile_loops() -> None:
+    """Compile what lays out the rows of captured trees."""
+    numbers, rows = np.zeros(1, np.int32), np.zeros((1, 1, 1), np.int32)
+    _place_rows(numbers, numbers, numbers, numbers, 1, rows, rows)
+
+
 @compiled
 def _place_rows(
     first: Numbers,

@@ -20,6 +20,7 @@ from outrider.checkpoints.refusal import CheckpointRefused
 from outrider.devices import choose_device
 from outrider.heads import tokenizer_fingerprint
 from outrider.processes.python import module_command
+from target_service.compiling import LOOPS
 from target_service.config import TargetConfig
 from target_service.model.head_projection import read_draft_head
 from target_service.model.loading.self_check import check_runner, own_logits, plain_logits
@@ -70,6 +71,12 @@ class RankGroupLink(RankGroup, RankLink, Protocol):
     """What layers and passes need of the other ranks."""
 
 
+# Loops that the first requests would wait for where steps are captured.
+_LOOPS = (
+    "target_service.execution.node_tables:warm_up",
+    "target_service.grammars.row_masks:warm_up",
+    "target_service.speculation.policy.estimates:compile_pooled",
+)
 # As `load_runner`, of one rank.
 LoadRank = Callable[[TargetConfig, RankGroupLink], ModelRunner]
 
@@ -87,6 +94,8 @@ def load_runner(config: TargetConfig, link: RankGroupLink | None = None) -> Mode
     if 0 < config.kv_tokens < _LEAST_KV_TOKENS:
         raise ModelRefused(f"--kv-tokens must be at least {_LEAST_KV_TOKENS}, or 0")
     choose_device(config.device)
+    if config.captures and link is None:
+        LOOPS.compile_beside(_LOOPS)
     # From now on, so that they have imported all when they are needed. Ranks would wait for each other.
     ahead = AheadCompiler(module_command(CHILD), config.compilers if link is None else 0)
     try:
