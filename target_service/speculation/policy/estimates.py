@@ -6,8 +6,10 @@ on how many sequences there are.
 
 from __future__ import annotations
 
+import bisect
 from collections import defaultdict
 from collections.abc import Sequence as SequenceOf
+from itertools import accumulate, pairwise
 
 import numpy as np
 import numpy.typing as npt
@@ -36,11 +38,19 @@ POOLED = (0.25, 0.5, *map(float, PROSPECTS))
 # Expected tokens of these before any pass: those of prompt lookup alone, on the answers that `layout.RIGHT` is from, of
 # which fewer rows than sequences take their part, as if all were as sure.
 _FIRST_PROSPECTS = (0.1, 0.2, 0.4, 0.7, 0.9, 1.0, 1.0, 1.0)
+# Between two of them lies the geometric mean.
+_BORDERS = [(one * other) ** 0.5 for one, other in pairwise(POOLED)]
 _COUNTS, _POOLED = np.array(PROSPECTS, np.float64), np.array(POOLED, np.float64)
 # The smallest mean of expected tokens that is divided by.
 _LEAST_EXPECTED = 1e-3
 # The weight of the initial values in launches.
 _PRIOR = 3
+# What is expected of a sequence's last rows comes true less often than what is expected of its first: with 64 sequences
+# seven rows of each made no more tokens than three, and were chosen
+# (`benchmarks/results/2026-11-28-h200-whole-answers.md`). So what was expected is corrected by the rows of a pass: the
+# passes of sequences that are remembered, and the expected tokens for which the quotient of all passes counts. Chosen:
+# with 64 sequences a size is judged after some five launches, with one after a hundred.
+_REMEMBERED, _PRIOR_TOKENS = 4096, 384.0
 Reals = npt.NDArray[np.float64]
 
 
@@ -109,6 +119,23 @@ class PassTimes:
         return seconds / (self.cost(max(sequences, rows)) + self._contexts[load_size(sequences)].value)
 
 
+class _Correction:
+    """What passes with about so many rows made of what was expected of them."""
+
+    def __init__(self) -> None:
+        self._accepted = self._expected = 0.0
+
+    def observe(self, sequences: int, accepted: float, expected: float) -> None:
+        """Observe the tokens of all sequences of a launch."""
+        kept = _REMEMBERED / (_REMEMBERED + sequences)
+        self._accepted = kept * self._accepted + accepted
+        self._expected = kept * self._expected + expected
+
+    def quotient(self, usual: float) -> float:
+        """Accepted for each expected token, where all passes have the `usual` one."""
+        return (self._accepted + _PRIOR_TOKENS * usual) / (self._expected + _PRIOR_TOKENS)
+
+
 class TokenYield:
     """Expected and accepted tokens of recent passes of one mode, at any load: what a sequence gains by so many rows
     hardly depends on how many sequences there are."""
@@ -116,8 +143,11 @@ class TokenYield:
     def __init__(self) -> None:
         # Expected tokens of a sequence by its rows, see `POOLED`.
         self._prospects = [RunningMean(_YIELD_SHARE, tokens, _PRIOR) for tokens in _FIRST_PROSPECTS]
-        # Their quotient scales expected tokens.
+        # Of all passes, whatever their rows.
         self._accepted, self._expected = RunningMean(_YIELD_SHARE, 1.0, _PRIOR), RunningMean(_YIELD_SHARE, 1.0, _PRIOR)
+        self._corrections = [_Correction() for _ in POOLED]
+        # Tokens of a sequence by its rows, see `POOLED`; None until they are asked for.
+        self._tokens: list[float] | None = None
         # Launches since the first, whatever was restarted.
         self.count = 0
 
@@ -129,17 +159,32 @@ class TokenYield:
     def observe_passes(self, passes: SequenceOf[DevicePass]) -> None:
         count = len(passes)
         self.count += 1
-        self._accepted.observe(sum([one.accepted for one in passes]) / count)
-        self._expected.observe(sum([one.expected for one in passes]) / count)
-        for prospect, expected in zip(self._prospects, pooled([one.prospects for one in passes]), strict=True):
-            prospect.observe(expected)
+        self._tokens = None
+        accepted, expected = sum([one.accepted for one in passes]), sum([one.expected for one in passes])
+        self._accepted.observe(accepted / count)
+        self._expected.observe(expected / count)
+        drafted = sum([one.drafted for one in passes]) / count
+        if drafted:
+            self._corrections[_nearest(drafted)].observe(count, accepted, expected)
+        for prospect, own in zip(self._prospects, pooled([one.prospects for one in passes]), strict=True):
+            prospect.observe(own)
 
     def tokens(self, drafted: float) -> float:
         """Tokens of a sequence in a pass with `drafted` rows for each sequence, on average."""
         if not drafted:
             return 1.0
-        scale = self._accepted.value / max(self._expected.value, _LEAST_EXPECTED)
-        return 1 + scale * _between(drafted, self._prospects)
+        if self._tokens is None:
+            usual = self._accepted.value / max(self._expected.value, _LEAST_EXPECTED)
+            corrected = zip(self._corrections, self._prospects, strict=True)
+            made = [one.quotient(usual) * prospect.value for one, prospect in corrected]
+            # More rows never make fewer tokens.
+            self._tokens = list(accumulate(made, max))
+        return 1 + _between(drafted, self._tokens)
+
+
+def _nearest(drafted: float) -> int:
+    """The place in `POOLED` of about so many rows, by their ratio."""
+    return bisect.bisect_left(_BORDERS, drafted)
 
 
 def compile_pooled() -> None:
@@ -178,11 +223,11 @@ def _pooled(prospects: Reals, counts: Reals, wanted: Reals) -> Reals:
     return found
 
 
-def _between(drafted: float, prospects: SequenceOf[RunningMean]) -> float:
-    """Expected tokens of `drafted` rows of a sequence, interpolated linearly."""
+def _between(drafted: float, tokens: SequenceOf[float]) -> float:
+    """Tokens of `drafted` rows of a sequence, interpolated linearly between those of `POOLED`."""
     before, expected = 0.0, 0.0
-    for count, known in zip(POOLED, prospects, strict=True):
+    for count, known in zip(POOLED, tokens, strict=True):
         if drafted <= count:
-            return expected + (known.value - expected) * (drafted - before) / (count - before)
-        before, expected = count, known.value
+            return expected + (known - expected) * (drafted - before) / (count - before)
+        before, expected = count, known
     return expected
