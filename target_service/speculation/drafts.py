@@ -28,6 +28,11 @@ from target_service.speculation.hidden_states.sending import Features
 log = logging.getLogger(__name__)
 # Sequences that a draft follows while its drafts are not used.
 DRAFTED_ANYWAY = 1
+# Sequences up to which a draft that reads hidden states is used where steps run ahead, and at most how many when it is
+# used again. The host works for every token and every state that it is sent: with 128 sequences 12 to 16 ms a pass in
+# place of 6 to 8, longer than the pass itself, so that whole answers came at 0.75 of lookup's rate, and with 256 at
+# 0.88 (an H200, `benchmarks/results/2026-11-28-h200-whole-answers.md`).
+_MOST_FED, _FED_AGAIN = 64, 48
 # What `google.rpc.ErrorInfo` allows as a reason. Callers receive it, so no other text of a draft may pass for one.
 _REASON = re.compile(r"[A-Z][A-Z0-9_]{0,62}")
 
@@ -114,10 +119,12 @@ class DraftTrees(DraftInbox):
         """Stop drafting above the configured load, and resume well below it.
 
         While drafts are not `useful`, drafting stops for more than one sequence as well, since each frame takes time;
-        a draft that reads features stops at any load."""
+        a draft that reads features stops at any load, and is not used at a high one."""
         if not self._enabled:
             return
         useful = useful or (self._tables is None and running <= DRAFTED_ANYWAY and not self.reads_features)
+        if self._tables is not None and self.reads_features:
+            useful = useful and running <= (_MOST_FED if self.active else _FED_AGAIN)
         if self.active and (self.too_many(running) or not useful):
             self.active, self._dropped = False, not useful
             self._close_all()

@@ -107,7 +107,7 @@ def test_a_call_drafts_for_no_more_sequences_than_the_drafter_takes_at_once() ->
     for number in range(5):
         session.open(opening(number))
     session.grant(5)
-    while session.take_growth():
+    while session.propose_growth():
         pass
     assert drafter.batches == [2, 2, 1]
 

@@ -19,16 +19,6 @@ TEXT, COMPARED = 40, 6
 ALONE_FIRST = 48
 
 
-def test_at_a_high_load_passes_without_the_draft_come_first() -> None:
-    gate = DraftGate(clock=lambda: 0.0)
-    assert gate.uses_draft(64)
-    assert not gate.uses_draft(65)
-    for _ in range(ALONE_FIRST):
-        assert not gate.uses_draft(128)
-        gate.observe_pass(128, 1.0, with_draft=False)
-    assert gate.uses_draft(128)
-
-
 @dataclass
 class Engine:
     """Passes of a text that goes from loops to lists and back: without a draft they make 1 to 7 tokens, for 40 passes

@@ -289,6 +289,23 @@ def test_drafts_that_were_of_no_use_are_tried_again_at_the_same_load(tiny_model:
     assert drafting.active and drafting.config.drafting_resumes_at < 4
 
 
+def test_a_head_is_not_followed_at_a_high_load(tiny_model: PreTrainedModel, monkeypatch: pytest.MonkeyPatch) -> None:
+    runner = make_runner(tiny_model)
+    runner.enable_device_row_selection(8, 0)
+    steps = DeviceSteps(runner, max_sequences=8, max_rows=64, backend="torch")
+    drafting = EngineLoop(runner, engine_config(disable_above=1000), steps=steps).drafting
+    drafting.update_load(65)
+    assert drafting.active, "a draft that reads no states"
+    monkeypatch.setattr(DraftTrees, "reads_features", property(lambda _: True))
+    drafting.update_load(64)
+    assert drafting.active
+    drafting.update_load(65)
+    drafting.update_load(64)
+    assert not drafting.active
+    drafting.update_load(48)
+    assert drafting.active
+
+
 def head_loop(model: PreTrainedModel, monkeypatch: pytest.MonkeyPatch) -> tuple[EngineLoop, DraftSwitch]:
     """A loop whose draft reads hidden states, as far as following it goes, and is known to pay."""
     monkeypatch.setattr(DraftTrees, "reads_features", property(lambda _: True))

@@ -8,9 +8,8 @@ what passes without a draft make beyond that; only its time is compared with oth
 the text. Comparing tokens of passes before and after does not work: on an H200, a draft that made a third more was
 dropped most of the time, because texts differ by more.
 
-A draft is followed from the first pass on, unless the nearest load that was judged says that it does not pay, or the
-load is high. Passes without it are timed where it is in doubt, behind the first answers of a load; at a high load
-before it is followed. Times are relative to what a pass of its
+A draft is followed from the first pass on, unless the nearest load that was judged says that it does not pay. Passes
+without it are timed where it is in doubt, behind the first answers of a load. Times are relative to what a pass of its
 rows is expected to take (`PassTimes.relative`), so that passes of other sizes and beside prompts count as well.
 """
 
@@ -44,11 +43,6 @@ _LOOKED_AT, _BEYOND_DOUBT = 12, 1.5
 # Passes of a new load before it is judged for itself, unless the draft hardly pays at best: its first eight answers, of
 # some hundred passes with their prompts, are not spent on passes without a draft. Chosen.
 _UNJUDGED = 128
-# The load, by its power of two, above which passes without a draft are timed before it is followed. Up to 64 sequences
-# the device's work is longer than the host's, with a draft or without; with 128 a followed head made the host's 12 to
-# 16 ms a pass instead of 6 to 8, and whole answers a quarter slower until it was dropped (two H200,
-# `benchmarks/results/2026-11-28-h200-whole-answers.md`).
-_FOLLOWED_FIRST = 6
 # Gain at which pauses are short again: above the noise of a kept draft without any. Chosen, not measured.
 _RECOVERED = 1.05
 # Weight of one pass in the mean times: some two hundred passes.
@@ -169,8 +163,6 @@ class DraftGate:
         """Whether a draft is used at this load."""
         here = self._loads.get(load_size(load))
         if here is None or not (here.is_timed or here.in_doubt):
-            if load_size(load) > _FOLLOWED_FIRST:
-                return False
             return not self._judged() or self._shown_by(load_size(load)) is not None
         return here.is_timed and self._clock() >= here.until
 
