@@ -125,7 +125,7 @@ class _Correction:
     def __init__(self) -> None:
         self._accepted = self._expected = 0.0
 
-    def observe(self, sequences: int, accepted: float, expected: float) -> None:
+    def observe_launch(self, sequences: int, accepted: float, expected: float) -> None:
         """Observe the tokens of all sequences of a launch."""
         kept = _REMEMBERED / (_REMEMBERED + sequences)
         self._accepted = kept * self._accepted + accepted
@@ -165,7 +165,7 @@ class TokenYield:
         self._expected.observe(expected / count)
         drafted = sum([one.drafted for one in passes]) / count
         if drafted:
-            self._corrections[_nearest(drafted)].observe(count, accepted, expected)
+            self._corrections[_nearest(drafted)].observe_launch(count, accepted, expected)
         for prospect, own in zip(self._prospects, pooled([one.prospects for one in passes]), strict=True):
             prospect.observe(own)
 
