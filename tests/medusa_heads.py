@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from typing import Any
 
 import torch
@@ -66,19 +66,21 @@ def taught_heads(teacher: PreTrainedModel, max_tokens: int, steps: int = 150) ->
     for weight in heads.weights().values():
         weight.normal_(0.0, (3 * HIDDEN) ** -0.5)
     heads.requires_grad_(True)
-    texts: list[tuple[Sequence[int], Tensor]] = []
+    states, following, weights = list[Tensor](), list[Tensor](), list[Tensor]()
     for sampling in SAMPLINGS.values():
         for prompt in prompts():
             tokens = [*prompt, *plain(teacher, request_of(prompt, sampling, max_tokens))]
-            texts.append((tokens, states_of(teacher, tokens, (LAYERS,))))
+            states.append(states_of(teacher, tokens, (LAYERS,)))
+            # [K, tokens] of each head's targets, of which the last have none, and the share of each in the text's mean.
+            targets = [functional.pad(torch.tensor(tokens[2 + k :]), (0, 2 + k), value=-1) for k in range(3)]
+            following.append(torch.stack(targets))
+            weights.append(torch.stack([(one >= 0) / (one >= 0).sum() for one in targets]))
+    rows, targets_of_all, weight_of_all = torch.cat(states), torch.cat(following, 1), torch.cat(weights, 1)
     optimizer = torch.optim.Adam(heads.parameters(), lr=4e-3)
     for _ in range(steps):
-        loss = torch.zeros(())
-        for tokens, states in texts:
-            for k, logits in enumerate(heads(states)):
-                following = torch.tensor(tokens[2 + k :])
-                loss = loss + functional.cross_entropy(logits[: len(following)], following)
+        logits = heads(rows).flatten(0, 1)
+        losses = functional.cross_entropy(logits, targets_of_all.flatten(), reduction="none", ignore_index=-1)
         optimizer.zero_grad()
-        loss.backward()  # type: ignore[no-untyped-call]
+        (losses @ weight_of_all.flatten()).backward()
         optimizer.step()
     return heads.requires_grad_(False).eval()
