@@ -29,10 +29,10 @@ log = logging.getLogger(__name__)
 # Sequences that a draft follows while its drafts are not used.
 DRAFTED_ANYWAY = 1
 # Sequences up to which a draft that reads hidden states is used where steps run ahead, and at most how many when it is
-# used again. The host works for every token and every state that it is sent: with 128 sequences 12 to 16 ms a pass in
-# place of 6 to 8, longer than the pass itself, so that whole answers came at 0.75 of lookup's rate, and with 256 at
-# 0.88 (an H200, `benchmarks/results/2026-11-28-h200-whole-answers.md`).
-_MOST_FED, _FED_AGAIN = 64, 48
+# used again. The host works for every token and every state that it is sent, with 64 sequences 11 ms for a pass beside
+# prompts in place of 5, as long as the pass: whole answers came at 0.79 to 0.90 of lookup's rate with 64, at 0.75 and
+# 0.92 with 128, and at 0.76 and 0.88 with 256 (H200s, `benchmarks/results/2026-11-28-h200-whole-answers.md`).
+_MOST_FED, _FED_AGAIN = 32, 24
 # What `google.rpc.ErrorInfo` allows as a reason. Callers receive it, so no other text of a draft may pass for one.
 _REASON = re.compile(r"[A-Z][A-Z0-9_]{0,62}")
 

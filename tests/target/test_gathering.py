@@ -294,15 +294,15 @@ def test_a_head_is_not_followed_at_a_high_load(tiny_model: PreTrainedModel, monk
     runner.enable_device_row_selection(8, 0)
     steps = DeviceSteps(runner, max_sequences=8, max_rows=64, backend="torch")
     drafting = EngineLoop(runner, engine_config(disable_above=1000), steps=steps).drafting
-    drafting.update_load(65)
+    drafting.update_load(33)
     assert drafting.active, "a draft that reads no states"
     monkeypatch.setattr(DraftTrees, "reads_features", property(lambda _: True))
-    drafting.update_load(64)
+    drafting.update_load(32)
     assert drafting.active
-    drafting.update_load(65)
-    drafting.update_load(64)
+    drafting.update_load(33)
+    drafting.update_load(32)
     assert not drafting.active
-    drafting.update_load(48)
+    drafting.update_load(24)
     assert drafting.active
 
 
