@@ -183,9 +183,12 @@ def test_a_late_mask_holds_up_nobody(ended_model: PreTrainedModel, monkeypatch: 
     assert form.totals.drafted_tokens == 0
 
 
-def test_masks_that_take_long_hold_up_no_step(ended_model: PreTrainedModel, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("alone", [True, False], ids=["alone", "beside others"])
+def test_masks_that_take_long_hold_up_no_step(
+    ended_model: PreTrainedModel, monkeypatch: pytest.MonkeyPatch, alone: bool
+) -> None:
     """They are left, and their sequence is read again, without drafts."""
-    free = free_requests()
+    free = [] if alone else free_requests()
     said = [one.token_ids for one in run(runner_of(ended_model, device_chooses=True), [formed("uuid"), *free])]
     monkeypatch.setattr(following, "_most_seconds", lambda rows: -1.0 if rows > 1 else inf)
     runner = runner_of(ended_model, device_chooses=True, kv_tokens=1 << 14)
