@@ -7,9 +7,9 @@ import argparse
 import time
 
 import pytest
-from fake_clock import FakeClock
 
 from benchmarks.host.host_limit import DRAFT, LOOKUP, PLAIN, Load, engine, measure
+from benchmarks.shared.virtual_clock import VirtualClock
 from target_service.speculation.policy.throughput_trial import SpeculationLevel
 
 # Of what the host does between two looks at the clock; a step has some twenty.
@@ -17,8 +17,8 @@ TICK = 5e-5
 
 
 @pytest.fixture(autouse=True)
-def clock(monkeypatch: pytest.MonkeyPatch) -> FakeClock:
-    return FakeClock(TICK).install(monkeypatch)
+def clock(monkeypatch: pytest.MonkeyPatch) -> VirtualClock:
+    return VirtualClock(TICK).install(monkeypatch)
 
 
 def options(**changes: object) -> argparse.Namespace:

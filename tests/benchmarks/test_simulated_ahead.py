@@ -6,13 +6,13 @@ import argparse
 import random
 
 import pytest
-from fake_clock import FakeClock
 from scripted_drafter import Listener, opening, step
 
 from benchmarks.engine import simulated_ahead
 from benchmarks.engine.simulated_ahead import RecordedDraft, RecordedTexts, run_mode
 from benchmarks.running_ahead.recording import Recording
 from benchmarks.running_ahead.walk import Table
+from benchmarks.shared.virtual_clock import VirtualClock
 
 OPTIONS = argparse.Namespace(
     concurrency=1, laps=2, pass_ms=12.0, row_ms=0.02, early=0.2, whole=0.4, opening=1,
@@ -36,9 +36,9 @@ def knowing(recording: Recording, depth: int) -> dict[int, Table]:
 
 
 @pytest.fixture
-def clock(monkeypatch: pytest.MonkeyPatch) -> FakeClock:
+def clock(monkeypatch: pytest.MonkeyPatch) -> VirtualClock:
     """The host takes a fiftieth of a millisecond between two looks at it; trees come while a pass is waited for."""
-    clock = FakeClock(2e-5).install(monkeypatch)
+    clock = VirtualClock(2e-5).install(monkeypatch)
 
     class TimedDraft(RecordedDraft):
         def _start(self) -> None:

@@ -7,9 +7,9 @@ import time
 
 import pytest
 from engine_harness import ScriptedDraft, engine_config, knowing_tree, request
-from fake_clock import FakeClock
 
 from benchmarks.engine.simulated_device import DeviceTimes, SimulatedSteps, accepted_rows, empty_runner
+from benchmarks.shared.virtual_clock import VirtualClock
 from outrider.tree import TokenTree
 from target_service.core.sequence import StepVerdict
 from target_service.engine.loop import EngineLoop
@@ -19,8 +19,8 @@ TIMES = DeviceTimes(one_pass=2e-3, row=1e-5, host=1e-4)
 
 
 @pytest.fixture(autouse=True)
-def clock(monkeypatch: pytest.MonkeyPatch) -> FakeClock:
-    return FakeClock(1e-6).install(monkeypatch)
+def clock(monkeypatch: pytest.MonkeyPatch) -> VirtualClock:
+    return VirtualClock(1e-6).install(monkeypatch)
 
 
 def test_the_walk_goes_as_far_as_the_text() -> None:

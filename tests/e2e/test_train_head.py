@@ -13,12 +13,12 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from fake_clock import FakeClock
 from safetensors.torch import load_file
 from teaching_model import VOCABULARY, save_teaching_model
 from torch import Tensor
 from warm_python import shared_python, warm_executable
 
+from benchmarks.shared.virtual_clock import VirtualClock
 from draft_service.drafters.base import DraftSequence
 from draft_service.eagle.checkpoint import EagleCheckpoint
 from draft_service.eagle.config import EagleConfig
@@ -254,7 +254,7 @@ def test_text_is_written_on_where_an_interrupted_run_stopped(tmp_path: Path, mod
 
 def test_minutes_bound_the_whole(tmp_path: Path, model: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     # Between two looks at the clock; a step of the engine that writes has some twenty, and a pass of training two.
-    FakeClock(1e-3).install(monkeypatch)
+    VirtualClock(1e-3).install(monkeypatch)
     # Text and passes for hours.
     config = config_of(model, tmp_path, minutes=0.1, tokens="10M", epochs=1e6)
     train_head(config, COMMAND)
@@ -269,7 +269,7 @@ def test_minutes_bound_the_whole_where_every_pass_is_slow(
     tmp_path: Path, model: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Validations took as long as they do, and one more step was begun whatever the last one took."""
-    clock = FakeClock(1e-2).install(monkeypatch)
+    clock = VirtualClock(1e-2).install(monkeypatch)
     matches, step = Validator._matches, Trainer._step
 
     def slow_matches(self: Validator, *given: Any) -> Any:

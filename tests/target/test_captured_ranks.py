@@ -22,11 +22,11 @@ import pytest
 import torch
 from conftest import make_tiny
 from engine_harness import engine_config, knowing_tree, plain, request, run
-from fake_clock import FakeClock
 from thread_ranks import Exchange, ThreadRank
 from torch import Tensor
 from transformers import PreTrainedModel
 
+from benchmarks.shared.virtual_clock import VirtualClock
 from outrider.sampling import SamplingParams
 from target_service.core.sequence import SequenceRequest
 from target_service.execution import device_executor
@@ -292,7 +292,7 @@ def test_sizes_are_captured_in_pauses(
     without_gpu: None, model: PreTrainedModel, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     del without_gpu
-    time = FakeClock()
+    time = VirtualClock()
     monkeypatch.setattr(device_executor, "time", SimpleNamespace(monotonic=time))
     runner = captured_rank(model)
     runner.compiled_ahead = True

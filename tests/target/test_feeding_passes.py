@@ -8,9 +8,9 @@ from collections import deque
 
 import pytest
 from engine_harness import ScriptedDraft, engine_config, knowing_tree, make_runner, plain, request
-from fake_clock import FakeClock
 from transformers import PreTrainedModel
 
+from benchmarks.shared.virtual_clock import VirtualClock
 from outrider.drafting.events import Grown
 from outrider.wire.frames import SequenceGrowth
 from target_service.engine.loop import EngineLoop
@@ -39,9 +39,9 @@ class LateDraft(ScriptedDraft):
 
 
 @pytest.fixture
-def clock(monkeypatch: pytest.MonkeyPatch) -> FakeClock:
+def clock(monkeypatch: pytest.MonkeyPatch) -> VirtualClock:
     """A fiftieth of a millisecond passes between two looks at it; a draft answers while it is waited for."""
-    clock = FakeClock(2e-5).install(monkeypatch)
+    clock = VirtualClock(2e-5).install(monkeypatch)
     clock.deliver_while_waiting(monkeypatch)
     return clock
 
@@ -64,7 +64,7 @@ def slow_passes(monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.mark.usefixtures("clock", "slow_passes")
 @pytest.mark.parametrize("known", [0.0, 0.9], ids=["nobody knows its time", "its time is known"])
 def test_what_comes_while_a_pass_runs_is_published_at_once(
-    tiny_model: PreTrainedModel, monkeypatch: pytest.MonkeyPatch, known: float, clock: FakeClock
+    tiny_model: PreTrainedModel, monkeypatch: pytest.MonkeyPatch, known: float, clock: VirtualClock
 ) -> None:
     wanted = request([5, 7, 9], 24)
     truth = (*wanted.token_ids, *plain(tiny_model, wanted))

@@ -12,11 +12,11 @@ from typing import Any
 
 import pytest
 import torch
-from fake_clock import FakeClock
 from fake_draft import FAST, FakeDraft, linked, serving, until
 from scripted_drafter import VOCABULARY, Listener, opening, step
 from waits import HUNG_SECONDS
 
+from benchmarks.shared.virtual_clock import VirtualClock
 from outrider.drafting import inbox as inbox_module
 from outrider.drafting.draft_tree import MEMORY_IDS, GrowingTree
 from outrider.drafting.events import Connected, Disconnected, Grown
@@ -159,13 +159,13 @@ SENT = SequenceGrowth(1, 0, 1, (0,), (7,), (0.5,))
 
 
 @pytest.fixture
-def clock(monkeypatch: pytest.MonkeyPatch) -> FakeClock:
-    clock = FakeClock().install(monkeypatch)
+def clock(monkeypatch: pytest.MonkeyPatch) -> VirtualClock:
+    clock = VirtualClock().install(monkeypatch)
     clock.deliver_while_waiting(monkeypatch)
     return clock
 
 
-def test_the_engine_listens_for_a_share_of_a_step(clock: FakeClock) -> None:
+def test_the_engine_listens_for_a_share_of_a_step(clock: VirtualClock) -> None:
     drafting, link = drafting_of(SlowDrafting)
     drafting.receive(Grown([SENT] * 10_000))
     begun = clock.now
@@ -176,7 +176,7 @@ def test_the_engine_listens_for_a_share_of_a_step(clock: FakeClock) -> None:
 
 
 def test_a_draft_that_says_more_than_can_be_taken_in_is_cut_off(
-    caplog: pytest.LogCaptureFixture, clock: FakeClock
+    caplog: pytest.LogCaptureFixture, clock: VirtualClock
 ) -> None:
     drafting, link = drafting_of(SlowDrafting)
     drafting.receive(Grown([SENT] * 100_000))
@@ -210,7 +210,7 @@ class EndlessDrafting(DraftTrees):
         self.receive(Grown([growth]))
 
 
-def test_waiting_ends_though_the_draft_goes_on_about_something_else(clock: FakeClock) -> None:
+def test_waiting_ends_though_the_draft_goes_on_about_something_else(clock: VirtualClock) -> None:
     drafting, _ = drafting_of(EndlessDrafting)
     drafting._trees[7] = GrowingTree([9], 0)
     drafting.receive(Grown([SENT]))

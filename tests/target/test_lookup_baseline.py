@@ -11,11 +11,11 @@ import numpy as np
 import pytest
 from engine_harness import ScriptedDraft, engine_config, knowing_tree, make_runner, plain, request
 from examples import examples
-from fake_clock import FakeClock
 from hypothesis import given
 from hypothesis import strategies as st
 from transformers import PreTrainedModel
 
+from benchmarks.shared.virtual_clock import VirtualClock
 from target_service.core.sequence import Sequence, StepVerdict
 from target_service.engine.loop import EngineLoop
 from target_service.engine.step import Step
@@ -128,7 +128,7 @@ def test_the_engine_compares_what_a_draft_brings(
 ) -> None:
     """One that knows the truth makes more than the texts of a random model, which hardly repeat themselves."""
     # What policies choose goes by what passes take.
-    FakeClock(1e-5).install(monkeypatch)
+    VirtualClock(1e-5).install(monkeypatch)
     wanted = [request([5, 7, 9 + place], 90) for place in range(3)]
     truth = [(*one.token_ids, *plain(tiny_model, one)) for one in wanted]
     runner = make_runner(tiny_model)

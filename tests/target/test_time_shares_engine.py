@@ -9,8 +9,8 @@ from dataclasses import replace
 import pytest
 from conftest import make_tiny
 from engine_harness import engine_config, make_runner, plain, request
-from fake_clock import FakeClock
 
+from benchmarks.shared.virtual_clock import VirtualClock
 from target_service.core.sequence import SequenceFinished, SequenceRequest, StepVerdict
 from target_service.engine.loop import EngineLoop
 from target_service.execution.batch import StepBatch
@@ -64,7 +64,7 @@ class Timed:
 
 
 def test_one_of_few_is_not_held_up_by_one_of_many(monkeypatch: pytest.MonkeyPatch) -> None:
-    FakeClock(1e-5).install(monkeypatch)
+    VirtualClock(1e-5).install(monkeypatch)
     timed = Timed()
     few, many = request([5, 6, 7], 8, tenant="few"), request(range(3, 43), 60, tenant="many")
     expected = plain(make_tiny(), few)

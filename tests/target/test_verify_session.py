@@ -12,10 +12,10 @@ from typing import Any
 import grpc
 import pytest
 from conversation import Conversation, close, tree
-from fake_clock import FakeClock
 from scripted_engine import END_TOKEN, SERVED, VOCABULARY, ScriptedEngine
 from waits import HUNG_SECONDS, ever_longer
 
+from benchmarks.shared.virtual_clock import VirtualClock
 from outrider.errors import (
     DeadlineExceeded,
     StepReplayed,
@@ -202,7 +202,7 @@ class TestEnds:
         pytest.fail("no deadline was long enough")
 
     async def test_idle_sequence_is_ended(self, targets: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-        clock = FakeClock()
+        clock = VirtualClock()
         monkeypatch.setattr(verify_session, "time", SimpleNamespace(monotonic=clock))
         # Sequences are looked at every hundredth of a second, by a clock that the test sets.
         async with targets(config=TargetConfig(verify_idle_seconds=0.04)) as target:
