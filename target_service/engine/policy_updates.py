@@ -51,7 +51,10 @@ class PolicyUpdates:
         return controller.choose_mode(load, drafting.latency.answer_seconds, launch_seconds)
 
     def observe_outcomes(self, step: Step, outcomes: SequenceOf[Verified | None]) -> None:
-        """Let the row policy learn from a pass whose rows the device chose."""
+        """Learn from what a pass accepted of the rows that the device chose, or of the drafts that it waited for."""
+        yields = step.gathered.yields(step.batch.items, outcomes) if step.gathered.drafted else []
+        if yields:
+            self.gathering.controller.observe_cuts(yields)
         prefills_alone = step.batch.prefill_rows and step.batch.device_rows is None
         if self.gathering.controller.on and not prefills_alone and not step.batch.drafted:
             mode, tables = self.mode_with_draft(step.mode), self.tables
@@ -78,7 +81,7 @@ class PolicyUpdates:
         controller, rows = self.gathering.controller, stats.decode_rows + stats.prefill_rows
         if not controller.on or step.batch.drafted:
             return
-        self.gathering.budget.observe_step(rows, stats.forward_ns * 1e-9)
+        self.gathering.cutter.observe_step(rows, stats.forward_ns * 1e-9)
         if period and step.work[0] and controller.times is not None:
             relative = controller.times.relative(stats.sequences, rows, period)
             with_draft = self.gathering.drafting.has_open_sequences
@@ -87,7 +90,7 @@ class PolicyUpdates:
     def _observe_forward(self, step: Step, stats: StepStats, *, seen_running: bool) -> None:
         """Learn from the forward pass of a step that only decoded."""
         seconds = stats.forward_ns * 1e-9 / step.passes
-        self.gathering.budget.observe_step(stats.decode_rows, seconds)
+        self.gathering.cutter.observe_step(stats.decode_rows, seconds)
         self.pass_ends.observe_end(*step.size, seconds, running=seen_running)
         plain = step.gathered.use is LaunchMode.RUN_AHEAD and not step.gathered.has_trees
         if plain and not step.behind_tree and step.launched.can_launch_before_results:
@@ -98,26 +101,34 @@ class PolicyUpdates:
     def _observe_period(self, step: Step, stats: StepStats, verdicts: SequenceOf[StepVerdict], period: float) -> None:
         """Learn from the time of a step that only decoded, `period` being from the end of the last one to its own."""
         load, seconds = stats.sequences, period / step.passes
-        if step.ahead or step.gathered.drafted or not step.launched.can_launch_before_results:
-            self.gathering.observe_step_time(load, seconds, step.gathered, behind_tree=step.behind_tree)
+        self._observe_gap(step, load, seconds - stats.forward_ns * 1e-9 / step.passes)
         controller = self.gathering.controller
         if controller.on and not step.batch.drafted:
             with_draft = self.gathering.drafting.has_open_sequences
             preferred = not with_draft or controller.is_preferred(step.mode)
-            if controller.times is not None:
-                idle = seconds - stats.forward_ns * 1e-9 / step.passes
-                controller.times.observe_gap(idle, self.mode_with_draft(step.mode))
-                if preferred:
-                    relative = controller.times.relative(load, stats.decode_rows, seconds)
-                    controller.draft_gate.observe_pass(load, relative, with_draft=with_draft)
+            if preferred and controller.times is not None:
+                relative = controller.times.relative(load, stats.decode_rows, seconds)
+                controller.draft_gate.observe_pass(load, relative, with_draft=with_draft)
             if preferred:
                 self._compare(step, verdicts, stats.chosen_rows, with_draft=with_draft)
         if step.ahead and step.gathered.use is LaunchMode.RUN_AHEAD and not step.behind_tree:
             self.multi_step.observe_launch(step.passes, period, (step.clock.forwarded - step.clock.waits_since) * 1e-9)
 
+    def _observe_gap(self, step: Step, load: int, seconds: float) -> None:
+        """Learn for how long the device had nothing to do before a step that only decoded."""
+        controller = self.gathering.controller
+        if controller.times is None:
+            return
+        if controller.on and not step.batch.drafted:
+            controller.times.observe_gap(load, seconds, self.mode_with_draft(step.mode))
+        elif step.ahead or step.gathered.drafted or not step.launched.can_launch_before_results:
+            mode = self.gathering.gap_mode(step.gathered, behind_tree=step.behind_tree)
+            if mode is not ...:
+                controller.times.observe_gap(load, seconds, mode)
+
     def _observe_launch(self, step: Step, stats: StepStats, period: float) -> None:
         """Learn from the time and the tokens of any step, `period` being from the end of the last one to its own."""
-        if not self.gathering.controller.on or self.gathering.switch is None:
+        if not self.gathering.controller.on or self.gathering.controller.times is None:
             return
         waited = step.clock.forwarded - step.clock.waits_since + stats.draft_wait_ns
         self.gathering.controller.throughput_trial.observe_launch(

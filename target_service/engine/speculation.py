@@ -20,13 +20,12 @@ from target_service.speculation.drafts import DraftTrees
 from target_service.speculation.hidden_states.prefixes import SharedPrefixStates
 from target_service.speculation.hidden_states.sending import Features
 from target_service.speculation.policy.controller import SpeculationController
-from target_service.speculation.policy.draft_switch import DraftSwitch
 from target_service.speculation.policy.gathering import Gathering
 from target_service.speculation.policy.live_sequence import LiveSequence
 from target_service.speculation.policy.lookup_baseline import LookupBaseline
 from target_service.speculation.policy.predicted_nodes import note_passes
-from target_service.speculation.policy.row_budget import RowBudget
 from target_service.speculation.policy.step_cost import StepCost
+from target_service.speculation.policy.tree_cuts import TreeCutter
 
 # Interval at which a pass that may have ended is polled. A thread takes some 0.1 ms to wake.
 _POLL_NS = 100_000
@@ -60,10 +59,9 @@ class EngineSpeculation:
         self.gathering = Gathering(
             drafting=self.drafting,
             scheduler=scheduler,
-            budget=RowBudget(step_cost),
+            cutter=TreeCutter(step_cost),
             live=live,
             controller=self.controller,
-            switch=None if step_cost is None else DraftSwitch(),
             looks_up=lookup_tokens > 0,
         )
         self.updates = PolicyUpdates(
@@ -117,9 +115,8 @@ class EngineSpeculation:
 
     def observe_tree(self, step: Step, live: LiveSequence, tree: TokenTree, outcome: Verified) -> None:
         """Learn from a sequence's tree before its outcome is committed."""
-        answered = step.gathered.answered
-        if answered or (step.batch.drafted and tree.drafted):
-            self.gathering.observe_tree(live, tree, outcome, step.gathered.row_cost)
+        if step.batch.drafted and tree.drafted:
+            self.gathering.observe_tree(live, tree, outcome)
 
     def observe_verdict(self, live: LiveSequence, outcome: Verified, verdict: StepVerdict) -> None:
         """Move a prediction on behind what was committed."""

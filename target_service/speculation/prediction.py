@@ -16,7 +16,7 @@ from itertools import pairwise
 
 from target_service.execution.node_tables import PredictedChain
 
-# All of these are chosen, not measured; scores are calibrated later (`row_budget.Calibration`).
+# All of these are chosen, not measured; scores are calibrated later (`tree_cuts.Calibration`).
 # By the length of the run, from 0 on: the probability that the next token comes as predicted.
 _RIGHT = (0.2, 0.4, 0.6, 0.7, 0.8, 0.85, 0.9, 0.92, 0.95)
 # Run that a prediction begins with.

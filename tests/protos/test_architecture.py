@@ -97,7 +97,7 @@ VAGUE_METHODS = {
     # Ends an object's use without arguments, as in Python's libraries; with them, the frame of that name.
     "close": r"\w*(Drafter|Link|LinkProcess|Drafts|Conversation|ProposeSession)",
     # Adds a value to a statistic.
-    "observe": r"Histogram|Running\w+|StepTime|_Curve|_Undisturbed",
+    "observe": r"Histogram|Running\w+|PassTime|_Curve|_Undisturbed",
     # Attention is planned once per step, and run once per layer.
     "run": r"\w*Attention|_AttentionBackend|_Implementation",
     "take": None,

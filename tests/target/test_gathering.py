@@ -20,11 +20,13 @@ from target_service.execution.device_executor import DeviceSteps
 from target_service.execution.host_executor import HostSteps
 from target_service.sampling.verifier import Verified
 from target_service.speculation.drafts import DraftTrees
-from target_service.speculation.policy.draft_switch import DraftSwitch
-from target_service.speculation.policy.draft_times import ENOUGH
+from target_service.speculation.policy.controller import SpeculationController
+from target_service.speculation.policy.estimates import ENOUGH, PassTimes
+from target_service.speculation.policy.gathering import CutYield
 from target_service.speculation.policy.launch_mode import LaunchMode
 from target_service.speculation.policy.live_sequence import LiveSequence
 from target_service.speculation.policy.step_cost import StepCost
+from tree_kernels.node_table.layout import PROSPECTS
 from tree_kernels.verification import Walk
 
 
@@ -92,7 +94,7 @@ def test_a_clients_own_trees_teach_nothing_of_the_draft(tiny_model: PreTrainedMo
     for external in (True, False):
         live = loop.make(1, request([5, 7, 9], 4, external=external))
         before = replace(live.record)
-        loop.gathering.observe_tree(live, tree, Verified(Walk((1, 2), 0), ()), 1.0)
+        loop.gathering.observe_tree(live, tree, Verified(Walk((1, 2), 0), ()))
         assert (live.record == before) is external
 
 
@@ -134,26 +136,29 @@ def test_a_draft_that_is_still_reading_is_neither_waited_for_nor_judged(
     while loop.live:
         loop.step()
         if len(live.sequence.token_ids) <= 30:
-            assert live.record.near == 0.0
+            assert loop.speculation.controller._cuts.count == 0
     assert tuple(live.sequence.token_ids) == truth
     # The first reads the prompt.
     assert all(step.gathered.use is LaunchMode.RUN_AHEAD for step in launched[1:25])
     assert sum(step.batch.drafted for step in launched) > 3
 
 
-def test_steps_that_waited_in_vain_say_nothing_of_what_drafts_are_worth(
-    tiny_model: PreTrainedModel, launched: list[Step]
+def test_steps_that_waited_in_vain_made_one_token_of_each_sequence(
+    tiny_model: PreTrainedModel, launched: list[Step], monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    """By that, waits that are in vain cost what they take."""
+    yields: list[CutYield] = []
+    monkeypatch.setattr(SpeculationController, "observe_cuts", lambda _, passes: yields.extend(passes))
     runner = make_runner(tiny_model)
     loop = EngineLoop(runner, engine_config(), steps=HostSteps(runner))
     # It holds back more answers than there are steps.
     draft = ScriptedDraft(loop.drafting, lambda _known, _dice: TokenTree.root_only(0), late=100)
-    live = begin(loop, draft, request([5, 7, 9], 12))
+    begin(loop, draft, request([5, 7, 9], 12))
     while loop.live:
         loop.step()
     assert [step.gathered.fallbacks for step in launched[1:]] == [1] * (len(launched) - 1)
-    assert not any(step.gathered.answered for step in launched)
-    assert live.record.near == 0.0
+    assert len(yields) == sum(step.gathered.fallbacks for step in launched)
+    assert {(one.accepted, one.expected, sum(one.prospects)) for one in yields} == {(0, 0.0, 0.0)}
 
 
 def test_a_sequence_that_waited_for_its_turn_is_drafted_for_like_others(
@@ -306,21 +311,29 @@ def test_a_head_is_not_followed_at_a_high_load(tiny_model: PreTrainedModel, monk
     assert drafting.active
 
 
-def head_loop(model: PreTrainedModel, monkeypatch: pytest.MonkeyPatch) -> tuple[EngineLoop, DraftSwitch]:
-    """A loop whose draft reads hidden states, as far as following it goes, and is known to pay."""
+def head_loop(model: PreTrainedModel, monkeypatch: pytest.MonkeyPatch) -> tuple[EngineLoop, SpeculationController]:
+    """A loop whose draft reads hidden states, as far as following it goes, and is known to pay: a pass of one sequence
+    that waits takes 1.1, and makes 1.8 tokens."""
     monkeypatch.setattr(DraftTrees, "reads_features", property(lambda _: True))
-    cost = StepCost([(1, 1.0), (64, 1.1)])
+    cost = StepCost([(1, 1.0), (64, 1.0)])
     loop = EngineLoop(runner := make_runner(model), engine_config(), steps=HostSteps(runner), step_cost=cost)
-    switch = loop.gathering.switch
-    assert switch is not None
-    known = switch._at(1)
+    controller = loop.speculation.controller
+    times = controller.times
+    assert times is not None
     for _ in range(ENOUGH):
-        known.observe_plain(1.0, fed=False, ahead=False)
-        known.observe_after(1.2, 1.1, answered=True)
+        times.observe_gap(1, 0.0, None)
+        times.observe_gap(1, 0.1, LaunchMode.WAIT_FOR_DRAFT)
+    _teach(controller, 0.8)
     # Times of a machine would decide otherwise.
-    for name in ("observe_plain", "observe_after"):
-        monkeypatch.setattr(switch, name, lambda *_times, **_what: None)
-    return loop, switch
+    monkeypatch.setattr(PassTimes, "observe_gap", lambda *_times: None)
+    monkeypatch.setattr(StepCost, "observe_step", lambda *_times: None)
+    return loop, controller
+
+
+def _teach(controller: SpeculationController, accepted: float) -> None:
+    """Have a step that waits accept so many rows, however many it has."""
+    for _ in range(200):
+        controller.observe_cuts([CutYield(accepted, accepted, (accepted,) * len(PROSPECTS))])
 
 
 def test_a_sequence_that_a_head_does_not_follow_is_no_late_answer(
@@ -329,9 +342,9 @@ def test_a_sequence_that_a_head_does_not_follow_is_no_late_answer(
     """One that was under way when the head was followed again: it decodes plainly, and the next one is drafted for."""
     wanted = request([5, 7, 9], 40)
     truth = (*wanted.token_ids, *plain(tiny_model, wanted))
-    loop, switch = head_loop(tiny_model, monkeypatch)
-    answers: list[bool] = []
-    monkeypatch.setattr(switch, "observe_after", lambda *_times, answered=True: answers.append(answered))
+    loop, controller = head_loop(tiny_model, monkeypatch)
+    waited: list[CutYield] = []
+    monkeypatch.setattr(controller, "observe_cuts", waited.extend)
     draft = ScriptedDraft(loop.drafting, knowing_tree([truth], loop.drafting._vocabulary_size, 3, right=1.0))
     live = begin(loop, draft, wanted)
     for _ in range(4):
@@ -347,7 +360,9 @@ def test_a_sequence_that_a_head_does_not_follow_is_no_late_answer(
     loop.add(following)
     while loop.live:
         loop.step()
-    assert following.sequence.totals.drafted_steps > 4 and answers and all(answers)
+    assert following.sequence.totals.drafted_steps > 4 and following.sequence.totals.fallback_steps == 0
+    # Nothing is drafted past the last token.
+    assert waited and sum(not one.expected for one in waited) <= 2
 
 
 @pytest.mark.parametrize("pays", [True, False])
@@ -357,10 +372,10 @@ def test_a_head_follows_an_answer_from_its_beginning_if_it_is_expected_to_pay(
     """Also during a pause, which another answer has caused: later it would lack the states of the prompt."""
     wanted = request([5, 7, 9], 40)
     truth = (*wanted.token_ids, *plain(tiny_model, wanted))
-    loop, switch = head_loop(tiny_model, monkeypatch)
+    loop, controller = head_loop(tiny_model, monkeypatch)
     if not pays:
-        monkeypatch.setattr(loop.gathering.budget, "expected_tokens", lambda _: 0.5)
-    switch._plain_steps, switch._left = 100, 500
+        _teach(controller, 0.05)
+    controller._since_cuts, controller._cut_tries.pause = 100, 500
     loop.drafting.update_load(1, useful=False)
     live = begin(
         loop, ScriptedDraft(loop.drafting, knowing_tree([truth], loop.drafting._vocabulary_size, 3, right=1.0)), wanted
@@ -376,11 +391,11 @@ def test_only_sequences_that_get_a_place_count_as_beginning(
     tiny_model: PreTrainedModel, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Each brings a tenth of a token, and drafting costs a tenth of a step: four for one place pay no more than one."""
-    loop, switch = head_loop(tiny_model, monkeypatch)
-    monkeypatch.setattr(loop.gathering.budget, "expected_tokens", lambda _: 1.1)
+    loop, controller = head_loop(tiny_model, monkeypatch)
+    _teach(controller, 0.1)
     monkeypatch.setattr(type(loop.scheduler), "load", property(lambda _: 1))
     for number in range(4):
         loop.add(loop.make(number, request([5, 7, 9], 4)))
-    assert not loop.gathering._pays_for_beginning(switch)
-    monkeypatch.setattr(loop.gathering.budget, "expected_tokens", lambda _: 1.3)
-    assert loop.gathering._pays_for_beginning(switch)
+    assert not loop.gathering._pays_for_beginning()
+    _teach(controller, 0.3)
+    assert loop.gathering._pays_for_beginning()

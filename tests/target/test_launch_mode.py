@@ -46,7 +46,7 @@ class Engine:
             takes = COST(ROWS) * self._dice.lognormvariate(0, 0.02)
             self.controller.observe_time(self.load, ROWS, takes, mode)
             assert self.controller.times is not None
-            self.controller.times.observe_gap(ANSWER + LAUNCH if mode is WAIT else 0.0, mode)
+            self.controller.times.observe_gap(self.load, ANSWER + LAUNCH if mode is WAIT else 0.0, mode)
             chosen.append(mode)
         return chosen
 

@@ -1,10 +1,11 @@
-"""How passes are launched whose rows the device chooses: with which draft, ahead or held, and with how many rows.
+"""How passes are launched: with which draft, ahead or held for it, and with how many rows.
 
 One estimate of what passes take (`PassTimes`) and one of what they make (`TokenYield`) serve all of these decisions:
 what makes most tokens a second is chosen. The device ranks drafted nodes by path probability and takes the best
-(`tree_kernels.node_table`); how many it may take is chosen among the sizes that steps are captured for. Both estimates
-hold at every load, so that one that was never met begins with what the others have shown. What seems slower is tried
-again for as long as tries take a hundredth of the time.
+(`tree_kernels.node_table`); how many it may take is chosen among the sizes that steps are captured for. Where the host
+cuts the trees (`tree_cuts`), the rate prices their rows, and each step waits for its drafts or does without. Both
+estimates hold at every load, so that one that was never met begins with what the others have shown. What seems slower
+is tried again for as long as tries take a hundredth of the time.
 """
 
 from __future__ import annotations
@@ -13,8 +14,8 @@ import bisect
 import itertools
 from collections.abc import Mapping
 from collections.abc import Sequence as SequenceOf
-from dataclasses import dataclass
 from math import inf
+from typing import NamedTuple
 
 from target_service.core.running_means import RunningMean
 from target_service.core.schedule import Schedule
@@ -23,11 +24,20 @@ from target_service.execution.batch import DeviceRows
 from target_service.model.cuda_graphs.sizes import row_sizes
 from target_service.sampling.verifier import Verified
 from target_service.speculation.policy.draft_gate import DraftGate
-from target_service.speculation.policy.estimates import POOLED, Mode, PassTimes, TokenYield, compile_pooled
-from target_service.speculation.policy.launch_mode import HOPELESS, MARGIN, TRYING, LaunchMode
+from target_service.speculation.policy.estimates import (
+    ENOUGH,
+    POOLED,
+    Mode,
+    PassTimes,
+    PassYield,
+    TokenYield,
+    compile_pooled,
+)
+from target_service.speculation.policy.launch_mode import HOPELESS, MARGIN, LaunchMode
 from target_service.speculation.policy.live_sequence import LiveSequence
 from target_service.speculation.policy.step_cost import StepCost
 from target_service.speculation.policy.throughput_trial import SpeculationLevel, ThroughputTrial
+from target_service.speculation.policy.tries import Tries
 from tree_kernels.node_table.layout import KEPT
 
 # Rows for each token that a sequence may still generate. Chosen: as many children as a head's nodes have. A page or two
@@ -38,8 +48,11 @@ _REFRESH = 512
 # Share of the best rate that a size needs, as estimated, to be timed.
 _WORTH_TIMING = 0.7
 # Launches between two tries at most: some five seconds at 8B size, in which a new draft, or a text that begins to
-# repeat itself, is noticed. And launches of a try: of rows where none seem to pay, and of the other launch mode.
-_LONGEST_PAUSE, _TRY, _TRY_MODE = 1024, 6, 16
+# repeat itself, is noticed. And launches of a try: of rows where none seem to pay, of the other launch mode, and of
+# trees that the host cuts.
+_LONGEST_PAUSE, _TRY, _TRY_MODE, _TRY_CUTS = 1024, 6, 16, 4
+# Launches between two tries of such trees at most: a wait may take many times a pass. Chosen.
+_LONGEST_PAUSE_OF_CUTS = 16384
 # Passes of a mode before its tokens are believed: they vary by as much as the mean, so that the error of the mean of 32
 # is a sixth of it. And waiting passes after which a hopeless first trial ends: of 891
 # passes of one request 104 waited at that rate (two H100, `benchmarks/results/2026-11-25-h100-widened-eleventh.md`).
@@ -55,6 +68,10 @@ _SHARE = 0.02
 # Change of the trust in a draft's scores by one pass, for each token expected too much; a larger one follows the noise
 # of single passes (0.02 moved trust by a seventh up and down in a simulation).
 _TRUST_SHARE = 0.005
+# Weight of one launch in the tokens of trees that the host cuts: some twenty launches, on a CPU a second. Chosen.
+_CUT_SHARE = 0.05
+# Longest wait for a draft whose trees the host cuts, in plain passes: one hardly ever makes more tokens.
+_LONGEST_WAIT = 8.0
 # Rows between which the time of one more is taken, and tokens of an answer that is expected where more may follow.
 # Chosen.
 _PROMPT_ROWS, _USUAL_TOKENS = 512, 256
@@ -63,28 +80,16 @@ _PROMPT_ROWS, _USUAL_TOKENS = 512, 256
 _LEAST_TRUST, _MOST_TRUST = 0.05, 1.25
 
 
-@dataclass(slots=True)
-class _Tries:
-    """When something that seems slower is tried: so that tries cost `TRYING` of the time."""
+class _ExpectedPass(NamedTuple):
+    """Of all sequences of a pass, and from the end of the pass before it."""
 
-    length: int
-    since: int = 0
-    left: int = 0
+    tokens: float
+    seconds: float
 
-    def due(self, loss: float) -> bool:
-        """Whether the next launch is a try. Called once for each launch; a try loses `loss` of its time."""
-        if self.left:
-            self.left -= 1
-            return True
-        self.since += 1
-        if self.since <= min(_LONGEST_PAUSE, max(self.length, self.length * loss / TRYING)):
-            return False
-        self.since, self.left = 0, self.length - 1
-        return True
-
-    def hasten(self) -> None:
-        """Have a try soon, since something has changed."""
-        self.since = max(self.since, _LONGEST_PAUSE - self.length)
+    @property
+    def rate(self) -> float:
+        """Tokens a second."""
+        return self.tokens / self.seconds
 
 
 class SpeculationController:
@@ -108,7 +113,12 @@ class SpeculationController:
         self._yields = {(mode, forms): TokenYield() for mode in (None, *LaunchMode) for forms in (False, True)}
         self.draft_gate, self.throughput_trial = DraftGate(self._without_draft), ThroughputTrial()
         self._was_alone = True
-        self._row_tries, self._mode_tries = _Tries(_TRY), _Tries(_TRY_MODE)
+        self._row_tries, self._mode_tries = Tries(_TRY, _LONGEST_PAUSE), Tries(_TRY_MODE, _LONGEST_PAUSE)
+        # Tokens of trees that the host cuts, tries of waiting for them, and launches since the last that waited.
+        self._cuts, self._cut_tries = TokenYield(_CUT_SHARE), Tries(_TRY_CUTS, _LONGEST_PAUSE_OF_CUTS)
+        self._since_cuts = 0
+        # By sequences, those of them with drafts, and mode of plain passes: a pass without waiting, and one with it.
+        self._compared: tuple[tuple[int, int, Mode], _ExpectedPass, _ExpectedPass] | None = None
         # The faster launch mode so far.
         self._preferred = LaunchMode.RUN_AHEAD
         self._since_timed = 0
@@ -131,6 +141,7 @@ class SpeculationController:
         for mode, forms in itertools.product(LaunchMode, (False, True)):
             self._yields[mode, forms] = TokenYield()
         self._preferred = LaunchMode.RUN_AHEAD
+        self._cuts, self._compared = TokenYield(_CUT_SHARE), None
 
     def allowed(self, load: int) -> SpeculationLevel:
         """Where the drafted rows of the next launch may come from."""
@@ -172,16 +183,15 @@ class SpeculationController:
         if self.times is None or times is None or not answer_seconds or ahead.count < _TRIAL:
             return LaunchMode.RUN_AHEAD
         held = answer_seconds + launch_seconds
-        rates = self._rates_at(load, LaunchMode.RUN_AHEAD, self.times.gap(LaunchMode.RUN_AHEAD, 0.0))
+        rates = self._rates_at(load, LaunchMode.RUN_AHEAD, self.times.gap(load, LaunchMode.RUN_AHEAD) or 0.0)
         best = max(rates, key=rates.__getitem__)
         if held > _WORTH_WAITING * times.expected((best,), load, LaunchMode.RUN_AHEAD)[best] * times.cost(load):
             return LaunchMode.RUN_AHEAD
+        waited = self.times.gap(load, LaunchMode.WAIT_FOR_DRAFT)
         rate = {
             LaunchMode.RUN_AHEAD: rates[best],
             LaunchMode.WAIT_FOR_DRAFT: max(
-                self._rates_at(
-                    load, LaunchMode.WAIT_FOR_DRAFT, self.times.gap(LaunchMode.WAIT_FOR_DRAFT, held)
-                ).values()
+                self._rates_at(load, LaunchMode.WAIT_FOR_DRAFT, held if waited is None else waited).values()
             ),
         }
         share = rate[LaunchMode.WAIT_FOR_DRAFT] / rate[LaunchMode.RUN_AHEAD]
@@ -289,6 +299,112 @@ class SpeculationController:
     def _yield(self, mode: Mode) -> TokenYield:
         """The same of tokens."""
         return self._yields[mode, self._forms]
+
+    def choose_wait(
+        self, load: int, drafted: int, *, ahead: bool, timed: bool = True, sending: float = 0.0
+    ) -> LaunchMode:
+        """Whether the next step of `load` sequences waits for the drafts of `drafted` of them, whose trees the host
+        cuts. Called once for each step.
+
+        Args:
+            ahead: a step that does not wait may be launched behind the one under way.
+            timed: its time will be observed, so that it may be a try.
+            sending: the time to send the draft what it needs for a try, in plain passes.
+        """
+        if self.times is None:
+            return LaunchMode.WAIT_FOR_DRAFT
+        waits = self._waits_for_cuts(load, drafted, ahead=ahead, timed=timed, sending=sending)
+        if timed:
+            self._since_cuts = 0 if waits else self._since_cuts + 1
+        return LaunchMode.WAIT_FOR_DRAFT if waits else LaunchMode.RUN_AHEAD
+
+    def _waits_for_cuts(self, load: int, drafted: int, *, ahead: bool, timed: bool, sending: float) -> bool:
+        times = self.times
+        assert times is not None
+        # Where they are launched ahead, the passes launched at once have settled by then.
+        enough = _TRIAL if ahead else ENOUGH
+        if max(times.gaps_observed(load, mode) for mode in (None, LaunchMode.RUN_AHEAD)) < enough:
+            return False
+        if not self._knows_cuts:
+            return timed
+        of = load, drafted, self._plain_mode(load)
+        if self._compared is None or self._compared[0] != of:
+            # Kept while no step waits: nothing is learnt of waiting then.
+            self._compared = of, self._plain_pass(load), self._waiting_pass(load, drafted)
+        _, plain, waiting = self._compared
+        if waiting.rate > MARGIN * plain.rate:
+            if timed:
+                self._cut_tries.end()
+            return True
+        if not timed or not self._cut_tries.due((waiting.seconds + sending / _TRY_CUTS) / plain.seconds - 1):
+            return False
+        if self._cut_tries.begins:
+            self._cuts.restart()
+        return True
+
+    @property
+    def _knows_cuts(self) -> bool:
+        """Whether enough steps waited for trees that the host cuts."""
+        assert self.times is not None
+        return self._cuts.count >= ENOUGH and self.times.gap(1, LaunchMode.WAIT_FOR_DRAFT) is not None
+
+    def needs_unfed(self, load: int) -> bool:
+        """Whether plain passes that feed no head have to be timed, now that a head's drafts are."""
+        if self.times is None or not self._knows_cuts:
+            return False
+        return self.times.gaps_observed(load, None) < ENOUGH
+
+    def keeps_cuts(self, launches: int) -> bool:
+        """Whether a step waited less than so many launches ago for trees that the host cuts, or may in less."""
+        return self._since_cuts < launches or self._cut_tries.is_near(launches)
+
+    def expect_cuts(self) -> None:
+        """Such steps are about to come, in spite of a pause: sequences begin for which they are expected to pay."""
+        self._since_cuts = 0
+
+    def longest_wait(self, load: int) -> float:
+        """Longest wait for trees that the host cuts, in seconds."""
+        if self.times is None or not any(self.times.gaps_observed(load, mode) for mode in (None, LaunchMode.RUN_AHEAD)):
+            return inf
+        return _LONGEST_WAIT * self._plain_pass(load).seconds
+
+    def cut_rate(self, load: int, drafted: int) -> float:
+        """Tokens a second of `load` sequences, for `drafted` of which the host has trees."""
+        if self.times is None:
+            return 0.0
+        plain = self._plain_pass(load).rate
+        return max(plain, self._waiting_pass(load, drafted).rate) if drafted and self._knows_cuts else plain
+
+    def _plain_mode(self, load: int) -> Mode:
+        """As what plain passes are timed: as those that feed no head, once such were."""
+        assert self.times is not None
+        return None if self.times.gaps_observed(load, None) >= ENOUGH else LaunchMode.RUN_AHEAD
+
+    def _plain_pass(self, load: int) -> _ExpectedPass:
+        """A pass of roots alone."""
+        times = self.times
+        assert times is not None
+        mode = self._plain_mode(load)
+        seconds = times.expected((0,), load, mode)[0] * times.cost(load) + (times.gap(load, mode) or 0.0)
+        return _ExpectedPass(load * self.tokens_each.value, seconds)
+
+    def _waiting_pass(self, load: int, drafted: int) -> _ExpectedPass:
+        """A pass that waits for its drafts, with the rows that suit it."""
+        times = self.times
+        assert times is not None
+        cost, gap = times.cost, times.gap(load, LaunchMode.WAIT_FOR_DRAFT) or 0.0
+        scale = times.expected((0,), load, LaunchMode.WAIT_FOR_DRAFT)[0]
+        others = (load - drafted) * self.tokens_each.value
+        passes = [
+            _ExpectedPass(drafted * self._cuts.tokens(count / drafted) + others, scale * cost(load + count) + gap)
+            for count in {max(1, int(each * drafted)) for each in POOLED}
+        ]
+        return max(passes, key=lambda one: one.tokens / one.seconds)
+
+    def observe_cuts(self, passes: SequenceOf[PassYield]) -> None:
+        """Observe what a step that waited for drafts made of each of their sequences."""
+        self._cuts.observe_passes(passes)
+        self._compared = None
 
     def _max_rows(self, live: LiveSequence) -> int:
         """Drafted rows that the sequence may have."""

@@ -7,25 +7,28 @@ on how many sequences there are.
 from __future__ import annotations
 
 import bisect
-from collections import defaultdict
+from collections import defaultdict, deque
 from collections.abc import Sequence as SequenceOf
+from dataclasses import dataclass, field
 from itertools import accumulate, pairwise
+from typing import Protocol
 
 import numpy as np
 import numpy.typing as npt
 
 from target_service.compiling import compiled
 from target_service.core.running_means import RunningMean, RunningTime
-from target_service.core.sequence import DevicePass
-from target_service.speculation.policy.draft_times import StepTime
 from target_service.speculation.policy.launch_mode import LaunchMode, load_size
 from target_service.speculation.policy.step_cost import StepCost
 from tree_kernels.node_table.layout import PROSPECTS
 
-# Launches of a size at one load before their time is used.
-_ENOUGH = 4
-# Weight of one pass in the mean time between two passes: some thirty.
-_GAP_SHARE = 0.03
+# Launches of a kind at one load before their time is used.
+ENOUGH = 4
+# Launches of a kind in a row whose longest bounds its time: what slowed earlier ones may be over.
+_IN_A_ROW = 4
+# The weight of one launch in the time of its kind, a mean of some ten; and a launch counts for at most this many times
+# its kind's mean and a plain pass together, so that a pause of the machine does not decide. Chosen.
+_SHARE, _BOUND = 0.1, 2.0
 # Weight of one pass in what contexts add to its time: they grow slowly.
 _CONTEXT_SHARE = 0.01
 Mode = LaunchMode | None
@@ -54,6 +57,25 @@ _REMEMBERED, _PRIOR_TOKENS = 4096, 384.0
 Reals = npt.NDArray[np.float64]
 
 
+@dataclass(slots=True)
+class PassTime(RunningTime):
+    """The time of launches of a kind, in plain passes; never more than the longest of the last few."""
+
+    share: float = _SHARE
+    first_few: int = ENOUGH
+    most: float = _BOUND
+    unit: float = 1.0
+    last: deque[float] = field(default_factory=lambda: deque(maxlen=_IN_A_ROW))
+
+    def observe(self, value: float) -> None:
+        is_first = self.is_first
+        self.last.append(value)
+        RunningTime.observe(self, value)
+        # A time that is always long shows after a few launches.
+        if not is_first and len(self.last) == _IN_A_ROW:
+            self.value = min(self.value, max(self.last))
+
+
 class PassTimes:
     """Times are multiples of the cost of a pass of the sequences' roots, so that what a size takes at one load is known
     at the others; None is the mode of passes without a draft."""
@@ -61,34 +83,41 @@ class PassTimes:
     def __init__(self, cost: StepCost) -> None:
         self.cost = cost
         # By load in powers of two and mode: by rows, 0 for a plain pass.
-        self._times: dict[tuple[int, Mode], dict[int, StepTime]] = {}
+        self._times: dict[tuple[int, Mode], dict[int, PassTime]] = {}
         # By load: seconds of a pass beyond the cost of its rows, which is that of one sequence with a short context.
         self._contexts = defaultdict[int, RunningMean](lambda: RunningMean(_CONTEXT_SHARE))
-        # By mode: seconds in which the device does nothing before a pass.
-        self._gaps: dict[Mode, RunningTime] = {}
+        # By load and mode: the time in which the device does nothing before a pass.
+        self._gaps = defaultdict[tuple[int, Mode], PassTime](PassTime)
 
     def observe_pass(self, sequences: int, rows: int, seconds: float, mode: Mode) -> None:
         """Observe the `seconds` of a pass on the device; `rows` is 0 for a plain one."""
         times = self._times.setdefault((load_size(sequences), mode), {})
         if rows not in times:
-            times[rows] = StepTime(first_few=_ENOUGH)
+            times[rows] = PassTime()
         times[rows].observe(seconds / self.cost(sequences))
         self._contexts[load_size(sequences)].observe(seconds - self.cost(max(sequences, rows)))
 
-    def observe_gap(self, seconds: float, mode: Mode) -> None:
+    def observe_gap(self, sequences: int, seconds: float, mode: Mode) -> None:
         """Observe for how long the device had nothing to do before a pass."""
-        if mode not in self._gaps:
-            self._gaps[mode] = RunningTime(_GAP_SHARE)
-        self._gaps[mode].observe(max(0.0, seconds))
+        self._gaps[load_size(sequences), mode].observe(max(0.0, seconds) / self.cost(sequences))
 
-    def gap(self, mode: Mode, unknown: float) -> float:
-        """Seconds in which the device does nothing before a pass; `unknown` where that was not measured."""
-        return self._gaps[mode].value if mode in self._gaps else unknown
+    def gap(self, sequences: int, mode: Mode) -> float | None:
+        """Seconds in which the device does nothing before a pass, as measured at this load, else at the nearest; None
+        where that was not measured."""
+        size = load_size(sequences)
+        known = [load for (load, of), gap in self._gaps.items() if of is mode and gap.count >= ENOUGH]
+        nearest = min(known, key=lambda load: (abs(load - size), load), default=None)
+        return None if nearest is None else self._gaps[nearest, mode].value * self.cost(sequences)
+
+    def gaps_observed(self, sequences: int, mode: Mode) -> int:
+        """At this load, how many gaps were observed."""
+        size = load_size(sequences)
+        return self._gaps[size, mode].count if (size, mode) in self._gaps else 0
 
     def measured(self, sequences: int, mode: Mode) -> dict[int, float]:
         """By rows, 0 for a plain pass, the measured times."""
         times = self._times.get((load_size(sequences), mode), {})
-        return {rows: one.value for rows, one in times.items() if one.count >= _ENOUGH}
+        return {rows: one.value for rows, one in times.items() if one.count >= ENOUGH}
 
     def expected(self, sizes: SequenceOf[int], sequences: int, mode: Mode) -> dict[int, float]:
         """By rows, the times as measured, or that of a plain pass scaled by the cost of the rows."""
@@ -136,15 +165,36 @@ class _Correction:
         return (self._accepted + _PRIOR_TOKENS * usual) / (self._expected + _PRIOR_TOKENS)
 
 
+class PassYield(Protocol):
+    """What a pass made of one sequence, and what was expected; as in `DevicePass`."""
+
+    @property
+    def drafted(self) -> int:
+        """Rows beside the root; 0 where what was expected is right for any number of them, as behind a calibration."""
+
+    @property
+    def accepted(self) -> float:
+        """Drafted rows that were accepted."""
+
+    @property
+    def expected(self) -> float:
+        """Sum of the path probabilities of the verified rows."""
+
+    @property
+    def prospects(self) -> SequenceOf[float]:
+        """[len(PROSPECTS)] the same of its best 1, 3, 7 .. rows."""
+
+
 class TokenYield:
     """Expected and accepted tokens of recent passes of one mode, at any load: what a sequence gains by so many rows
     hardly depends on how many sequences there are."""
 
-    def __init__(self) -> None:
+    def __init__(self, share: float = _YIELD_SHARE) -> None:
+        """`share` is the weight of one launch."""
         # Expected tokens of a sequence by its rows, see `POOLED`.
-        self._prospects = [RunningMean(_YIELD_SHARE, tokens, _PRIOR) for tokens in _FIRST_PROSPECTS]
+        self._prospects = [RunningMean(share, tokens, _PRIOR) for tokens in _FIRST_PROSPECTS]
         # Of all passes, whatever their rows.
-        self._accepted, self._expected = RunningMean(_YIELD_SHARE, 1.0, _PRIOR), RunningMean(_YIELD_SHARE, 1.0, _PRIOR)
+        self._accepted, self._expected = RunningMean(share, 1.0, _PRIOR), RunningMean(share, 1.0, _PRIOR)
         self._corrections = [_Correction() for _ in POOLED]
         # Tokens of a sequence by its rows, see `POOLED`; None until they are asked for.
         self._tokens: list[float] | None = None
@@ -156,7 +206,7 @@ class TokenYield:
         for mean in (self._accepted, self._expected, *self._prospects):
             mean.count = _PRIOR
 
-    def observe_passes(self, passes: SequenceOf[DevicePass]) -> None:
+    def observe_passes(self, passes: SequenceOf[PassYield]) -> None:
         count = len(passes)
         self.count += 1
         self._tokens = None

@@ -7,6 +7,8 @@ from collections.abc import Mapping
 from collections.abc import Sequence as SequenceOf
 from dataclasses import dataclass, field
 from functools import cached_property
+from types import EllipsisType
+from typing import NamedTuple
 
 from outrider.drafting.draft_tree import GrowingTree
 from outrider.sampling import VerificationMode
@@ -14,29 +16,43 @@ from outrider.tree import TokenTree
 from target_service.core.schedule import Schedule, SequenceChunk
 from target_service.core.scheduler import Scheduler
 from target_service.core.sequence import Sequence
+from target_service.execution.batch import StepItem
 from target_service.grammars.following import ConstrainedTree
 from target_service.sampling.verifier import Verified
 from target_service.speculation.drafts import DRAFTED_ANYWAY, DraftTrees
 from target_service.speculation.merged_tree import MergedTree, PredictedTree
 from target_service.speculation.policy.controller import SpeculationController
-from target_service.speculation.policy.draft_switch import DraftSwitch
+from target_service.speculation.policy.estimates import Mode
 from target_service.speculation.policy.launch_mode import LaunchMode
 from target_service.speculation.policy.live_sequence import LiveSequence
-from target_service.speculation.policy.row_budget import IN_ORDER_NODES, Offer, RowBudget
 from target_service.speculation.policy.throughput_trial import SpeculationLevel
+from target_service.speculation.policy.tree_cuts import IN_ORDER_NODES, CutTree, Offer, TreeCutter
+from tree_kernels.node_table.layout import PROSPECTS
 from tree_kernels.pages import OutOfPages
 
 # Time to send a sequence to a draft, and the features that a head needs by then, in plain steps.
 _SENDING, _SENDING_HEADS = 0.5, 12.0
 # The tree of every plain step: the root that is fed is the sequence's own token, whatever this one holds.
 _ROOT_ALONE = TokenTree.root_only(0)
-# Plain steps for which a draft follows, after a drafted one and before the next. Fewer for heads and many sequences,
-# where following costs more than opening the sequences again.
-_KEPT_OPEN, _KEPT_OPEN_BY_HEADS, _KEPT_OPEN_BY_MANY = 32, 8, 6
+# Plain steps for which a draft follows, after a drafted one and before the next, where following costs something: with
+# heads, and with several sequences. Chosen: opening the sequences again takes as long as a few plain steps.
+_KEPT_OPEN = 8
+# The tokens that a sequence's tree was not there for.
+_NO_TREE = (0.0,) * len(PROSPECTS)
 
 
 def _drafted(tree: TokenTree | None) -> int:
     return 0 if tree is None else tree.drafted
+
+
+class CutYield(NamedTuple):
+    """What a step made of a sequence whose draft it waited for, and what was expected; see `PassYield`."""
+
+    accepted: float
+    expected: float
+    prospects: tuple[float, ...]
+    # Its scores are calibrated.
+    drafted: int = 0
 
 
 @dataclass(frozen=True)
@@ -50,8 +66,8 @@ class Gathered:
     # Sequences whose draft came too late.
     fallbacks: int
     use: LaunchMode
-    # The cost of its rows, in plain steps.
-    row_cost: float = 1.0
+    # By sequence id, what the trees that the host has cut are expected to bring.
+    cuts: Mapping[int, CutTree] = field(default_factory=dict)
 
     @cached_property
     def has_trees(self) -> bool:
@@ -63,10 +79,21 @@ class Gathered:
         """Rows of its trees beside their roots."""
         return sum([tree.drafted for tree in self.trees if tree is not None])
 
-    @property
-    def answered(self) -> bool:
-        """Whether the draft answered for any of the sequences that the step waited for."""
-        return len(self.drafted) > self.fallbacks
+    def yields(self, items: SequenceOf[StepItem], outcomes: SequenceOf[Verified | None]) -> list[CutYield]:
+        """What it made of the sequences that it waited for, but for those whose rows are not their draft's: a
+        prediction has some, a grammar forces some, or there were no pages for them."""
+        waited = {sequence.sequence_id for sequence in self.drafted}
+        found = []
+        for item, outcome in zip(items, outcomes, strict=True):
+            sequence_id = item.sequence.sequence_id
+            if sequence_id not in waited or outcome is None or item.tree is None:
+                continue
+            cut = self.cuts.get(sequence_id)
+            if cut is None and not item.tree.drafted:
+                found.append(CutYield(0, 0.0, _NO_TREE))
+            elif cut is not None and item.tree is cut.tree and not isinstance(cut.tree, PredictedTree):
+                found.append(CutYield(outcome.accepted, cut.expected, cut.prospects))
+        return found
 
 
 @dataclass(eq=False, kw_only=True)
@@ -75,12 +102,10 @@ class Gathering:
 
     drafting: DraftTrees
     scheduler: Scheduler
-    budget: RowBudget
+    cutter: TreeCutter
     # The engine's own table.
     live: Mapping[int, LiveSequence]
     controller: SpeculationController
-    # None always waits for drafts, and always uses them.
-    switch: DraftSwitch | None
     # Whether the device looks tokens up in the sequences' own texts.
     looks_up: bool = False
     # How the next step uses drafts, and whether it may be launched behind the one under way.
@@ -90,17 +115,15 @@ class Gathering:
     @property
     def drafts_useful(self) -> bool:
         """Whether drafts are in use, or were recently, or may be soon."""
-        if self.switch is None:
+        if self.controller.times is None:
             return True
         if self.controller.on:
             load = max(1, len(self.scheduler.running))
             return self.controller.allowed(load) is SpeculationLevel.DRAFT
-        load, heads = self.scheduler.load, self.drafting.reads_features
-        if load and heads and self.switch.needs_unfed(load, ahead=self._ahead):
+        load = self.scheduler.load
+        if load and self.drafting.reads_features and self.controller.needs_unfed(load):
             return False
-        if load > DRAFTED_ANYWAY:
-            return self.switch.drafts_within(_KEPT_OPEN_BY_MANY)
-        return self.switch.drafts_within(_KEPT_OPEN_BY_HEADS if heads else _KEPT_OPEN)
+        return self.controller.keeps_cuts(_KEPT_OPEN)
 
     @property
     def most(self) -> SpeculationLevel:
@@ -109,38 +132,38 @@ class Gathering:
             return SpeculationLevel.DRAFT
         return SpeculationLevel.LOOKUP_ONLY if self.looks_up else SpeculationLevel.NONE
 
-    def _pays_for_beginning(self, switch: DraftSwitch) -> bool:
+    def _pays_for_beginning(self) -> bool:
         """Whether a head's drafts are expected to pay now that sequences begin. They have to be open there from their
         prompts on: once their first step has shown it, it is too late."""
         load = self.scheduler.load
         places = load - len(self.scheduler.running)
         if not places or not self.drafting.reads_features:
             return False
-        # Others that wait begin later.
-        records = [
-            live.record
-            for live in self.live.values()
-            if not (live.sequence.step or live.sequence.kv_length) and self.drafting.is_eligible(live.sequence)
-        ][:places]
-        if not records:
-            return False
-        expected = (
-            sum(map(self.budget.expected_tokens, records)) / self.controller.tokens_each.value + load - len(records)
+        beginning = sum(
+            [
+                not (live.sequence.step or live.sequence.kv_length) and self.drafting.is_eligible(live.sequence)
+                for live in self.live.values()
+            ]
         )
-        return switch.best(load, expected) is not LaunchMode.RUN_AHEAD
+        # Others that wait begin later.
+        drafted = min(places, beginning)
+        if not drafted:
+            return False
+        mode = self.controller.choose_wait(load, drafted, ahead=self._ahead, timed=False)
+        return mode is LaunchMode.WAIT_FOR_DRAFT
 
     @property
     def measures(self) -> bool:
         """Whether passes without a draft are still being timed at this load, so that none is used."""
         load = max(1, len(self.scheduler.running))
-        return self.controller.on and self.switch is not None and self.controller.draft_gate.measures(load)
+        return self.controller.on and self.controller.times is not None and self.controller.draft_gate.measures(load)
 
     def update_drafting(self) -> bool:
         """Read what has arrived from the draft, and start or stop drafting by load. Returns whether that changed."""
         was = self.drafting.active
         self.drafting.listen()
-        if self.switch is not None and not (was or self.controller.on) and self._pays_for_beginning(self.switch):
-            self.switch.resume()
+        if self.controller.times is not None and not (was or self.controller.on) and self._pays_for_beginning():
+            self.controller.expect_cuts()
         self.drafting.update_load(self.scheduler.load, self.drafts_useful)
         return self.drafting.active != was
 
@@ -153,7 +176,7 @@ class Gathering:
         return self._use
 
     def _best_use(self, running: SequenceOf[Sequence], ahead: bool) -> LaunchMode:
-        """What pays in the next step. The switch counts steps while no draft is used, too."""
+        """What pays in the next step. The controller counts steps while no draft is used, too."""
         if not self.drafting.connected or self.drafting.too_many(self.scheduler.load):
             return LaunchMode.RUN_AHEAD
         if ahead and self.device_chooses(running):
@@ -162,19 +185,13 @@ class Gathering:
         eligible = [one for one in running if self._may_be_drafted(one) and not self._follows_prediction(one)]
         if not eligible:
             return LaunchMode.RUN_AHEAD
-        if self.switch is None:
-            return LaunchMode.WAIT_FOR_DRAFT
-        if self.drafting.active and self.drafting.latency.beginning:
+        if self.controller.times is not None and self.drafting.active and self.drafting.latency.beginning:
             # It is in use, and its first answers are slower than later ones.
             return LaunchMode.RUN_AHEAD
-        records = [self.live[sequence.sequence_id].record for sequence in eligible]
-        load, others = len(running), len(running) - len(eligible)
-        # Per token of plain steps, which make more than one each where the device drafts for them.
-        expected = sum(map(self.budget.expected_tokens, records)) / self.controller.tokens_each.value + others
-        if self.scheduler.admits or any([one.kv_length + 1 < len(one.token_ids) for one in running]):
-            # It reads prompts: the times of such steps are not observed.
-            return self.switch.best(load, expected)
-        return self.switch.choose(load, expected, ahead=ahead, sending=self._sending(load))
+        load = len(running)
+        # The times of steps that read prompts are not observed.
+        timed = not (self.scheduler.admits or any([one.kv_length + 1 < len(one.token_ids) for one in running]))
+        return self.controller.choose_wait(load, len(eligible), ahead=ahead, timed=timed, sending=self._sending(load))
 
     def awaits_tokens(self, running: SequenceOf[Sequence]) -> bool:
         """Whether the host needs the tokens of the step under way, to cut a prediction behind them."""
@@ -244,18 +261,15 @@ class Gathering:
             return _SENDING * load + _SENDING_HEADS
         return _SENDING * load if load > DRAFTED_ANYWAY else 0.0
 
-    def observe_step_time(self, load: int, seconds: float, gathered: Gathered, *, behind_tree: bool) -> None:
-        """Observe the time of a step that only decoded, from the end of the step before it. `behind_tree`: that one had
-        trees, and this one was launched while it ran."""
-        if self.switch is None:
-            return
+    def gap_mode(self, gathered: Gathered, *, behind_tree: bool) -> Mode | EllipsisType:
+        """As which mode's the gap before a step counts whose trees the host cuts, or that has none; `...` where it does
+        not count. `behind_tree`: the step before it had trees, and this one was launched while it ran."""
         if gathered.use is LaunchMode.WAIT_FOR_DRAFT:
-            if gathered.drafted:
-                self.switch.observe_after(load, seconds, gathered.row_cost, answered=gathered.answered)
-        elif not behind_tree and not gathered.has_trees:
-            # Feeding a head takes time too.
-            fed = self.drafting.active and self.drafting.reads_features
-            self.switch.observe_plain(load, seconds, fed=fed, ahead=self._ahead)
+            return LaunchMode.WAIT_FOR_DRAFT if gathered.drafted else ...
+        if behind_tree or gathered.has_trees:
+            return ...
+        # Feeding a head takes time too.
+        return LaunchMode.RUN_AHEAD if self.drafting.active and self.drafting.reads_features else None
 
     def gather(self, schedule: Schedule) -> Gathered:
         """Wait for the draft, if that was chosen, then cut every tree to the rows that pay."""
@@ -265,8 +279,7 @@ class Gathering:
         drafted: list[Sequence] = []
         if self._use is LaunchMode.WAIT_FOR_DRAFT and self.drafting.active:
             drafted = [sequence for sequence in taking if self.drafting.is_open(sequence)]
-        max_wait = float("inf") if self.switch is None else self.switch.max_wait(len(self.scheduler.running))
-        wait_ns = self.drafting.wait_for(drafted, max_wait)
+        wait_ns = self.drafting.wait_for(drafted, self.controller.longest_wait(len(self.scheduler.running)))
         offers: dict[int, Offer] = {}
         fallbacks = 0
         for sequence in drafted:
@@ -278,21 +291,25 @@ class Gathering:
             self._offer(sequence, tree, offers)
         for sequence in taking:
             self._offer_prediction(sequence, offers)
-        chosen = self._cut(schedule, offers, len(taking))
-        return Gathered(chosen, tuple(drafted), wait_ns, fallbacks, self._use, self.budget.step_cost)
+        chosen, cuts = self._cut(schedule, offers, len(taking))
+        return Gathered(chosen, tuple(drafted), wait_ns, fallbacks, self._use, cuts)
 
-    def _cut(self, schedule: Schedule, offers: Mapping[int, Offer], taking: int) -> list[TokenTree | None]:
-        """The trees of a step, in which `taking` sequences could have one."""
-        spare = self.scheduler.max_step_rows - schedule.rows
-        cut = self.budget.cut(list(offers.values()), schedule.rows, spare, taking - len(offers))
-        trees = dict(zip(offers, cut, strict=True))
-        spare -= sum([tree.drafted for tree in cut])
+    def _cut(
+        self, schedule: Schedule, offers: Mapping[int, Offer], taking: int
+    ) -> tuple[list[TokenTree | None], dict[int, CutTree]]:
+        """The trees of a step, in which `taking` sequences could have one, and those that were cut."""
+        spare, cuts = self.scheduler.max_step_rows - schedule.rows, dict[int, CutTree]()
+        if offers:
+            rate = self.controller.cut_rate(taking, len(offers))
+            cuts = dict(zip(offers, self.cutter.cut(list(offers.values()), schedule.rows, spare, rate), strict=True))
+        spare -= sum([cut.tree.drafted for cut in cuts.values()])
         chosen: list[TokenTree | None] = []
         for chunk in schedule.chunks:
-            own = trees.get(chunk.sequence.sequence_id)
+            cut = cuts.get(chunk.sequence.sequence_id)
+            own = None if cut is None else cut.tree
             chosen.append(self._tree(chunk, own, spare))
             spare -= max(0, _drafted(chosen[-1]) - _drafted(own))
-        return chosen
+        return chosen, cuts
 
     def _offer(self, sequence: Sequence, tree: GrowingTree | None, offers: dict[int, Offer]) -> None:
         if tree is not None and tree.nodes:
@@ -320,20 +337,17 @@ class Gathering:
             tree, live.record, most, chain=one_path, predicted_record=live.predicted_record
         )
 
-    def observe_tree(self, live: LiveSequence, tree: TokenTree, outcome: Verified, row_cost: float) -> None:
-        """Learn from the tree of a step whose rows cost `row_cost` plain steps, before it is committed. A client's own
-        trees are not learnt from, nor are those with rows that a grammar forces."""
+    def observe_tree(self, live: LiveSequence, tree: TokenTree, outcome: Verified) -> None:
+        """Learn from the tree of a step, before it is committed. A client's own trees are not learnt from, nor are
+        those with rows that a grammar forces."""
         forced = isinstance(tree, ConstrainedTree) and tree.forced
         if live.sequence.request.external or forced:
             return
         accepted_rows = outcome.walk.accepted_rows
-        self.budget.observe_tree(tree, accepted_rows, live.record, row_cost)
+        self.cutter.calibration.observe_tree(tree, tree.scores, accepted_rows, live.record)
         if isinstance(tree, PredictedTree) and tree.predicted_rows and live.prediction is not None:
-            # Its rows and tokens are not the draft's.
-            self.budget.of_predictions.observe_tree(tree, tree.predicted, accepted_rows, live.predicted_record)
+            self.cutter.of_predictions.observe_tree(tree, tree.predicted, accepted_rows, live.predicted_record)
             live.prediction.observe_offer(tree.accepted_predicted(accepted_rows))
-            return
-        self.budget.observe_drafted(live.record, 1 + outcome.accepted, row_cost)
 
     def without_waiting(self, schedule: Schedule) -> Gathered:
         """A step that waits for no draft: roots alone, but where the device chooses rows for some sequences, trees for
@@ -345,8 +359,8 @@ class Gathering:
                 if sequence.pending is None and self.is_cut_for(sequence):
                     self._offer(sequence, self.drafting.tree_of(sequence), offers)
                     self._offer_prediction(sequence, offers)
-        chosen = self._cut(schedule, offers, len(taking))
-        return Gathered(chosen, (), 0, 0, LaunchMode.RUN_AHEAD, self.budget.step_cost)
+        chosen, cuts = self._cut(schedule, offers, len(taking))
+        return Gathered(chosen, (), 0, 0, LaunchMode.RUN_AHEAD, cuts)
 
     def _takes_one_path(self, sequence: Sequence) -> bool:
         """Whether of its trees only one path is verified. Rejection sampling needs all siblings."""

@@ -9,7 +9,7 @@ from target_service.core.stopping import StopChecker
 from target_service.grammars.triggers import FormTrigger
 from target_service.model.runner import ModelRunner
 from target_service.sampling.verifier import SequenceVerifier
-from target_service.speculation.policy.row_budget import SequenceRecord
+from target_service.speculation.policy.tree_cuts import SequenceRecord
 from target_service.speculation.prediction import PredictedAnswer
 
 

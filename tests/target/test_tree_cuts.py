@@ -12,8 +12,8 @@ from hypothesis import strategies as st
 from outrider.drafting.draft_tree import GrowingTree
 from outrider.tree import TokenTree
 from outrider.wire.frames import SequenceGrowth
-from target_service.speculation.policy.row_budget import Calibration, Offer, RowBudget, SequenceRecord
 from target_service.speculation.policy.step_cost import StepCost, spread_tokens
+from target_service.speculation.policy.tree_cuts import IN_ORDER_NODES, Calibration, Offer, SequenceRecord, TreeCutter
 
 
 def grown(parents: list[int], scores: list[float]) -> GrowingTree:
@@ -24,12 +24,12 @@ def grown(parents: list[int], scores: list[float]) -> GrowingTree:
     return tree
 
 
-def reach(tree: GrowingTree, nodes: set[int], budget: RowBudget) -> float:
+def reach(tree: GrowingTree, nodes: set[int], cutter: TreeCutter) -> float:
     total = 0.0
     for node in nodes:
         product, walk = 1.0, node
         while walk:
-            product *= min(0.995, budget.calibration.probability(tree.scores[walk]))
+            product *= min(0.995, cutter.calibration.probability(tree.scores[walk]))
             walk = tree.parents[walk]
         total += product
     return total
@@ -47,66 +47,67 @@ def trees(draw: st.DrawFn) -> GrowingTree:
 def test_the_cut_is_the_best_of_all_subtrees(tree: GrowingTree, per_row: float, gain: float) -> None:
     """Against every ancestor-closed set of nodes: expected tokens less what their time earns elsewhere."""
     cost = StepCost([(1, 1.0), (100, 1.0 + 99 * per_row)])
-    budget, record = RowBudget(cost), SequenceRecord(tokens=gain * 6, steps=6)
+    cutter, rate = TreeCutter(cost), gain / cost(1)
     best = 0.0
     for size in range(tree.nodes + 1):
         for nodes in itertools.combinations(range(1, tree.nodes + 1), size):
             if all(tree.parents[node] in (0, *nodes) for node in nodes):
-                best = max(best, reach(tree, set(nodes), budget) - gain * (cost(1 + size) - cost(1)))
-    cut = budget.cut([Offer(tree, record, 63)], base_rows=1, max_nodes=63)[0]
-    assert expected(cut, budget) - gain * (cost(len(cut)) - cost(1)) == pytest.approx(best)
+                best = max(best, reach(tree, set(nodes), cutter) - rate * (cost(1 + size) - cost(1)))
+    cut = cutter.cut([Offer(tree, SequenceRecord(), 63)], base_rows=1, max_nodes=63, rate=rate)[0]
+    assert cut.expected == pytest.approx(expected(cut.tree, cutter))
+    assert cut.expected - rate * (cost(len(cut.tree)) - cost(1)) == pytest.approx(best)
 
 
-def expected(cut: TokenTree, budget: RowBudget) -> float:
+def expected(cut: TokenTree, cutter: TreeCutter) -> float:
     path_prob = [1.0]
     for row in range(1, len(cut)):
-        probability = min(0.995, budget.calibration.probability(cut.scores[row]))
+        probability = min(0.995, cutter.calibration.probability(cut.scores[row]))
         path_prob.append(path_prob[cut.parents[row]] * probability)
     return sum(path_prob[1:])
 
 
 def test_rows_that_cost_nothing_are_all_taken() -> None:
     tree = grown([0, 1, 2, 0], [0.9, 0.01, 0.5, 0.3])
-    assert len(RowBudget(None).cut([Offer(tree, SequenceRecord(), 63)], 1, 63)[0]) == 5
+    assert len(TreeCutter(None).cut([Offer(tree, SequenceRecord(), 63)], 1, 63, rate=1.0)[0].tree) == 5
 
 
 def test_hopeless_rows_are_left_out() -> None:
-    budget = RowBudget(StepCost([(1, 1.0), (2, 1.5), (64, 40.0)]))
+    cutter = TreeCutter(StepCost([(1, 1.0), (2, 1.5), (64, 40.0)]))
     tree = grown([0, 0], [0.02, 0.01])
-    assert len(budget.cut([Offer(tree, SequenceRecord(), 63)], 1, 63)[0]) == 1
+    assert len(cutter.cut([Offer(tree, SequenceRecord(), 63)], 1, 63, rate=1.3)[0].tree) == 1
 
 
 def test_the_batch_shares_its_rows_by_worth() -> None:
     good, bad = grown([0, 1, 2], [0.95, 0.95, 0.95]), grown([0, 1, 2], [0.1, 0.1, 0.1])
-    cut = RowBudget(None).cut([Offer(bad, SequenceRecord(), 63), Offer(good, SequenceRecord(), 63)], 2, max_nodes=3)
-    assert [len(tree) for tree in cut] == [1, 4]
+    offers = [Offer(bad, SequenceRecord(), 63), Offer(good, SequenceRecord(), 63)]
+    cut = TreeCutter(None).cut(offers, 2, max_nodes=3, rate=1.0)
+    assert [len(one.tree) for one in cut] == [1, 4]
+    # What more rows would bring is known of those that got none, too.
+    assert all(one.prospects[0] > 0 and list(one.prospects) == sorted(one.prospects) for one in cut)
+    assert cut[0].expected == 0.0 and cut[1].expected == pytest.approx(cut[1].prospects[1])
 
 
 @pytest.mark.parametrize("scores", [[0.1, 0.9, 0.5, 0.99], [0.0] * 4, [1.0] * 4], ids=["mixed", "hopeless", "sure"])
 @pytest.mark.parametrize("cost", [None, StepCost([(1, 1.0), (64, 640.0)])], ids=["free", "dear"])
 def test_in_order_takes_a_prefix_whatever_the_scores(scores: list[float], cost: StepCost | None) -> None:
     tree = grown([0, 0, 0, 1], scores)
-    cut = RowBudget(cost).cut([Offer(tree, SequenceRecord(), 2, in_order=True)], 1, 63)[0]
-    assert cut.token_ids == (0, 1, 2)
+    cut = TreeCutter(cost).cut([Offer(tree, SequenceRecord(), 2, in_order=True)], 1, 63, rate=1.0)[0]
+    assert cut.tree.token_ids == (0, 1, 2)
+    assert 0 < cut.expected < 2
 
 
 def test_a_row_must_earn_what_its_time_earns_elsewhere() -> None:
-    """The same draft is worth verifying to a sequence that gains little, and not to one that gains much."""
+    """The same draft is worth verifying to a batch that makes little, and not to one that makes much."""
     cost = StepCost([(1, 1.0), (2, 1.2), (64, 14.0)])
-    tree = grown([0], [0.5])
-    slow, fast = SequenceRecord(tokens=6, steps=6), SequenceRecord(tokens=24, steps=6)
-    assert len(RowBudget(cost).cut([Offer(tree, slow, 63)], 1, 63)[0]) == 2
-    assert len(RowBudget(cost).cut([Offer(tree, fast, 63)], 1, 63)[0]) == 1
+    offers = [Offer(grown([0], [0.5]), SequenceRecord(), 63)]
+    assert [len(TreeCutter(cost).cut(offers, 1, 63, rate)[0].tree) for rate in (1.0, 4.0)] == [2, 1]
 
 
-def test_the_gain_follows_what_steps_make() -> None:
-    record = SequenceRecord()
-    for _ in range(200):
-        record.spend(tokens=3, cost=1.25)
-    assert record.gain == pytest.approx(2.4, rel=0.01)
-    for _ in range(200):
-        record.spend(tokens=1, cost=1.1)
-    assert record.gain == 1.0
+def test_of_a_tree_in_order_no_more_than_its_number_is_used() -> None:
+    """Whatever it is worth: a number that does not depend on what was sampled."""
+    tree = grown([0] * 40, [0.5] * 40)
+    cut = TreeCutter(None).cut([Offer(tree, SequenceRecord(), 63, in_order=True)], 1, 63, rate=1.0)[0]
+    assert cut.tree.drafted == IN_ORDER_NODES
 
 
 def test_calibration_learns_what_scores_are_worth() -> None:
@@ -118,13 +119,13 @@ def test_calibration_learns_what_scores_are_worth() -> None:
 
 
 def test_only_children_of_accepted_rows_teach() -> None:
-    budget = RowBudget(None)
-    before = budget.calibration.probability(0.4)
+    cutter = TreeCutter(None)
+    before = cutter.calibration.probability(0.4)
     # Row 2 hangs below row 1, which is rejected: its score says nothing.
     tree = TokenTree((0, 1, 2), (0, 0, 1), (1.0, 0.8, 0.4))
-    budget.observe_tree(tree, (), SequenceRecord(), 1.0)
-    assert budget.calibration.probability(0.4) == before
-    assert budget.calibration.probability(0.8) < 0.8
+    cutter.calibration.observe_tree(tree, tree.scores, (), SequenceRecord())
+    assert cutter.calibration.probability(0.4) == before
+    assert cutter.calibration.probability(0.8) < 0.8
 
 
 def test_cost_rises_with_rows_even_when_measured_otherwise() -> None:
@@ -182,7 +183,7 @@ def test_one_pause_of_the_machine_costs_no_size_its_place() -> None:
 
 def test_a_chain_takes_the_likeliest_child_of_each_node() -> None:
     tree = grown([0, 0, 2, 2, 4], [0.6, 0.9, 0.3, 0.8, 0.7])
-    cut = RowBudget(None).cut([Offer(tree, SequenceRecord(), 63, chain=True)], 1, 63)[0]
+    cut = TreeCutter(None).cut([Offer(tree, SequenceRecord(), 63, chain=True)], 1, 63, rate=1.0)[0].tree
     assert cut.is_chain
     assert cut.token_ids == (0, 2, 4, 5)
 

@@ -3,8 +3,9 @@
 The value of a node is the probability that it is accepted: the product of calibrated scores along its path. Rows are
 taken best first over all sequences of the batch, and their number n maximises
 (sum of the n best) - rate * (cost(base rows + n) - cost(base rows)), where `rate` is the tokens per second that the
-batch makes in the long run: a row must bring what its time would bring elsewhere. Maximising each step's own ratio
-instead takes too many rows in poor steps and too few in rich ones. With n = 0 the step is a plain one.
+batch makes in the long run by the controller's estimates: a row must bring what its time would bring elsewhere.
+Maximising each step's own ratio instead takes too many rows in poor steps and too few in rich ones. With n = 0 the step
+is a plain one.
 This is the goodput rule of SmartSpec (arXiv 2406.14066) in the form of renewal rewards, with measured costs.
 """
 
@@ -14,13 +15,13 @@ import heapq
 from collections.abc import Iterable
 from collections.abc import Sequence as SequenceOf
 from dataclasses import dataclass
-from itertools import islice
+from itertools import accumulate, islice
 
 from outrider.drafting.draft_tree import GrowingTree
 from outrider.tree import TokenTree
-from target_service.core.running_means import RunningMean
 from target_service.speculation.merged_tree import MergedTree, PredictedTree
 from target_service.speculation.policy.step_cost import StepCost
+from tree_kernels.node_table.layout import PROSPECTS
 
 # Chosen, not measured, each for the reason beside it.
 # Buckets of scores between 0 and 1: a sixteenth is about twice the error of a rate from three hundred observations.
@@ -37,18 +38,6 @@ _KEEP = 0.5 ** (1.0 / _HALF_LIFE)
 _SEQUENCE_PRIOR = 4.0
 # Decay of that record in a step: it halves over some 23 steps, a paragraph of text.
 _SEQUENCE_KEEP = 0.97
-# Assumed gain of a sequence from drafts before its first: rows count by what they cost of it, so a low one lets the
-# first steps verify more rows, which show sooner what drafts bring. Chosen.
-_GAIN_PRIOR = 1.3
-# Weight of this assumption, in steps of the sequence.
-_GAIN_STEPS = 6.0
-# Decays of a sequence's short and long mean gain of drafted steps, of five and of twenty, which `expected_tokens`
-# averages: bad luck must not end drafting, nor the past keep it from resuming. Chosen.
-_NEAR_KEEP, _FAR_KEEP = 0.8, 0.95
-# Weight of a step in the mean over all sequences, of fifty: longer than one sequence's, which starts from it.
-_USUAL_SHARE = 0.02
-# The start of that mean, high enough that drafts are tried, and its weight in steps: few, so that these correct it.
-_USUAL_PRIOR, _USUAL_STEPS = 2.0, 4
 # Nodes of a sequence whose drafts are used in order of arrival: a number independent of what was sampled, of which
 # REJECTION keeps its distribution. With the root they are the 16 rows of a captured size.
 IN_ORDER_NODES = 15
@@ -108,17 +97,6 @@ class SequenceRecord:
 
     expected: float = _SEQUENCE_PRIOR
     accepted: float = _SEQUENCE_PRIOR
-    tokens: float = _GAIN_PRIOR * _GAIN_STEPS
-    # Time spent, in plain steps.
-    steps: float = _GAIN_STEPS
-    # Mean gain of steps that waited for drafts, over a few and over dozens; 0 before the first.
-    near: float = 0.0
-    far: float = 0.0
-
-    @property
-    def gain(self) -> float:
-        """Recent tokens in the time of a plain step, at least 1."""
-        return max(1.0, self.tokens / self.steps)
 
     @property
     def factor(self) -> float:
@@ -129,16 +107,6 @@ class SequenceRecord:
         """Observe a verified tree: its expected and its actual accepted rows."""
         self.expected = self.expected * _SEQUENCE_KEEP + expected + (1 - _SEQUENCE_KEEP) * _SEQUENCE_PRIOR
         self.accepted = self.accepted * _SEQUENCE_KEEP + accepted + (1 - _SEQUENCE_KEEP) * _SEQUENCE_PRIOR
-
-    def draw(self, gain: float, usual: float) -> None:
-        """Observe the gain of a step that waited for drafts; a new sequence starts from `usual`."""
-        self.near = (self.near or usual) * _NEAR_KEEP + gain * (1 - _NEAR_KEEP)
-        self.far = (self.far or usual) * _FAR_KEEP + gain * (1 - _FAR_KEEP)
-
-    def spend(self, tokens: int, cost: float) -> None:
-        """Observe a step that made `tokens` in the time of `cost` plain steps."""
-        self.tokens = self.tokens * _SEQUENCE_KEEP + tokens
-        self.steps = self.steps * _SEQUENCE_KEEP + cost
 
 
 @dataclass(frozen=True, slots=True)
@@ -156,49 +124,55 @@ class Offer:
     predicted_record: SequenceRecord | None = None
 
 
-class RowBudget:
+@dataclass(frozen=True, slots=True)
+class CutTree:
+    """The part of a tree that is verified, and what it is expected to bring; see `estimates.PassYield`."""
+
+    tree: TokenTree
+    expected: float
+    prospects: tuple[float, ...]
+
+
+class TreeCutter:
     """Cuts every sequence's tree to the rows that pay."""
 
     def __init__(self, cost: StepCost | None) -> None:
         """`cost` of None takes every node that is allowed."""
         self._cost = cost
-        self._usual = RunningMean(_USUAL_SHARE, _USUAL_PRIOR, _USUAL_STEPS)
-        # Cost of the last step's rows, in plain steps.
-        self.step_cost = 1.0
         # Of the scores of drafts and of predictions.
         self.calibration, self.of_predictions = Calibration(), Calibration()
 
-    def cut(self, offers: SequenceOf[Offer], base_rows: int, max_nodes: int, others: int = 0) -> list[TokenTree]:
+    def cut(self, offers: SequenceOf[Offer], base_rows: int, max_nodes: int, rate: float) -> list[CutTree]:
         """One tree per offer, at least the root; of all together at most `max_nodes` are drafted. The step has
-        `base_rows` rows without drafts, and `others` are sequences that decode without drafts in it."""
-        streams = [self._ranked(index, offer) for index, offer in enumerate(offers)]
+        `base_rows` rows without drafts, and the batch makes `rate` tokens a second."""
+        ranked = [self._ranked(offer) for offer in offers]
+        streams = [
+            [(_CERTAIN if offer.in_order else path_prob, index, node) for path_prob, node in nodes]
+            for index, (offer, nodes) in enumerate(zip(offers, ranked, strict=True))
+        ]
         merged = streams[0] if len(streams) == 1 else heapq.merge(*streams, key=_falling)
-        ranked = list(islice(merged, max_nodes))
-        gain = sum(offer.record.gain for offer in offers) + others
-        count = self._count([path_prob for path_prob, _, _ in ranked], base_rows, gain)
+        best = list(islice(merged, max_nodes))
+        count = self._count([path_prob for path_prob, _, _ in best], base_rows, rate)
         chosen: list[set[int]] = [set() for _ in offers]
-        for _, index, node in ranked[:count]:
+        for _, index, node in best[:count]:
             chosen[index].add(node)
-        if self._cost is not None and base_rows:
-            self.step_cost = self._cost(base_rows + count) / self._cost(base_rows)
-        return [offer.tree.cut(nodes) for offer, nodes in zip(offers, chosen, strict=True)]
+        return [_cut_tree(offer, nodes, taken) for offer, nodes, taken in zip(offers, ranked, chosen, strict=True)]
 
-    def _ranked(self, index: int, offer: Offer) -> list[tuple[float, int, int]]:
-        """(path probability, sequence, node) of the nodes that may be used, likeliest first, parents first."""
+    def _ranked(self, offer: Offer) -> list[tuple[float, int]]:
+        """(path probability, node) of the nodes that may be used, likeliest first or in order, parents first."""
         tree = offer.tree
-        if offer.in_order:
-            nodes = min(tree.nodes, offer.max_nodes, IN_ORDER_NODES)
-            return [(_CERTAIN, index, node) for node in range(1, nodes + 1)]
         scores, parents, factor = tree.scores, tree.parents, offer.record.factor
         likelihoods = self.calibration.probabilities(scores)
         chances = [min(_MAX_PROBABILITY, likelihood * factor) for likelihood in likelihoods]
         if isinstance(tree, MergedTree) and offer.predicted_record is not None:
             chances = self._merged_chances(tree, chances, offer.predicted_record.factor)
         path_prob = [1.0]
-        ranked: list[tuple[float, int, int]] = []
+        ranked: list[tuple[float, int]] = []
         for node in range(1, len(scores)):
             path_prob.append(path_prob[parents[node]] * chances[node])
-            ranked.append((path_prob[node], index, node))
+            ranked.append((path_prob[node], node))
+        if offer.in_order:
+            return ranked[: min(offer.max_nodes, IN_ORDER_NODES)]
         if offer.chain:
             ranked = _likeliest_path(tree, ranked)
         # Stable, and a child is less likely than its parent, so parents stay first.
@@ -215,12 +189,10 @@ class RowBudget:
             )
         ]
 
-    def _count(self, path_probs: SequenceOf[float], base_rows: int, gain: float) -> int:
+    def _count(self, path_probs: SequenceOf[float], base_rows: int, rate: float) -> int:
         """How many of the ranked nodes to take: all that are used in order, and the others that pay."""
         if self._cost is None:
             return len(path_probs)
-        base = self._cost(base_rows)
-        rate = gain / base
         count = sum(path_prob >= _CERTAIN for path_prob in path_probs)
         best_count, best_profit, profit = count, 0.0, 0.0
         prices = self._cost.marginal(base_rows + count, len(path_probs) - count)
@@ -230,45 +202,34 @@ class RowBudget:
                 best_count, best_profit = n, profit
         return best_count
 
-    def expected_tokens(self, record: SequenceRecord) -> float:
-        """Tokens of a sequence with drafts, in the time of a plain step and its share of the rows."""
-        return (record.near + record.far) / 2 or self._usual.value
-
-    def observe_drafted(self, record: SequenceRecord, tokens: int, row_cost: float) -> None:
-        """Observe the `tokens` of a step that verified a draft and whose rows cost `row_cost` plain steps."""
-        gain = tokens / row_cost
-        record.draw(gain, self._usual.value)
-        self._usual.observe(gain)
-
     def observe_step(self, rows: int, seconds: float) -> None:
         """Observe the time of a step that only decoded."""
         if self._cost is not None:
             self._cost.observe_step(rows, seconds)
 
-    def observe_tree(
-        self, tree: TokenTree, accepted_rows: SequenceOf[int], record: SequenceRecord, row_cost: float
-    ) -> None:
-        """Learn from a verified tree, in a step whose rows cost `row_cost` plain steps."""
-        record.spend(1 + len(accepted_rows), row_cost)
-        self.calibration.observe_tree(tree, tree.scores, accepted_rows, record)
+
+def _cut_tree(offer: Offer, ranked: SequenceOf[tuple[float, int]], taken: set[int]) -> CutTree:
+    """The `taken` nodes of the ranked ones of an offer."""
+    sums = [0.0, *accumulate(path_prob for path_prob, _ in ranked)]
+    # Those of one offer that are taken are its best.
+    prospects = tuple([sums[min(count, len(ranked))] for count in PROSPECTS])
+    return CutTree(offer.tree.cut(taken), sums[len(taken)], prospects)
 
 
-def _falling(node: tuple[float, int, int]) -> float:
+def _falling(node: tuple[float, int] | tuple[float, int, int]) -> float:
     return -node[0]
 
 
-def _likeliest_path(
-    tree: GrowingTree | MergedTree, ranked: SequenceOf[tuple[float, int, int]]
-) -> list[tuple[float, int, int]]:
-    """Of (path probability, sequence, node) for every node in order: those on the path of likeliest children."""
-    best: dict[int, tuple[float, int, int]] = {}
+def _likeliest_path(tree: GrowingTree | MergedTree, ranked: SequenceOf[tuple[float, int]]) -> list[tuple[float, int]]:
+    """Of (path probability, node) for every node in order: those on the path of likeliest children."""
+    best: dict[int, tuple[float, int]] = {}
     for entry in ranked:
-        parent = tree.parents[entry[2]]
+        parent = tree.parents[entry[1]]
         if parent not in best or entry[0] > best[parent][0]:
             best[parent] = entry
-    path: list[tuple[float, int, int]] = []
+    path: list[tuple[float, int]] = []
     node = 0
     while node in best:
         path.append(best[node])
-        node = best[node][2]
+        node = best[node][1]
     return path
