@@ -9,6 +9,7 @@ import pytest
 from engine_harness import ScriptedDraft, engine_config, knowing_tree, make_runner, plain, request
 from transformers import PreTrainedModel
 
+from outrider.drafting import latency
 from outrider.drafting.events import Lost
 from outrider.tree import TokenTree
 from outrider.wire.frames import OpenSequence, SequenceAdvance, SequenceGrowth
@@ -121,8 +122,10 @@ def test_a_step_whose_drafts_are_there_is_launched_before_anything_is_said(
 
 
 def test_a_draft_that_is_still_reading_is_neither_waited_for_nor_judged(
-    tiny_model: PreTrainedModel, launched: list[Step]
+    tiny_model: PreTrainedModel, launched: list[Step], monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    # However long the steps take here.
+    monkeypatch.setattr(latency, "_BEGINNING", 1e9)
     wanted = request([5, 7, 9], 60)
     truth = (*wanted.token_ids, *plain(tiny_model, wanted))
     runner = make_runner(tiny_model)
