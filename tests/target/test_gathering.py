@@ -383,6 +383,8 @@ def test_a_head_follows_an_answer_from_its_beginning_if_it_is_expected_to_pay(
     live = begin(
         loop, ScriptedDraft(loop.drafting, knowing_tree([truth], loop.drafting._vocabulary_size, 3, right=1.0)), wanted
     )
+    # It is the draft that is known.
+    loop.speculation._draft = loop.drafting.info
     loop.step()
     assert loop.drafting.is_open(live.sequence) is pays
     while loop.live:
