@@ -76,6 +76,7 @@ _LOOPS = (
     "target_service.execution.node_tables:warm_up",
     "target_service.grammars.row_masks:warm_up",
     "target_service.speculation.policy.estimates:compile_pooled",
+    "target_service.speculation.policy.lookup_baseline:compile_loops",
 )
 # As `load_runner`, of one rank.
 LoadRank = Callable[[TargetConfig, RankGroupLink], ModelRunner]
