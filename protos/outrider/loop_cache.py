@@ -50,8 +50,8 @@ class LoopCache:
 
     def compile_beside(self, calls: Sequence[str]) -> None:
         """Where nothing is cached yet, compile in other processes while this one loads what it serves: each of `calls`,
-        a `MODULE:FUNCTION` that runs its loops once, in a process of its own. A first start waited 36 s for the loops of
-        a merged draft (H200 host, `benchmarks/results/2026-11-28-h200-start.md`)."""
+        a `MODULE:FUNCTION` that runs its loops once, in a process of its own. A first start waited 36 s for the loops
+        of a merged draft (H200 host, `benchmarks/results/2026-11-28-h200-start.md`)."""
         # The folder itself is made where loops are declared.
         if next(self.folder.rglob("*.nbi"), None) is not None:
             return
