@@ -9,6 +9,7 @@ from pathlib import Path
 import pytest
 from conftest import make_tiny
 from recurrent_models import RECURRENT
+from text_parts import TEXT_PARTS
 from transformers import LlamaConfig
 from windowed_models import WINDOWED
 
@@ -41,7 +42,8 @@ OLDER = {"gpt2", "gpt_neox", "opt", "persimmon", "deepseek_v3"}
 
 @pytest.mark.parametrize("family", FAMILIES)
 def test_a_family_that_is_named_is_served(family: str) -> None:
-    own_settings = next((settings for kind, settings in (RECURRENT | WINDOWED).values() if kind == family), {})
+    known = (*RECURRENT.values(), *WINDOWED.values(), *TEXT_PARTS.values())
+    own_settings = next((settings for kind, settings in known if kind == family), {})
     model = make_tiny(family, **({"num_key_value_heads": 4} if family in OLDER else own_settings))
     check_supported(model.config, model)
     own = own_logits(model)

@@ -30,7 +30,7 @@ class OpeningLink:
 
 def limits_asked(mode: VerificationMode, tables: NodeTables | None) -> TreeLimits:
     """Of a request that wants 5 drafted rows at most."""
-    features = SimpleNamespace(connect=lambda _: None, hold=lambda _: None, taken=False)
+    features = SimpleNamespace(connect=lambda _: None, hold_vectors=lambda _: None, taken=False)
     config = TargetConfig(draft="any", draft_wait_ms=100.0)
     drafting, link = DraftTrees(config, 100, features, tables), OpeningLink()  # type: ignore[arg-type]
     drafting.attach(link)  # type: ignore[arg-type]

@@ -47,7 +47,6 @@ def config_of(model_type: str, **settings: Any) -> PreTrainedConfig:
         (config_of("llama", quantization_config={"quant_method": "awq", "bits": 4}), r"quantised weights \(awq\)"),
         (config_of("llama", quantization_config={"bits": 4}), r"quantised weights \(of some kind\)"),
         (config_of("zamba2"), "state-space|not attention"),
-        (config_of("cohere2_moe", layer_types=["full_attention", "sliding_attention"], num_hidden_layers=2), "sliding"),
     ],
     ids=lambda value: value.model_type if isinstance(value, PreTrainedConfig) else "",
 )
