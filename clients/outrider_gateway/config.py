@@ -46,7 +46,7 @@ class GatewayConfig(Settings):
     allow_host: str = setting("", "names that clients know this server by, commas between; .a.example has all below")
     allow_origin: str = setting("", "origins whose pages may call, such as https://a.example, commas between; * is any")
 
-    max_running: int = setting(256, "answers being written at once; requests for more are refused with 429", ge=1)
+    max_running: int = setting(1024, "answers being written at once; requests for more are refused with 429", ge=1)
     max_choices: int = setting(16, "answers that one request may ask for", ge=1)
     max_body_bytes: int = setting(4 * 1024 * 1024, "largest request body", ge=1)
     max_pending_bytes: int = setting(
