@@ -17,7 +17,7 @@ from typing import TypeVar
 
 from draft_service.compiling import LOOPS
 from draft_service.config import DraftConfig, drafter_config, flags_in_process
-from draft_service.drafters.base import Drafter, create, device_of, fingerprint_of, info_of
+from draft_service.drafters.base import Drafter, create, device_of, fingerprint_of, info_of, loops_of
 from draft_service.faults import DrafterFailed, FaultLog, text_of
 from draft_service.session import ProposeSession, SequenceAdmission
 from outrider.drafting.events import Connected, Disconnected, DraftEvents, Grown, Opened, SequenceFailure
@@ -56,7 +56,7 @@ def connect(argument: str) -> Callable[[DraftEvents, int, str], InprocessLink]:
         own = fingerprint_of(drafter)
         if own and tokenizer_fingerprint not in ("", own):
             raise WrongVocabulary("the draft was made for another tokenizer")
-        LOOPS.compile_beside(drafter.loops)
+        LOOPS.compile_beside(loops_of(drafter))
         drafter.start()
         return ThreadedLink(drafter, events) if device_of(drafter) != "cpu" else InprocessLink(drafter, events)
 

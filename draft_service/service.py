@@ -14,7 +14,7 @@ import grpc
 
 from draft_service.compiling import LOOPS
 from draft_service.config import DraftConfig, add_drafter_flags, drafter_config
-from draft_service.drafters.base import Drafter, create, device_of, info_of
+from draft_service.drafters.base import Drafter, create, device_of, info_of, loops_of
 from draft_service.server import SERVICE_NAME, DraftServicer
 from draft_service.session import SequenceAdmission
 from outrider.busy_polling import allowed_seconds
@@ -74,7 +74,7 @@ async def serve(config: DraftConfig, drafter: Drafter) -> int:
         if metrics is not None:
             stack.callback(metrics.close)
 
-        LOOPS.compile_beside(drafter.loops)
+        LOOPS.compile_beside(loops_of(drafter))
 
         async def load() -> DraftServicer:
             # Compiling and loading take seconds.

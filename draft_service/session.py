@@ -13,7 +13,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import NamedTuple
 
-from draft_service.drafters.base import Drafter, DraftSequence, FeatureDrafter, tree_limits
+from draft_service.drafters.base import Drafter, DraftSequence, FeatureDrafter, most_sequences_of, tree_limits
 from draft_service.drafters.grown import ArrayDrafter, GrownTrees, Pending
 from draft_service.drafters.packing import signed
 from draft_service.faults import DrafterFailed, FaultLog
@@ -33,7 +33,6 @@ from outrider.sampling import VerificationMode
 from outrider.tree import TokenTree
 from outrider.wire.frames import (
     MAX_OUTSTANDING_CREDIT,
-    MAX_SEQUENCES_PER_FRAME,
     ROOT_ID,
     OpenSequence,
     SequenceAdvance,
@@ -150,7 +149,7 @@ class ProposeSession:
         self._drafter = drafter
         # Tokens of the longest sequence that may be opened.
         self.max_context = drafter.max_context
-        self._most = min(drafter.most_sequences, MAX_SEQUENCES_PER_FRAME)
+        self._most = most_sequences_of(drafter)
         self._faults = faults or FaultLog(drafter.name)
         self._arrays = drafter if isinstance(drafter, ArrayDrafter) else None
         # Sequences whose whole trees are still being grown.

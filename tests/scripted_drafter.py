@@ -7,7 +7,7 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 
 from waits import HUNG_SECONDS
 
-from draft_service.drafters.base import CorpusGrowth, Drafter, DraftSequence, tree_limits
+from draft_service.drafters.base import CorpusGrowth, DraftSequence, tree_limits
 from outrider.drafting.events import Connected, Disconnected, DraftEvent, Grown, Lost, SequenceFailure
 from outrider.errors import OutriderError, QuotaExceeded, UnknownCorpus
 from outrider.sampling import SamplingParams, VerificationMode
@@ -18,7 +18,7 @@ VOCABULARY = 1000
 CORPUS_QUOTA = 100
 
 
-class ScriptedDrafter(Drafter):
+class ScriptedDrafter:
     """Guesses that counting goes on: from root r, a chain r+1, r+2, ... beside one wrong child r+500."""
 
     name = "scripted"

@@ -190,6 +190,16 @@ def info_of(drafter: Drafter, vocabulary_size: int, tokenizer_fingerprint: str =
     )
 
 
+def most_sequences_of(drafter: object) -> int:
+    """Sequences that one call drafts for at most: a drafter's attribute `most_sequences`, or as many as a frame has."""
+    return max(1, min(int(getattr(drafter, "most_sequences", MAX_SEQUENCES_PER_FRAME)), MAX_SEQUENCES_PER_FRAME))
+
+
+def loops_of(drafter: object) -> tuple[str, ...]:
+    """What compiles a drafter's loops: its attribute `loops`, or nothing."""
+    return tuple(getattr(drafter, "loops", ()))
+
+
 def device_of(drafter: object) -> str:
     """The device of a drafter, by PyTorch's name: its attribute `device`, or the CPU without one."""
     return str(getattr(drafter, "device", "cpu"))

@@ -26,6 +26,8 @@ from draft_service.drafters.base import (
     device_of,
     features_of,
     fingerprint_of,
+    loops_of,
+    most_sequences_of,
     tree_limits,
 )
 from draft_service.drafters.grown import ArrayDrafter, GrownTrees, Pending, computed, in_order
@@ -71,8 +73,8 @@ class MergedDrafter(Drafter):
         self.limits = TreeLimits(nodes, max(part.limits.max_depth for part in parts))
         self.device = next((device for part in parts if (device := device_of(part)) != "cpu"), "cpu")
         self.max_context = min(part.max_context for part in parts)
-        self.most_sequences = min(part.most_sequences for part in parts)
-        self.loops = (*(loop for part in parts for loop in part.loops), f"{__name__}:compile_loops")
+        self.most_sequences = min(map(most_sequences_of, parts))
+        self.loops = (*(loop for part in parts for loop in loops_of(part)), f"{__name__}:compile_loops")
         vocabularies = {part.vocabulary_size for part in parts} - {0}
         if len(vocabularies) > 1:
             raise NotSupported(f"the merged drafters have vocabularies of {sorted(vocabularies)}")

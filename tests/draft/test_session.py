@@ -102,7 +102,7 @@ def test_a_frame_holds_a_bounded_number_of_sequences() -> None:
 
 def test_a_call_drafts_for_no_more_sequences_than_the_drafter_takes_at_once() -> None:
     drafter = ScriptedDrafter()
-    drafter.most_sequences = 2
+    drafter.most_sequences = 2  # type: ignore[attr-defined]
     session = make(drafter)
     for number in range(5):
         session.open(opening(number))
@@ -110,6 +110,21 @@ def test_a_call_drafts_for_no_more_sequences_than_the_drafter_takes_at_once() ->
     while session.propose_growth():
         pass
     assert drafter.batches == [2, 2, 1]
+
+
+@pytest.mark.parametrize(("most", "batches"), [(None, [3]), (0, [1, 1, 1]), (10**6, [3])])
+def test_a_drafter_of_ones_own_may_say_nothing_or_nonsense_of_that(most: int | None, batches: list[int]) -> None:
+    """Such a drafter need not inherit anything."""
+    drafter = ScriptedDrafter()
+    if most is not None:
+        drafter.most_sequences = most  # type: ignore[attr-defined]
+    session = make(drafter)
+    for number in range(3):
+        session.open(opening(number))
+    session.grant(5)
+    while session.propose_growth():
+        pass
+    assert drafter.batches == batches
 
 
 def test_the_same_step_again_is_ignored() -> None:
