@@ -52,7 +52,7 @@ _PRIOR = 3
 # seven rows of each made no more tokens than three, and were chosen
 # (`benchmarks/results/2026-11-28-h200-whole-answers.md`). So what was expected is corrected by the rows of a pass: the
 # passes of sequences that are remembered, and the expected tokens for which the quotient of all passes counts. Chosen:
-# with 64 sequences a size is judged after some five launches, with one after a hundred.
+# with 64 sequences a size is judged after some five launches.
 _REMEMBERED, _PRIOR_TOKENS = 4096, 384.0
 Reals = npt.NDArray[np.float64]
 
@@ -214,7 +214,8 @@ class TokenYield:
         self._accepted.observe(accepted / count)
         self._expected.observe(expected / count)
         drafted = sum([one.drafted for one in passes]) / count
-        if drafted:
+        # What one sequence makes varies by as much as it is, and its rows are not ranked against others'.
+        if drafted and count > 1:
             self._corrections[_nearest(drafted)].observe_launch(count, accepted, expected)
         for prospect, own in zip(self._prospects, pooled([one.prospects for one in passes]), strict=True):
             prospect.observe(own)
