@@ -14,10 +14,11 @@ from target_service.sampling.verifier import Verified
 from target_service.speculation.policy.controller import most_have_forms
 from target_service.speculation.policy.gathering import Gathering
 from target_service.speculation.policy.launch_mode import LaunchMode
-from target_service.speculation.policy.lookup_baseline import ComparedSequence, LookupBaseline
+from target_service.speculation.policy.live_sequence import LiveSequence
+from target_service.speculation.policy.lookup_baseline import ComparedText, LookupBaseline
 
 # Of so many sequences of a pass one is compared with lookup. Chosen: with 64 sequences eight, whose mean varies a third
-# as much, for some 0.2 ms of the host in six passes.
+# as much, for some 0.3 ms of the host once in eight passes.
 _APART = 8
 
 
@@ -31,7 +32,7 @@ class PolicyUpdates:
     multi_step: MultiStep
     lookup_baseline: LookupBaseline
     pass_ends: PassEnds = field(default_factory=PassEnds)
-    # Steps of which a sequence was compared with plain decoding.
+    # Stretches of text that were compared with lookup.
     compared: int = field(default=0, init=False)
 
     def forget_draft(self) -> None:
@@ -110,7 +111,7 @@ class PolicyUpdates:
                 relative = controller.times.relative(load, stats.decode_rows, seconds)
                 controller.draft_gate.observe_pass(load, relative, with_draft=with_draft)
             if preferred:
-                self._compare(step, verdicts, stats.chosen_rows, with_draft=with_draft)
+                self._compare(verdicts, stats.chosen_rows // step.passes, with_draft=with_draft)
         if step.ahead and step.gathered.use is LaunchMode.RUN_AHEAD and not step.behind_tree:
             self.multi_step.observe_launch(step.passes, period, (step.clock.forwarded - step.clock.waits_since) * 1e-9)
 
@@ -140,33 +141,28 @@ class PolicyUpdates:
             drafted=step.batch.device_rows is not None,
         )
 
-    def _compare(self, step: Step, verdicts: SequenceOf[StepVerdict], drafted: int, *, with_draft: bool) -> None:
-        """Compare some sequences of a step, which had `drafted` rows, with what they would have made by lookup."""
-        found = self.lookup_baseline.finished_comparison()
+    def _compare(self, verdicts: SequenceOf[StepVerdict], drafted: int, *, with_draft: bool) -> None:
+        """Compare some sequences of a pass, which had `drafted` rows, from here on with what they would have made by
+        lookup."""
+        baseline, gathering = self.lookup_baseline, self.gathering
+        if not verdicts:
+            return
+        found = baseline.follow(len(verdicts), with_draft=with_draft)
         if found is not None:
-            self.gathering.controller.draft_gate.compare(*found[:3], with_draft=found.with_draft)
-        if not (verdicts and self.gathering.drafting.connected) or self.lookup_baseline.is_busy:
+            gathering.controller.draft_gate.compare(*found[:3], with_draft=found.with_draft)
+        if baseline.is_busy or not gathering.drafting.connected:
             return
         self.compared += 1
-        chosen = [
-            verdicts[place % len(verdicts)] for place in range(self.compared, self.compared + len(verdicts), _APART)
+        places = range(self.compared, self.compared + len(verdicts), _APART)
+        live = [gathering.live.get(verdicts[place % len(verdicts)].sequence_id) for place in places]
+        share = -(-drafted // len(verdicts))
+        texts = [
+            ComparedText(one.sequence, share) for one in live if one is not None and self._is_compared(one, with_draft)
         ]
-        share = -(-drafted // (step.passes * len(verdicts)))
-        sequences = [self._compared(verdict, share, with_draft=with_draft) for verdict in chosen]
-        known = [one for one in sequences if one is not None]
-        self.lookup_baseline.start_comparison(len(verdicts), known, with_draft=with_draft)
+        baseline.start_comparison(len(verdicts), texts, with_draft=with_draft)
 
-    def _compared(self, verdict: StepVerdict, share: int, *, with_draft: bool) -> ComparedSequence | None:
-        """The sequence of a verdict, whose `share` of the rows is so many; None where it cannot be compared."""
-        live = self.gathering.live.get(verdict.sequence_id)
-        if live is None or live.sequence.request.external or live.sequence.request.has_form:
-            return None
-        if self.gathering.drafting.is_open(live.sequence) != with_draft:
-            return None
-        # Of passes launched at once the first: what the others begin with depends on it.
-        accepted = verdict.drafts_by_step[0] if verdict.drafts_by_step else verdict.drafted_tokens
-        start = len(live.sequence.token_ids) - len(verdict.token_ids)
-        # By lookup alone, a chain has the sequence's share of the rows, or as many as were accepted.
-        return ComparedSequence(
-            live.sequence, start, made=min(len(verdict.token_ids), accepted + 1), rows=max(accepted, share)
-        )
+    def _is_compared(self, live: LiveSequence, with_draft: bool) -> bool:
+        """Whether a sequence can be compared, and is followed by the draft or not, as its pass is."""
+        request, goes_on = live.sequence.request, not live.sequence.totals.finished_ns
+        comparable = goes_on and not (request.external or request.has_form)
+        return comparable and self.gathering.drafting.is_open(live.sequence) == with_draft

@@ -13,8 +13,8 @@ from target_service.speculation.policy.draft_gate import DraftGate
 pytestmark = pytest.mark.values
 
 ONE_PASS = 6e-3
-# Passes of a kind of text, and of each comparison.
-TEXT, COMPARED = 40, 6
+# Passes of a kind of text, and of each comparison; tokens of the text that is compared.
+TEXT, COMPARED, STRETCH = 40, 6, 16
 # Passes without a draft before it is followed.
 ALONE_FIRST = 48
 
@@ -23,7 +23,8 @@ ALONE_FIRST = 48
 class Engine:
     """Passes of a text that goes from loops to lists and back: without a draft they make 1 to 7 tokens, for 40 passes
     at a time. Where a draft is followed they make more of them a second by `gain`, in passes that take as much longer
-    as `longer` says, and their tokens vary by `noise` besides. One pass in six is compared."""
+    as `longer` says, and the passes that a stretch of text needs vary by `noise` besides. One pass in six ends a
+    comparison."""
 
     gain: float
     noise: float = 0.0
@@ -51,9 +52,10 @@ class Engine:
             self.switch.observe_pass(self.load, took, with_draft=with_draft)
             if with_draft and len(self.passes) % COMPARED == 0:
                 shape = 1 / self.noise**2 if self.noise else 0.0
-                made = self._unaided * self.gain * self.longer
-                made = self._dice.gammavariate(shape, made / shape) if shape else made
-                self.switch.compare(self.load, made, self._unaided)
+                by_lookup = STRETCH / self._unaided
+                needed = by_lookup / (self.gain * self.longer)
+                needed = self._dice.gammavariate(shape, needed / shape) if shape else needed
+                self.switch.compare(self.load, needed, by_lookup)
         return [with_draft for with_draft, _ in self.passes[begun:]]
 
     def lost(self) -> float:
@@ -218,11 +220,25 @@ def test_loads_are_told_apart_by_powers_of_two() -> None:
 
 @pytest.mark.parametrize(("alone", "kept"), [(1.0, True), (1.25, True), (1.8, False)])
 def test_one_has_to_make_more_than_passes_without_it(alone: float, kept: bool) -> None:
-    """A draft that makes 1.5 for each token of lookup, where passes without one make `alone` by recycled tokens too."""
+    """A draft with which lookup's text takes 1 / 1.5 of the passes, where those without one make `alone` times as much
+    by recycled tokens."""
     engine = Engine(gain=1.5)
-    for made in [2.0 * alone] * 40:
-        engine.switch.compare(1, made, 2.0, with_draft=False)
+    for needed in [8.0 / alone] * 40:
+        engine.switch.compare(1, needed, 8.0, with_draft=False)
     assert is_dropped(engine.run(1500)) is not kept
+
+
+def test_a_text_that_is_copied_in_part_is_judged_by_its_passes() -> None:
+    """A draft whose passes take a quarter longer, and that needs 8 passes of 12 where nothing is copied: to the tokens
+    of a pass it adds a twentieth, but it spares a third of the passes."""
+    engine = Engine(gain=1.0)
+    for _ in range(60):
+        for with_draft, seconds in ((True, 1.25), (False, 1.0)):
+            engine.switch.observe_pass(1, seconds, with_draft=with_draft)
+        engine.switch.compare(1, 1.0, 1.0)
+        engine.switch.compare(1, 8.0, 12.0)
+    assert engine.switch.uses_draft(1)
+    assert engine.switch.gain(1) == pytest.approx(13 / 9 / 1.25, rel=0.05)
 
 
 @pytest.mark.parametrize("load", [1, 2, 16, 64])
@@ -242,7 +258,7 @@ def test_what_one_load_shows_serves_at_the_next(gain: float, load: int) -> None:
 
 @pytest.mark.parametrize("seed", range(6))
 def test_a_load_where_it_does_not_pay_is_found_out_all_the_same(seed: int) -> None:
-    engine = Engine(1.6, 0.3, load=8, seed=seed)
+    engine = Engine(2.0, 0.3, load=8, seed=seed)
     engine.run(400)
     engine.load, engine.gain = 64, 0.7
     begun = len(engine.passes)

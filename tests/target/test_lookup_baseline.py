@@ -1,4 +1,4 @@
-"""What a pass would have made by its own text: the device's rule, found out once the text is known."""
+"""Passes that a text would have needed by lookup alone: the device's rule, found out once the text is known."""
 
 from __future__ import annotations
 
@@ -21,13 +21,18 @@ from target_service.engine.loop import EngineLoop
 from target_service.engine.step import Step
 from target_service.execution.device_executor import DeviceSteps
 from target_service.speculation.policy.draft_gate import DraftGate
-from target_service.speculation.policy.lookup_baseline import ComparedSequence, LookupBaseline, predicted_tokens
+from target_service.speculation.policy.lookup_baseline import (
+    ComparedText,
+    LookupBaseline,
+    lookup_passes,
+    predicted_tokens,
+)
 from target_service.speculation.policy.step_cost import StepCost
 from tree_kernels.node_table import longest_run
 
 
 def sequence(token_ids: list[int]) -> Any:
-    return SimpleNamespace(token_ids=token_ids, totals=SimpleNamespace(finished_ns=0))
+    return SimpleNamespace(token_ids=token_ids, totals=SimpleNamespace(finished_ns=0, steps=0))
 
 
 def counting(observe: Callable[..., None], launched: Counter[int]) -> Callable[..., None]:
@@ -58,68 +63,117 @@ def test_a_chain_is_followed_as_far_as_the_text_says_it(text: list[int], data: s
     assert predicted_tokens(np.array(text, np.int32), known) == by_the_rule(text, known)
 
 
+@examples(100)
+@given(st.lists(st.integers(0, 3), min_size=2, max_size=60), st.integers(0, 15), st.data())
+def test_passes_of_lookup_follow_each_other(text: list[int], rows: int, data: st.DataObject) -> None:
+    known = at = data.draw(st.integers(1, len(text)))
+    ended, cut = 0, 0.0
+    while at < len(text):
+        made = 1 + min(rows, by_the_rule(text[: at + rows], at))
+        ended, cut = ended + 1, cut + min(1.0, (len(text) - at) / made)
+        at += made
+    own = np.array(text, np.int32)
+    assert lookup_passes(own, known, rows, True) == ended
+    assert lookup_passes(own, known, rows, False) == pytest.approx(cut)
+
+
+def passed(own: Any, *tokens: int) -> None:
+    """A pass makes these tokens."""
+    own.token_ids += tokens
+    own.totals.steps += 1
+
+
+def of(own: Any, rows: int) -> list[ComparedText]:
+    return [ComparedText(cast(Sequence, own), rows)]
+
+
 @pytest.mark.parametrize(
     ("rows", "by_lookup"),
     [
-        # The chain is 3 4 1 2 3 4 ...; of the text it holds four tokens before the 9.
-        (15, 5),
-        (2, 3),
-        (1, 2),
-        (0, 1),
+        # The chain is 3 4 1 2 3 4 ..., of which the text has four tokens before the 9. It says nothing behind the 9 and
+        # the first 7; then nine 7s are left.
+        (15, 1 + 2 + 9 / 10),
+        (2, 2 + 2 + 3),
+        (1, 3 + 2 + 9 / 2),
+        (0, 16),
     ],
 )
-def test_a_pass_is_compared_with_a_chain_of_as_many_rows(rows: int, by_lookup: int) -> None:
-    text, compared = [1, 2, 3, 4, 1, 2], LookupBaseline(lookup_tokens=15)
-    own = sequence([*text, 3, 4])
-    compared.start_comparison(3, [ComparedSequence(cast(Sequence, own), start=6, made=2, rows=rows)])
-    own.token_ids += [1, 2, 9]
-    own.token_ids += [7] * 20
-    assert compared.finished_comparison() == (3, 2, by_lookup, True)
-    assert compared.finished_comparison() is None
+def test_a_text_is_compared_with_chains_of_as_many_rows(rows: int, by_lookup: float) -> None:
+    own, compared = sequence([1, 2, 3, 4, 1, 2]), LookupBaseline(lookup_tokens=15)
+    compared.start_comparison(3, of(own, rows))
+    for token in (3, 4, 1, 2, 9, *[7] * 10):
+        passed(own, token)
+        assert compared.follow(3, with_draft=True) is None
+    passed(own, 7)
+    found = compared.follow(3, with_draft=True)
+    assert found is not None
+    assert found.passes == 16 and found.by_lookup == pytest.approx(by_lookup)
+    assert (found.load, found.with_draft) == (3, True)
+    assert compared.follow(3, with_draft=True) is None
 
 
-def test_a_comparison_waits_for_the_text_to_go_on() -> None:
-    compared, own = LookupBaseline(lookup_tokens=4), sequence([5, 6, 5, 6])
-    compared.start_comparison(1, [ComparedSequence(cast(Sequence, own), start=3, made=1, rows=15)])
-    # One at a time.
-    compared.start_comparison(1, [ComparedSequence(cast(Sequence, sequence([8, 8])), start=1, made=1, rows=15)])
-    for token in (5, 6, 5):
-        assert compared.finished_comparison() is None
-        own.token_ids.append(token)
-    assert compared.finished_comparison() is None
-    own.token_ids.append(6)
-    assert compared.finished_comparison() == (1, 1, 5, True)
+def test_lookup_has_as_many_rows_as_a_pass_accepted() -> None:
+    own, compared = sequence([5, 6, 5, 6, 5]), LookupBaseline(lookup_tokens=15)
+    compared.start_comparison(1, of(own, 1))
+    passed(own, *[6, 5] * 4)
+    assert compared.follow(1, with_draft=True) is None
+    passed(own, *[6, 5] * 4)
+    assert compared.follow(1, with_draft=True) == (1, 2, 2, True)
+
+
+def test_one_comparison_runs_at_a_time() -> None:
+    own, other, compared = sequence([5, 6]), sequence([8, 8]), LookupBaseline(lookup_tokens=4)
+    compared.start_comparison(1, of(own, 15))
+    assert compared.is_busy
+    compared.start_comparison(1, of(other, 15))
+    passed(own, *[7] * 16)
+    assert compared.follow(1, with_draft=True) is not None
+    assert not compared.is_busy
 
 
 def test_a_text_that_has_ended_is_compared_as_it_is() -> None:
-    compared, own = LookupBaseline(lookup_tokens=15), sequence([5, 6, 5, 6, 5])
-    compared.start_comparison(1, [ComparedSequence(cast(Sequence, own), start=3, made=2, rows=15)])
+    """Two tokens were left to say, whoever had known more."""
+    compared, own = LookupBaseline(lookup_tokens=15), sequence([5, 6, 5, 6])
+    compared.start_comparison(1, of(own, 15))
+    passed(own, 5, 6)
     own.totals.finished_ns = 1
-    # Two tokens were left to say, whoever had known more.
-    assert compared.finished_comparison() == (1, 2, 2, True)
+    assert compared.follow(1, with_draft=True) == (1, 1, 1, True)
 
 
-def test_several_sequences_of_a_pass_are_compared_as_one() -> None:
-    """By the mean of each, once the texts of all are there."""
-    compared, texts = LookupBaseline(lookup_tokens=15), [sequence([5, 6, 5, 6, 5]), sequence([7, 8, 9, 9, 9])]
-    both = zip(texts, (2, 3), strict=True)
-    several = [ComparedSequence(cast(Sequence, own), start=3, made=made, rows=1) for own, made in both]
-    compared.start_comparison(32, several)
-    assert compared.is_busy
-    texts[0].token_ids.append(6)
+def test_several_sequences_are_compared_by_the_mean_of_each() -> None:
+    """Once the texts of all are there."""
+    compared, texts = LookupBaseline(lookup_tokens=15), [sequence([5, 6, 5]), sequence([7, 8, 9])]
+    compared.start_comparison(32, [one for own in texts for one in of(own, 1)])
+    passed(texts[0], 6, 5)
+    passed(texts[1], 9)
+    texts[0].totals.finished_ns = 1
+    assert compared.follow(32, with_draft=True) is None
     texts[1].totals.finished_ns = 1
-    assert compared.finished_comparison() == (32, 2.5, 1.5, True)
-    assert not compared.is_busy
-    compared.start_comparison(32, [])
-    assert not compared.is_busy
+    assert compared.follow(32, with_draft=True) == (32, 1, 1, True)
+
+
+@pytest.mark.parametrize(("load", "with_draft"), [(8, True), (16, False), (32, True)])
+def test_passes_of_another_kind_end_a_comparison(load: int, with_draft: bool) -> None:
+    own, compared = sequence([5, 6]), LookupBaseline(lookup_tokens=15)
+    compared.start_comparison(16, of(own, 15), with_draft=True)
+    passed(own, 1, 2)
+    assert compared.follow(15, with_draft=True) is None and compared.is_busy
+    assert compared.follow(load, with_draft=with_draft) is None and not compared.is_busy
+
+
+def test_a_sequence_that_made_nothing_tells_nothing() -> None:
+    own, compared = sequence([5, 6]), LookupBaseline(lookup_tokens=15)
+    compared.start_comparison(1, of(own, 15))
+    own.totals.finished_ns = 1
+    assert compared.follow(1, with_draft=True) is None and not compared.is_busy
 
 
 def test_without_lookup_a_pass_would_make_one_token() -> None:
-    compared, own = LookupBaseline(lookup_tokens=0), sequence([5, 6, 5, 6, 5])
-    compared.start_comparison(1, [ComparedSequence(cast(Sequence, own), start=2, made=3, rows=15)])
-    assert compared.finished_comparison() == (1, 3, 1, True)
-    compared.start_comparison(1, [ComparedSequence(cast(Sequence, own), start=2, made=3, rows=15)], with_draft=False)
-    assert compared.finished_comparison() == (1, 3, 1, False)
+    for with_draft in (True, False):
+        compared, own = LookupBaseline(lookup_tokens=0), sequence([5, 6, 5, 6, 5])
+        compared.start_comparison(1, of(own, 15), with_draft=with_draft)
+        passed(own, *[6, 5] * 8)
+        assert compared.follow(1, with_draft=with_draft) == (1, 1, 16, with_draft)
 
 
 @pytest.mark.parametrize("passes", [1, 2], ids=["pass by pass", "two passes at once"])
@@ -157,4 +211,4 @@ def test_the_engine_compares_what_a_draft_brings(
     assert [tuple(said[number]) for number in range(3)] == [text[3:] for text in truth]
     assert launched[passes] > 10
     assert len(compared) > 3 and {load for load, _, _ in compared} == {1}
-    assert sum(made for _, made, _ in compared) > 1.3 * sum(by_lookup for *_, by_lookup in compared)
+    assert 1.3 * sum(needed for _, needed, _ in compared) < sum(by_lookup for *_, by_lookup in compared)

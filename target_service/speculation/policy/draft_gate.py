@@ -3,10 +3,10 @@
 Using a draft costs host time: it is sent every token, a head its hidden states, and its trees are received. Where
 that costs more than the drafts bring, nothing is sent to the draft for a while.
 
-The tokens of a pass are compared with those that the same pass would have made by lookup (`lookup_baseline`), times
-what passes without a draft make beyond that; only its time is compared with other passes, since it hardly depends on
-the text. Comparing tokens of passes before and after does not work: on an H200, a draft that made a third more was
-dropped most of the time, because texts differ by more.
+The passes that made a text are compared with those that lookup would have needed for it (`lookup_baseline`), of which
+passes without a draft need a share; only the time of a pass is compared with that of others, since it hardly depends on
+the text. Comparing passes before and after does not work: on an H200, a draft that made a third more was dropped most
+of the time, because texts differ by more.
 
 A draft is followed from the first pass on, unless the nearest load that was judged says that it does not pay. Passes
 without it are timed where it is in doubt, behind the first answers of a load. Times are relative to what a pass of its
@@ -31,7 +31,7 @@ _ALONE_FIRST = 48
 # request yields one for about six passes; a draft that costs a third is dropped after some 40.
 _DROPPED = ((6, 0.8), (12, 0.9), (36, 1.0))
 # Standard errors allowed for. With 2, a draft that makes 30 % more was kept in 59 of 60 simulated runs of 5,000
-# passes whose tokens vary by 0.6 of what they are without it, and in 58 of 60 with 20 % more (the `Engine` of
+# passes whose comparisons vary by 0.6 of their mean, and in 58 of 60 with 20 % more (the `Engine` of
 # test_draft_gate.py). A worthless draft's vary little: its rows are not taken.
 _GRANTED = 2.0
 # Seconds without the draft after it was dropped, doubled each time: a good one is back within two seconds, and one that
@@ -47,52 +47,52 @@ _UNJUDGED = 128
 _RECOVERED = 1.05
 # Weight of one pass in the mean times: some two hundred passes.
 _SHARE = 0.01
-# Weight of one comparison in the mean tokens: some sixty, or two seconds at 8B size, in which a draft may change.
-_TOKEN_SHARE = 0.03
+# Weight of one comparison in the mean passes: some sixty, or two seconds at 8B size, in which a draft may change.
+_PASS_SHARE = 0.03
 # Comparisons without a draft that count as much as the assumption that lookup is all there is. Chosen.
 _ASSUMED = 16
-_times, _tokens = partial(RunningTime, _SHARE), partial(RunningMean, _TOKEN_SHARE)
+_times, _passes = partial(RunningTime, _SHARE), partial(RunningMean, _PASS_SHARE)
 
 
 @dataclass(slots=True)
 class _DraftedPasses:
-    """Means of passes with a draft: seconds, tokens made, tokens by lookup alone, their squares and
-    product."""
+    """Means of passes with a draft: seconds of one, passes of a stretch of text, passes of it by lookup alone, their
+    squares and product."""
 
     seconds: RunningTime = field(default_factory=_times)
-    made: RunningMean = field(default_factory=_tokens)
-    by_lookup: RunningMean = field(default_factory=_tokens)
-    made_squared: RunningMean = field(default_factory=_tokens)
-    lookup_squared: RunningMean = field(default_factory=_tokens)
-    product: RunningMean = field(default_factory=_tokens)
+    needed: RunningMean = field(default_factory=_passes)
+    by_lookup: RunningMean = field(default_factory=_passes)
+    needed_squared: RunningMean = field(default_factory=_passes)
+    lookup_squared: RunningMean = field(default_factory=_passes)
+    product: RunningMean = field(default_factory=_passes)
 
-    def compare(self, made: float, by_lookup: float) -> None:
-        self.made.observe(made)
+    def compare(self, needed: float, by_lookup: float) -> None:
+        self.needed.observe(needed)
         self.by_lookup.observe(by_lookup)
-        self.made_squared.observe(made * made)
+        self.needed_squared.observe(needed * needed)
         self.lookup_squared.observe(by_lookup * by_lookup)
-        self.product.observe(made * by_lookup)
+        self.product.observe(needed * by_lookup)
 
     @property
     def ratio(self) -> float:
-        """Tokens made for each token of lookup alone."""
-        return self.made.value / self.by_lookup.value if self.by_lookup.value else 1.0
+        """Passes of lookup alone for each pass with the draft."""
+        return self.by_lookup.value / self.needed.value if self.needed.value else 1.0
 
     @property
     def error(self) -> float:
         """The standard error of the ratio, as a share of it."""
-        made, by_lookup = max(self.made.value, 1e-9), max(self.by_lookup.value, 1e-9)
-        varied = self.made_squared.value / made**2 + self.lookup_squared.value / by_lookup**2
-        varied -= 2 * self.product.value / (made * by_lookup)
-        return math.sqrt(max(0.0, varied) / max(1.0, min(self.made.count, 2 / _TOKEN_SHARE)))
+        needed, by_lookup = max(self.needed.value, 1e-9), max(self.by_lookup.value, 1e-9)
+        varied = self.needed_squared.value / needed**2 + self.lookup_squared.value / by_lookup**2
+        varied -= 2 * self.product.value / (needed * by_lookup)
+        return math.sqrt(max(0.0, varied) / max(1.0, min(self.needed.count, 2 / _PASS_SHARE)))
 
 
 @dataclass(slots=True)
 class _LoadGain:
     alone: RunningTime = field(default_factory=_times)
-    # Tokens of passes without a draft, and what lookup alone would have made of them.
-    alone_made: RunningMean = field(default_factory=_tokens)
-    alone_by_lookup: RunningMean = field(default_factory=_tokens)
+    # Passes of a stretch of text without a draft, and by lookup alone.
+    alone_needed: RunningMean = field(default_factory=_passes)
+    alone_by_lookup: RunningMean = field(default_factory=_passes)
     with_draft: _DraftedPasses = field(default_factory=_DraftedPasses)
     until: float = 0.0
     pause: float = _FIRST_PAUSE
@@ -113,12 +113,12 @@ class _LoadGain:
     @property
     def is_judged(self) -> bool:
         """Whether it is known if the draft pays."""
-        enough = bool(self.until) or self.with_draft.made.count >= _LOOKED_AT
+        enough = bool(self.until) or self.with_draft.needed.count >= _LOOKED_AT
         return enough and (self.is_timed or not self.in_doubt)
 
     @property
     def gain(self) -> float:
-        """Tokens of passes with the draft, for each token of the others in the same time."""
+        """Tokens that passes with the draft make in the time in which the others make one."""
         return self.gain_as(self)
 
     def gain_as(self, other: _LoadGain) -> float:
@@ -128,21 +128,21 @@ class _LoadGain:
 
     @property
     def beyond_lookup(self) -> float:
-        """What passes without a draft make for each token that lookup would: more by recycled tokens."""
-        if not self.alone_by_lookup.value:
+        """Passes of lookup alone for each pass without a draft: more than one by recycled tokens."""
+        if not self.alone_needed.value:
             return 1.0
-        compared = min(self.alone_made.count, 2 / _TOKEN_SHARE)
+        compared = min(self.alone_needed.count, 2 / _PASS_SHARE)
         share = compared / (compared + _ASSUMED)
-        return 1.0 + share * (max(1.0, self.alone_made.value / self.alone_by_lookup.value) - 1.0)
+        return 1.0 + share * (max(1.0, self.alone_by_lookup.value / self.alone_needed.value) - 1.0)
 
     def fails_with(self, gain: float) -> bool:
         """Whether the draft loses tokens if its gain is this one, beyond the error allowed for."""
-        count, at_best = self.with_draft.made.count, gain * math.exp(_GRANTED * self.with_draft.error)
+        count, at_best = self.with_draft.needed.count, gain * math.exp(_GRANTED * self.with_draft.error)
         return any(count >= comparisons and at_best < share for comparisons, share in _DROPPED)
 
     def is_doubtful(self, gain: float) -> bool:
         """Whether passes without the draft are to be timed, where its gain seems to be this one."""
-        if self.with_draft.made.count < _LOOKED_AT:
+        if self.with_draft.needed.count < _LOOKED_AT:
             return self.fails_with(gain)
         at_best = gain * math.exp(_GRANTED * self.with_draft.error)
         return at_best < _RECOVERED or (self.with_draft.seconds.count >= _UNJUDGED and gain < _BEYOND_DOUBT)
@@ -191,7 +191,7 @@ class DraftGate:
         if nearest is None:
             return None
         other = self._loads[nearest]
-        enough = other.with_draft.made.count >= _DROPPED[0][0]
+        enough = other.with_draft.needed.count >= _DROPPED[0][0]
         return other if enough and other.gain > 1.0 and self._clock() >= other.until else None
 
     def observe_pass(self, load: int, seconds: float, *, with_draft: bool) -> None:
@@ -200,15 +200,15 @@ class DraftGate:
         here = self._loads[load_size(load)]
         (here.with_draft.seconds if with_draft else here.alone).observe(seconds)
 
-    def compare(self, load: int, made: float, by_lookup: float, *, with_draft: bool = True) -> None:
-        """Observe the tokens of a sequence in a pass that `with_draft` the draft or did not, and those that it would
-        have made by lookup alone."""
+    def compare(self, load: int, needed: float, by_lookup: float, *, with_draft: bool = True) -> None:
+        """Observe the passes `with_draft` or without that a stretch of text needed, and those that lookup alone would
+        have needed."""
         here = self._loads[load_size(load)]
         if not with_draft:
-            here.alone_made.observe(made)
+            here.alone_needed.observe(needed)
             here.alone_by_lookup.observe(by_lookup)
             return
-        here.with_draft.compare(made, by_lookup)
+        here.with_draft.compare(needed, by_lookup)
         if not here.is_timed:
             other = self._shown_by(load_size(load))
             gain = here.gain_as(here if other is None else other) / self._without_draft(load)
@@ -217,7 +217,7 @@ class DraftGate:
         if here.fails_with(here.gain / self._without_draft(load)):
             here.until, here.with_draft = self._clock() + here.pause, _DraftedPasses()
             here.pause = min(_LONGEST_PAUSE, 2 * here.pause)
-        elif here.with_draft.made.count >= _DROPPED[-1][0] and here.gain > _RECOVERED:
+        elif here.with_draft.needed.count >= _DROPPED[-1][0] and here.gain > _RECOVERED:
             here.pause = _FIRST_PAUSE
 
     def forget(self) -> None:
