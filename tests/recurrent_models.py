@@ -65,6 +65,15 @@ RECURRENT: dict[str, tuple[str, dict[str, Any]]] = {
     ),
     "nemotron_h": ("nemotron_h", NEMOTRON),
     "nemotron_h, latent": ("nemotron_h", NEMOTRON | {"moe_latent_size": 16, "use_bias": True, "n_groups": 1}),
+    "minimax": (
+        "minimax",
+        {
+            "num_hidden_layers": 3, "layer_types": ["linear_attention", "full_attention", "linear_attention"],
+            "num_local_experts": 4, "num_experts_per_tok": 2, "head_dim": 12, "block_size": 8,
+            "linear_attn_alpha_factor": 1.5, "linear_attn_beta_factor": 0.7, "full_attn_alpha_factor": 0.8,
+            "full_attn_beta_factor": 1.3, "mlp_alpha_factor": 0.9, "mlp_beta_factor": 1.2,
+        },
+    ),
     "olmo_hybrid": (
         "olmo_hybrid",
         {name: value for name, value in DELTA.items() if "shared" not in name and name != "head_dim"},

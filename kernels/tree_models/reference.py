@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import re
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from functools import cache
@@ -123,7 +124,12 @@ def _made(inner: Any, index: int, device: torch.device) -> Any:
     """One of transformers' layers in memory, unwritten but for what no checkpoint has."""
     own = inner.layers[index]
     if {name for name, _ in own.named_buffers()} <= own.state_dict().keys():
-        return own.to_empty(device=device)
+        own = own.to_empty(device=device)
+        for module in own.modules():
+            if [*module.buffers(recurse=False)]:
+                # Computes them where they can be, as rates of lightning attention: a checkpoint may lack these.
+                inner._init_weights(module)
+        return own
     # Computed when the model is made, as Falcon-H1's scales are; layers of such models are alike.
     alone = copy.deepcopy(inner.config)
     alone.num_hidden_layers, alone.vocab_size, alone.pad_token_id = 1, min(_WORDS, alone.vocab_size), None
@@ -137,6 +143,8 @@ def _fill(own: nn.Module, decoder: Decoder, layer: int, source: TensorSource) ->
     names, stored = decoder.names, source.stored
     for name, memory in own.state_dict(keep_vars=True).items():
         whole = names.in_layer(name, layer)
+        if any(re.fullmatch(pattern, whole) for pattern in names.ignored):
+            continue
         if whole not in stored and name.endswith((".experts.gate_up_proj", ".experts.up_proj", ".experts.down_proj")):
             of = names.expert_gate_up if name.endswith("up_proj") else (names.expert_down,)
             memory.copy_(_stacked([[names.in_layer(one, layer, e) for one in of] for e in range(len(memory))], source))

@@ -181,8 +181,27 @@ class StateSpaceSpec:
         return None
 
 
+@dataclass(frozen=True, slots=True)
+class LightningSpec:
+    """Lightning attention in place of attention (MiniMax-01): queries, keys and values go through SiLU, tokens are
+    added to the state of each head as they are, and states decay by factors that are fixed by head and layer."""
+
+    heads: int
+    width: int  # of a head's query, key and value
+    epsilon: float  # of the norm of all heads' outputs together, which is gated
+    layers: int  # of the decoder
+    # The heads are some of so many, where ranks have some each.
+    all_heads: int
+    first_head: int = 0
+
+    @property
+    def rotary(self) -> None:
+        """No positions are embedded."""
+        return None
+
+
 # What keeps a state of a fixed size in place of keys and values.
-RecurrentSpec = GatedConvolutionSpec | DeltaNetSpec | StateSpaceSpec
+RecurrentSpec = GatedConvolutionSpec | DeltaNetSpec | StateSpaceSpec | LightningSpec
 
 
 @dataclass(frozen=True, slots=True)
@@ -277,6 +296,15 @@ class LayerInputsSpec:
 
 
 @dataclass(frozen=True, slots=True)
+class NormedResidualSpec:
+    """The residual of each half is the normed rows that it reads, and is weighed as its output is (MiniMax-01):
+    kept * rows + added * output."""
+
+    attention: tuple[float, float]  # kept, added
+    mlp: tuple[float, float]
+
+
+@dataclass(frozen=True, slots=True)
 class LayerSpec:
     """One decoder layer.
 
@@ -292,6 +320,7 @@ class LayerSpec:
     after_mlp: NormSpec | None = None
     parallel: bool = False
     residual_scale: float = 1.0  # of what attention and MLP add
+    normed_residual: NormedResidualSpec | None = None
     beside: StateSpaceSpec | None = None  # what reads the same rows as attention, and is added with it
     added_input: AddedInputSpec | None = None
     scaled: bool = False  # the layer's output is multiplied by a stored number

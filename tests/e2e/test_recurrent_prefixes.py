@@ -31,7 +31,7 @@ def engine_of(name: str = "lfm2", config: Any = None, **sizes: int) -> Engine:
     return Engine(make_runner(made(name), **sizes), config)
 
 
-@pytest.mark.parametrize("name", ["lfm2", "qwen3_next", "bamba"])
+@pytest.mark.parametrize("name", ["lfm2", "qwen3_next", "bamba", "minimax"])
 @pytest.mark.parametrize("temperature", [0.0, 0.8])
 def test_a_conversation_goes_on_from_its_last_answer(name: str, temperature: float) -> None:
     engine, sampling = engine_of(name), SamplingParams(temperature=temperature, seed=5, ignore_eos=True)

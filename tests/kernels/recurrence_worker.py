@@ -10,7 +10,7 @@ import json
 import math
 import random
 import sys
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor
@@ -29,6 +29,8 @@ from tree_kernels.recurrence import (
 INTERPRETED = not torch.cuda.is_available()
 DEVICE = torch.device("cpu" if INTERPRETED else "cuda")
 TINY = StateShape(channels=2 * 2 * 5 + 4 * 3, taps=4, heads=4, key_width=5, value_width=3)
+# Without a convolution, as lightning attention is.
+ONE_TAP = replace(TINY, taps=1)
 # Of Qwen3.5, with fewer heads.
 REAL = StateShape(channels=2 * 4 * 128 + 8 * 128, taps=4, heads=8, key_width=128, value_width=128)
 # A pass is the rows of each of three sequences: a number for a chain, a negative one for a random tree.
@@ -45,12 +47,14 @@ class Case:
     dtype: torch.dtype = torch.float32
     # A node of the second pass is not finite.
     broken: bool = False
+    passes: tuple[tuple[int, int, int], ...] = PASSES
 
 
 CASES = {
     "delta": Case(StateRule.DELTA, TINY, 40),
     "delta, small window": Case(StateRule.DELTA, TINY, 6),
     "sum": Case(StateRule.SUM, TINY, 40),
+    "sum, one tap": Case(StateRule.SUM, ONE_TAP, 6, passes=((5, 9, -1), (-6, 3, 1))),
     # Products of bf16 are not interpreted.
     "16 bits": Case(StateRule.DELTA, TINY, 40, torch.float16 if INTERPRETED else torch.bfloat16),
     "broken node": Case(StateRule.DELTA, TINY, 40, broken=True),
@@ -88,7 +92,7 @@ class Compared:
     def errors(self) -> list[float]:
         """Relative errors of the convolution and of the heads, of all passes."""
         found = []
-        for number, pass_ in enumerate(PASSES):
+        for number, pass_ in enumerate(self.case.passes):
             forms: list[tuple[int, ...] | int] = []
             for rows in pass_:
                 small = min(abs(rows), self.case.window) if rows < 0 else rows

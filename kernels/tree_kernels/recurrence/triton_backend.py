@@ -159,7 +159,7 @@ class TritonRecurrence:
                 inputs, states.inputs[layer], states.windows[layer], tensors.query_starts, tensors.prefix_lengths,
                 tensors.slots, plan.pending, inputs.stride(0), WINDOW=states.window, CHANNELS=shape.channels,
                 TAPS=shape.taps, BLOCK_R=_ROWS, BLOCK_C=_KEPT_CHANNELS,
-                BLOCK_T=triton.next_power_of_2(shape.taps - 1), num_warps=4,
+                BLOCK_T=triton.next_power_of_2(max(1, shape.taps - 1)), num_warps=4,
             )  # fmt: skip
         return TritonConvolved(output, inputs, folded, folded_gates)
 
@@ -186,7 +186,7 @@ class TritonRecurrence:
             prepared.values, prepared.scores, prepared.reached, tensors.query_starts, tensors.prefix_lengths,
             tensors.slots, plan.pending, plan.words, plan.depths, inputs.stride(0), MOST=most, TAPS=shape.taps,
             BLOCK_V=_COLUMNS, STAGES=_STAGES_16_BITS if rows.element_size() == 2 else 1, KEPT=kept, BLOCK_R=_ROWS,
-            BLOCK_C=triton.next_power_of_2(kept), BLOCK_T=triton.next_power_of_2(shape.taps - 1),
+            BLOCK_C=triton.next_power_of_2(kept), BLOCK_T=triton.next_power_of_2(max(1, shape.taps - 1)),
             BLOCK_G=triton.next_power_of_2(shape.gates), num_warps=4, **self._constants(shape, layout, states.window),
         )  # fmt: skip
         return output

@@ -38,8 +38,8 @@ class StateShape:
     value_width: int = 0
 
     def __post_init__(self) -> None:
-        if self.channels < 1 or self.taps < 2:
-            raise ValueError(f"expected channels and at least two taps, got {self.channels} and {self.taps}")
+        if self.channels < 1 or self.taps < 1:
+            raise ValueError(f"expected channels and at least one tap, got {self.channels} and {self.taps}")
 
     @property
     def gates(self) -> int:

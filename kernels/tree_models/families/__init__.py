@@ -72,6 +72,7 @@ FAMILIES: Mapping[str, Family] = {
     "mellum": qwen.qwen3_moe,
     "mimo_v2_flash": mixtures.mimo_v2,
     "minicpm3": deepseek.minicpm3,
+    "minimax": mixtures.minimax,
     "minimax_m2": mixtures.minimax_m2,
     "ministral": llama.mistral,
     "ministral3": llama.ministral3,

@@ -1,8 +1,9 @@
-"""Mixtures of experts that stand by themselves: Mixtral, MiniMax M2, gpt-oss, MiMo-V2, K-EXAONE, Laguna, Trinity,
-Hunyuan, Hy 3."""
+"""Mixtures of experts that stand by themselves: Mixtral, MiniMax-01 and M2, gpt-oss, MiMo-V2, K-EXAONE, Laguna,
+Trinity, Hunyuan, Hy 3."""
 
 from __future__ import annotations
 
+from dataclasses import replace
 from types import SimpleNamespace
 from typing import Any
 
@@ -25,6 +26,8 @@ from tree_models.spec import (
     FamilyRefused,
     GateSpec,
     HeadNormSpec,
+    LightningSpec,
+    NormedResidualSpec,
     OutputGateSpec,
     RotarySpec,
     RouterSpec,
@@ -32,6 +35,8 @@ from tree_models.spec import (
 
 # Added to the sum of the chosen experts' weights, as transformers has it.
 _LEAST_SUM = 1e-20
+# Of the norm behind lightning attention: transformers' MiniMaxLightningAttention takes no other from configurations.
+_LIGHTNING_EPSILON = 1e-6
 _EXPERT = "block_sparse_moe.experts.{expert}."
 # Of gate and up, and what is added to up: transformers' GptOssExperts, whose sigmoid has quick GELU's factor.
 _LIMITS = GateSpec(limit=7.0, offset=1.0)
@@ -55,6 +60,36 @@ def minimax_m2(config: Any) -> Description:
     """MiniMax M2: sigmoid scores, a bias for the choice, all queries and all keys normed together."""
     router = RouterSpec("sigmoid", correction=True, wide=True)
     return _experts(config, router, head_norm=HeadNormSpec(rms_norm(config), "all_heads"))
+
+
+def minimax(config: Any) -> Description:
+    """MiniMax-01 and M1: lightning attention beside attention, and normed residuals."""
+    if config.sliding_window is not None:
+        raise FamilyRefused("a sliding window beside lightning attention is not served")
+    found = _experts(config, RouterSpec())
+    lightning = LightningSpec(
+        heads=int(config.num_attention_heads),
+        width=head_width(config),
+        epsilon=_LIGHTNING_EPSILON,
+        layers=int(config.num_hidden_layers),
+        all_heads=int(config.num_attention_heads),
+    )
+    mlp_factors = float(config.mlp_alpha_factor), float(config.mlp_beta_factor)
+    layers = []
+    for one, kind in zip(found.spec.layers, config.layer_types, strict=True):
+        attends = kind == "full_attention"
+        of = "full" if attends else "linear"
+        kept, added = (float(getattr(config, f"{of}_attn_{name}_factor")) for name in ("alpha", "beta"))
+        residual = NormedResidualSpec((kept, added), mlp_factors)
+        layers.append(replace(one, attention=one.attention if attends else lightning, normed_residual=residual))
+    names = replace(
+        found.names,
+        mixer_in=("self_attn.qkv_proj", "self_attn.output_gate"),
+        mixer_norm="self_attn.norm",
+        mixer_out="self_attn.out_proj",
+        ignored=(*found.names.ignored, r".*\.self_attn\.(slope_rate|(query|key|diagonal)_decay)"),
+    )
+    return Description(replace(found.spec, layers=tuple(layers)), names)
 
 
 def _experts(config: Any, router: RouterSpec, **attending: Any) -> Description:

@@ -123,7 +123,7 @@ def parts_of(layer: DecoderLayer) -> LayerParts | None:
     """The parts of a layer whose products lie as published and whose form the launches have, else None."""
     attention, mlp, spec = layer.attention, layer.mlp, layer.spec
     mixer, out, fed, added = None, None, None, None
-    if layer.beside is not None:
+    if layer.beside is not None or spec.normed_residual is not None:
         return None
     if attention is not None:
         product: Any = attention.out

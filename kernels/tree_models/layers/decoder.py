@@ -22,7 +22,7 @@ from tree_models.layers.mlp import MLP
 from tree_models.layers.norm import Normalization
 from tree_models.layers.paged import PagedPass, UncachedPass
 from tree_models.layers.placing import Placement
-from tree_models.layers.recurrent import GatedConvolution, GatedDeltaNet, StateSpace, state_shape
+from tree_models.layers.recurrent import GatedConvolution, GatedDeltaNet, LightningAttention, StateSpace, state_shape
 from tree_models.layers.rotary import Angles, RotaryEmbedding
 from tree_models.names import WeightNames
 from tree_models.slots import Copy, WeightSlot, in_place
@@ -36,11 +36,13 @@ from tree_models.spec import (
     GatedConvolutionSpec,
     LatentSpec,
     LayerSpec,
+    LightningSpec,
     RecurrentSpec,
 )
 
 # Gets the outputs [R, H] of one decoder layer.
 Tap = Callable[[Tensor], None]
+_Mixer = HeadAttention | LatentHeads | GatedConvolution | GatedDeltaNet | LightningAttention | StateSpace
 
 
 class DecoderLayer(nn.Module):
@@ -54,7 +56,7 @@ class DecoderLayer(nn.Module):
         super().__init__()
         self.spec, self._ranks = spec, place.ranks
         of = hidden_size, layer, place
-        self.attention: HeadAttention | LatentHeads | GatedConvolution | GatedDeltaNet | StateSpace | None
+        self.attention: _Mixer | None
         if spec.attention is None:
             self.attention = None
         elif isinstance(spec.attention, AttentionSpec):
@@ -65,6 +67,8 @@ class DecoderLayer(nn.Module):
             self.attention = GatedConvolution(spec.attention, *of, kept)
         elif isinstance(spec.attention, DeltaNetSpec):
             self.attention = GatedDeltaNet(spec.attention, *of, kept)
+        elif isinstance(spec.attention, LightningSpec):
+            self.attention = LightningAttention(spec.attention, *of, kept)
         else:
             self.attention = StateSpace(spec.attention, *of, kept)
         self.beside = StateSpace(spec.beside, *of, kept_beside) if spec.beside else None
@@ -93,19 +97,23 @@ class DecoderLayer(nn.Module):
     ) -> Tensor:
         """[R, H] -> [R, H]. `given` [R, read_vectors * H] is what attention reads in place of normed hidden rows,
         `vectors` [R, W] what the layer adds where it has an added input."""
-        rows = given
+        rows, normed = given, self.spec.normed_residual
         if rows is None:
             rows = hidden if self.before_attention is None else self.before_attention(hidden)
         if self.attention is not None:
             mixed: Tensor = self.attention(rows, angles, step)
             if self.beside is not None:
                 mixed = mixed + self.beside(rows, angles, step)
+            if normed is not None:
+                hidden, mixed = rows * normed.attention[0], mixed * normed.attention[1]
             hidden = self._added(hidden, mixed, self.after_attention)
         if not self.spec.parallel:
             rows = hidden if self.before_mlp is None else self.before_mlp(hidden)
         if self.mlp is not None:
-            summed = isinstance(self.mlp, DenseAndExperts)
-            hidden = self._added(hidden, self.mlp(rows), self.after_mlp, summed=summed)
+            summed, fed = isinstance(self.mlp, DenseAndExperts), self.mlp(rows)
+            if normed is not None:
+                hidden, fed = rows * normed.mlp[0], fed * normed.mlp[1]
+            hidden = self._added(hidden, fed, self.after_mlp, summed=summed)
         if self.added_input is not None:
             hidden = self.added_input(hidden, vectors)
         return hidden if self.scale is None else hidden * self.scale

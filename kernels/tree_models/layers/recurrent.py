@@ -7,6 +7,7 @@ from collections.abc import Iterator, Sequence
 
 import torch
 from torch import Tensor, nn
+from torch.nn import functional
 
 from tree_kernels.recurrence import (
     HeadsLayout,
@@ -27,7 +28,7 @@ from tree_models.layers.rank_group import rms_over_ranks
 from tree_models.layers.rotary import Angles
 from tree_models.names import WeightNames
 from tree_models.slots import Copy, TensorSpec, WeightSlot, in_place
-from tree_models.spec import DeltaNetSpec, GatedConvolutionSpec, RecurrentSpec, StateSpaceSpec
+from tree_models.spec import DeltaNetSpec, GatedConvolutionSpec, LightningSpec, RecurrentSpec, StateSpaceSpec
 
 
 class GatedConvolution(nn.Module):
@@ -217,6 +218,73 @@ class StateSpace(nn.Module):
         yield from self.out.slots([of(names.mixer_out)], copy)
 
 
+class LightningAttention(nn.Module):
+    """See `LightningSpec`. Queries, keys, values and the output's gates are one product.
+
+    SiLU is that of a convolution of one tap, whose weight is one.
+    """
+
+    def __init__(self, spec: LightningSpec, hidden_size: int, layer: int, place: Placement, state_layer: int) -> None:
+        """`state_layer` counts layers with states."""
+        super().__init__()
+        self.spec, self.layer, self.state_layer = spec, layer, state_layer
+        values = spec.heads * spec.width
+        self.products = Linear(hidden_size, [3 * values, values], place)
+        self.norm = place.empty(values)
+        self.out = Linear(values, [hidden_size], place)
+        self.layout = HeadsLayout(StateRule.SUM, spec.heads, 0, values, 2 * values)
+        self.ranks = place.ranks
+        weight = torch.ones(3 * values, 1, dtype=place.dtype, device=place.device)
+        self.register_buffer("_weight", weight, persistent=False)
+        self._weight: Tensor
+        # Of every token: each head's decay, and a beta of one.
+        gates = torch.tensor([*(-rate for rate in lightning_rates(spec, layer)), *[1.0] * spec.heads])
+        self.register_buffer("_gates", gates.to(place.device), persistent=False)
+        self._gates: Tensor
+
+    def forward(self, rows: Tensor, angles: Angles | None, step: PagedPass) -> Tensor:
+        """[R, H] -> [R, H]."""
+        del angles
+        product: Tensor = self.products(rows)
+        channels, epsilon = len(self._weight), self.spec.epsilon
+        mixed = self._mixed(product[:, :channels], step).flatten(1)
+        if self.ranks is None:
+            normed = functional.rms_norm(mixed.float(), mixed.shape[-1:], None, epsilon)
+        else:
+            normed = rms_over_ranks(mixed, epsilon, self.ranks)
+        gate = torch.sigmoid(product[:, channels:])
+        output: Tensor = self.out(gate * (self.norm * normed.to(rows.dtype)))
+        return output
+
+    @torch.compiler.disable  # type: ignore[untyped-decorator]
+    def _mixed(self, inputs: Tensor, step: PagedPass) -> Tensor:
+        """[R, heads, width]. Not compiled, as above."""
+        of_pass: RecurrentPass = step.recurrent
+        gates = self._gates.repeat(len(inputs), 1)
+        convolved = of_pass.convolve(self.state_layer, inputs, gates, ShortConvolution(self._weight, silu=True))
+        return of_pass.mix(self.state_layer, convolved, gates, self.layout)
+
+    def slots(self, names: WeightNames, copy: Copy) -> Iterator[WeightSlot]:
+        """Slots of the layer's tensors."""
+
+        def of(name: str) -> str:
+            return names.in_layer(name, self.layer)
+
+        # Published are each head's query, key and value beside one another.
+        spec, values = self.spec, self.spec.heads * self.spec.width
+        order = torch.arange(3 * values).view(spec.heads, 3, spec.width).transpose(0, 1).flatten()
+        order = torch.cat([order, torch.arange(3 * values, 4 * values)])
+        yield from self.products.slots([of(name) for name in names.mixer_in], copy, order)
+        yield in_place(f"{of(names.mixer_norm)}.weight", self.norm, copy)
+        yield from self.out.slots([of(names.mixer_out)], copy)
+
+
+def lightning_rates(spec: LightningSpec, layer: int) -> list[float]:
+    """By head the rate at which a state of a layer, counted from 0, decays with each token."""
+    share = 1 - layer / (spec.layers - 1 + 1e-5) + 1e-5
+    return [2 ** (-8 * (spec.first_head + head + 1) / spec.all_heads) * share for head in range(spec.heads)]
+
+
 def scaled_betas(gates: Tensor, scale: float) -> Tensor:
     """Gates [R, 2 * H] with their betas, the second half, times `scale`, in their memory."""
     if scale != 1.0:
@@ -228,6 +296,8 @@ def state_shape(spec: RecurrentSpec, hidden_size: int) -> StateShape:
     """What a layer keeps of a sequence."""
     if isinstance(spec, GatedConvolutionSpec):
         return StateShape(spec.width or hidden_size, spec.taps)
+    if isinstance(spec, LightningSpec):
+        return StateShape(3 * spec.heads * spec.width, 1, spec.heads, spec.width, spec.width)
     values = spec.heads * spec.value_width
     if isinstance(spec, StateSpaceSpec):
         channels = values + 2 * spec.groups * spec.state_width

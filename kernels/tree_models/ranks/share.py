@@ -22,6 +22,7 @@ from tree_models.spec import (
     GatedConvolutionSpec,
     LatentSpec,
     LayerSpec,
+    LightningSpec,
     MLPSpec,
     RecurrentSpec,
     StateSpaceSpec,
@@ -103,6 +104,8 @@ class _Divider:
             return self._latent(spec)
         if isinstance(spec, GatedConvolutionSpec):
             return self._convolution(spec)
+        if isinstance(spec, LightningSpec):
+            return self._lightning(spec)
         return self._delta_net(spec) if isinstance(spec, DeltaNetSpec) else self._state_space(spec)
 
     def _attention(self, spec: AttentionSpec) -> tuple[AttentionSpec, _Cuts]:
@@ -163,6 +166,15 @@ class _Divider:
         cuts += [(name, Spans(0, (heads,))) for name in (names.decay, names.decay_bias)]
         cuts += self._last(names.mixer_out, heads, spec.value_width)
         return replace(spec, key_heads=len(key_heads), heads=len(heads)), cuts
+
+    def _lightning(self, spec: LightningSpec) -> tuple[LightningSpec, _Cuts]:
+        names, heads = self.names, self._block(spec.heads, "heads of lightning attention")
+        of_heads, of_gate = names.mixer_in
+        rows = [(of_heads, Spans(0, (_scaled(heads, 3 * spec.width),)))]
+        values = Spans(0, (_scaled(heads, spec.width),))
+        cuts = list(_with_bias([*rows, (of_gate, values), (names.mixer_norm, values)]))
+        cuts += self._last(names.mixer_out, heads, spec.width)
+        return replace(spec, heads=len(heads), first_head=heads.start), cuts
 
     def _state_space(self, spec: StateSpaceSpec) -> tuple[StateSpaceSpec, _Cuts]:
         names, heads = self.names, self._block(spec.heads, "heads of Mamba2")
