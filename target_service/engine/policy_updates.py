@@ -83,10 +83,9 @@ class PolicyUpdates:
         if not controller.on or step.batch.drafted:
             return
         self.gathering.cutter.observe_step(rows, stats.forward_ns * 1e-9)
-        if period and step.work[0] and controller.times is not None:
-            relative = controller.times.relative(stats.sequences, rows, period)
+        if period and step.work[0]:
             with_draft = self.gathering.drafting.has_open_sequences
-            controller.draft_gate.observe_pass(stats.sequences, relative, with_draft=with_draft)
+            controller.draft_gate.observe_pass(stats.sequences, rows, period, with_draft=with_draft)
 
     def _observe_forward(self, step: Step, stats: StepStats, *, seen_running: bool) -> None:
         """Learn from the forward pass of a step that only decoded."""
@@ -107,10 +106,8 @@ class PolicyUpdates:
         if controller.on and not step.batch.drafted:
             with_draft = self.gathering.drafting.has_open_sequences
             preferred = not with_draft or controller.is_preferred(step.mode)
-            if preferred and controller.times is not None:
-                relative = controller.times.relative(load, stats.decode_rows, seconds)
-                controller.draft_gate.observe_pass(load, relative, with_draft=with_draft)
             if preferred:
+                controller.draft_gate.observe_pass(load, stats.decode_rows, seconds, with_draft=with_draft)
                 self._compare(verdicts, stats.chosen_rows // step.passes, with_draft=with_draft)
         if step.ahead and step.gathered.use is LaunchMode.RUN_AHEAD and not step.behind_tree:
             self.multi_step.observe_launch(step.passes, period, (step.clock.forwarded - step.clock.waits_since) * 1e-9)

@@ -433,16 +433,6 @@ def test_what_a_pass_takes_is_known_from_other_loads_modes_and_sizes() -> None:
     assert times.measured(1, ahead) == {}
 
 
-def test_passes_of_all_sizes_take_what_is_expected_of_them_but_for_the_draft() -> None:
-    """What contexts add is the same for every size, and so is what a draft adds."""
-    times = PassTimes(StepCost([(1, 1.0), (256, 4.0)]))
-    for rows in (64, 256) * 20:
-        times.observe_pass(64, rows, times.cost(rows) + 0.5, None)
-    for rows in (64, 128, 256, 600):
-        assert times.relative(64, rows, times.cost(rows) + 0.5) == pytest.approx(1.0)
-        assert times.relative(64, rows, 1.1 * (times.cost(rows) + 0.5)) == pytest.approx(1.1)
-
-
 @pytest.mark.parametrize("load", [32, 64, 128])
 def test_rows_beside_prompts_that_are_left_unread_bring_more_than_rows_of_prompts(
     runner: ModelRunner, load: int

@@ -9,8 +9,9 @@ the text. Comparing passes before and after does not work: on an H200, a draft t
 of the time, because texts differ by more.
 
 A draft is followed from the first pass on, unless the nearest load that was judged says that it does not pay. Passes
-without it are timed where it is in doubt, behind the first answers of a load. Times are relative to what a pass of its
-rows is expected to take (`PassTimes.relative`), so that passes of other sizes and beside prompts count as well.
+without it are timed soon where it is in doubt, or no load has shown yet what it costs of a pass; elsewhere once that
+takes no more than a try may, since a sequence that a head does not follow for a while stays without it to its end.
+Times are compared between passes of about as many rows.
 """
 
 from __future__ import annotations
@@ -18,12 +19,12 @@ from __future__ import annotations
 import math
 import time
 from collections import defaultdict
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
 from functools import partial
 
 from target_service.core.running_means import RunningMean, RunningTime
-from target_service.speculation.policy.launch_mode import load_size
+from target_service.speculation.policy.launch_mode import TRYING, load_size
 
 # Passes without a draft that are timed at a load before it is followed there: a quarter of a second at 8B size.
 _ALONE_FIRST = 48
@@ -37,16 +38,18 @@ _GRANTED = 2.0
 # Seconds without the draft after it was dropped, doubled each time: a good one is back within two seconds, and one that
 # halves the speed for 40 passes costs two per cent in the long run.
 _FIRST_PAUSE, _LONGEST_PAUSE = 1.5, 60.0
-# Comparisons after which a load that follows another one is judged for itself, and the gain from which it need not be:
-# what a draft costs of a pass would have to be a third more than at the other load to undo it. Chosen.
-_LOOKED_AT, _BEYOND_DOUBT = 12, 1.5
-# Passes of a new load before it is judged for itself, unless the draft hardly pays at best: its first eight answers, of
-# some hundred passes with their prompts, are not spent on passes without a draft. Chosen.
-_UNJUDGED = 128
+# Comparisons after which a load that follows another one is judged for itself. Chosen.
+_LOOKED_AT = 12
+# Where no load was judged yet: passes before one is, and the gain from which it need not be, as what a draft costs of a
+# pass would have to be half of it. Chosen.
+_UNJUDGED, _BEYOND_DOUBT = 128, 1.5
 # Gain at which pauses are short again: above the noise of a kept draft without any. Chosen, not measured.
 _RECOVERED = 1.05
 # Weight of one pass in the mean times: some two hundred passes.
 _SHARE = 0.01
+# Passes of about as many rows, of either kind, from which their times are compared, and such numbers of rows for each
+# doubling: within a fifth. Chosen.
+_FEW, _CLASSES = 4, 4
 # Weight of one comparison in the mean passes: some sixty, or two seconds at 8B size, in which a draft may change.
 _PASS_SHARE = 0.03
 # Comparisons without a draft that count as much as the assumption that lookup is all there is. Chosen.
@@ -56,10 +59,9 @@ _times, _passes = partial(RunningTime, _SHARE), partial(RunningMean, _PASS_SHARE
 
 @dataclass(slots=True)
 class _DraftedPasses:
-    """Means of passes with a draft: seconds of one, passes of a stretch of text, passes of it by lookup alone, their
-    squares and product."""
+    """Means of stretches of text that were made with a draft: passes, passes by lookup alone, their squares and
+    product."""
 
-    seconds: RunningTime = field(default_factory=_times)
     needed: RunningMean = field(default_factory=_passes)
     by_lookup: RunningMean = field(default_factory=_passes)
     needed_squared: RunningMean = field(default_factory=_passes)
@@ -87,9 +89,33 @@ class _DraftedPasses:
         return math.sqrt(max(0.0, varied) / max(1.0, min(self.needed.count, 2 / _PASS_SHARE)))
 
 
+class _PassSeconds:
+    """Seconds of passes of one kind, by about so many rows."""
+
+    def __init__(self) -> None:
+        self.count = 0
+        self.by_rows: defaultdict[int, RunningTime] = defaultdict(_times)
+
+    def observe_pass(self, rows: int, seconds: float) -> None:
+        self.count += 1
+        self.by_rows[round(_CLASSES * math.log2(rows))].observe(seconds)
+
+    def for_each_of(self, other: _PassSeconds) -> float:
+        """Seconds of these passes for each of the others', by the mean over numbers of rows that both had; 1 without
+        any."""
+        weight = total = 0.0
+        for rows, own in self.by_rows.items():
+            count = min(own.count, other.by_rows[rows].count) if rows in other.by_rows else 0
+            if count >= _FEW:
+                weight += count
+                total += count * math.log(own.value / other.by_rows[rows].value)
+        return math.exp(total / weight) if weight else 1.0
+
+
 @dataclass(slots=True)
 class _LoadGain:
-    alone: RunningTime = field(default_factory=_times)
+    alone: _PassSeconds = field(default_factory=_PassSeconds)
+    followed: _PassSeconds = field(default_factory=_PassSeconds)
     # Passes of a stretch of text without a draft, and by lookup alone.
     alone_needed: RunningMean = field(default_factory=_passes)
     alone_by_lookup: RunningMean = field(default_factory=_passes)
@@ -108,7 +134,7 @@ class _LoadGain:
     @property
     def slower(self) -> float:
         """Seconds of passes with the draft for each second of the others; 1 before these were timed."""
-        return self.with_draft.seconds.value / self.alone.value if self.is_timed else 1.0
+        return self.followed.for_each_of(self.alone) if self.is_timed else 1.0
 
     @property
     def is_judged(self) -> bool:
@@ -123,8 +149,7 @@ class _LoadGain:
 
     def gain_as(self, other: _LoadGain) -> float:
         """The gain, with what the draft costs of a pass at the `other` load and what passes make without it there."""
-        slower = other.slower
-        return self.with_draft.ratio / (slower * other.beyond_lookup) if slower else 1.0
+        return self.with_draft.ratio / (other.slower * other.beyond_lookup)
 
     @property
     def beyond_lookup(self) -> float:
@@ -140,12 +165,16 @@ class _LoadGain:
         count, at_best = self.with_draft.needed.count, gain * math.exp(_GRANTED * self.with_draft.error)
         return any(count >= comparisons and at_best < share for comparisons, share in _DROPPED)
 
-    def is_doubtful(self, gain: float) -> bool:
-        """Whether passes without the draft are to be timed, where its gain seems to be this one."""
+    def is_doubtful(self, gain: float, *, cost_known: bool) -> bool:
+        """Whether passes without the draft are to be timed, where its gain seems to be this one; `cost_known`: by what
+        it costs of a pass at another load."""
         if self.with_draft.needed.count < _LOOKED_AT:
             return self.fails_with(gain)
-        at_best = gain * math.exp(_GRANTED * self.with_draft.error)
-        return at_best < _RECOVERED or (self.with_draft.seconds.count >= _UNJUDGED and gain < _BEYOND_DOUBT)
+        if gain * math.exp(_GRANTED * self.with_draft.error) < _RECOVERED:
+            return True
+        if not cost_known:
+            return self.followed.count >= _UNJUDGED and gain < _BEYOND_DOUBT
+        return _ALONE_FIRST * (1 - 1 / max(1.0, gain)) < TRYING * self.followed.count
 
 
 class DraftGate:
@@ -174,7 +203,7 @@ class DraftGate:
     def gain(self, load: int) -> float | None:
         """Tokens of passes with the draft for each of those without one in the same time, at the nearest load where
         that was judged; None where it was nowhere."""
-        nearest = min(self._judged(), key=lambda known: (abs(known - load_size(load)), -known), default=None)
+        nearest = self._nearest(self._judged(), load_size(load))
         if nearest is None:
             return None
         here = self._loads[nearest]
@@ -185,20 +214,24 @@ class DraftGate:
         return [known for known, one in self._loads.items() if one.is_judged]
 
     def _shown_by(self, size: int) -> _LoadGain | None:
-        """The nearest load, by its power of two, where a draft was judged; None if it does not pay there. A larger one
-        says more than a smaller one, as drafts gain less with more sequences."""
-        nearest = min(self._judged(), key=lambda known: (abs(known - size), -known), default=None)
+        """The nearest load, by its power of two, where a draft was judged; None if it does not pay there."""
+        nearest = self._nearest(self._judged(), size)
         if nearest is None:
             return None
         other = self._loads[nearest]
         enough = other.with_draft.needed.count >= _DROPPED[0][0]
         return other if enough and other.gain > 1.0 and self._clock() >= other.until else None
 
-    def observe_pass(self, load: int, seconds: float, *, with_draft: bool) -> None:
-        """Observe the time of a pass, from the end of the one before, for each second that its rows are expected to
-        take."""
+    @staticmethod
+    def _nearest(sizes: Iterable[int], size: int) -> int | None:
+        """Of loads in powers of two the one nearest to `size`. A larger one says more than a smaller one, as drafts
+        gain less with more sequences."""
+        return min(sizes, key=lambda known: (abs(known - size), -known), default=None)
+
+    def observe_pass(self, load: int, rows: int, seconds: float, *, with_draft: bool) -> None:
+        """Observe the time of a pass of so many `rows`, those of prompts among them, from the end of the one before."""
         here = self._loads[load_size(load)]
-        (here.with_draft.seconds if with_draft else here.alone).observe(seconds)
+        (here.followed if with_draft else here.alone).observe_pass(rows, seconds)
 
     def compare(self, load: int, needed: float, by_lookup: float, *, with_draft: bool = True) -> None:
         """Observe the passes `with_draft` or without that a stretch of text needed, and those that lookup alone would
@@ -210,12 +243,14 @@ class DraftGate:
             return
         here.with_draft.compare(needed, by_lookup)
         if not here.is_timed:
-            other = self._shown_by(load_size(load))
-            gain = here.gain_as(here if other is None else other) / self._without_draft(load)
-            here.in_doubt |= here.is_doubtful(gain)
+            timed = [known for known, one in self._loads.items() if one.is_timed]
+            nearest = self._nearest(timed, load_size(load))
+            gain = here.gain_as(here if nearest is None else self._loads[nearest]) / self._without_draft(load)
+            here.in_doubt |= here.is_doubtful(gain, cost_known=nearest is not None)
             return
         if here.fails_with(here.gain / self._without_draft(load)):
-            here.until, here.with_draft = self._clock() + here.pause, _DraftedPasses()
+            here.until = self._clock() + here.pause
+            here.with_draft, here.followed = _DraftedPasses(), _PassSeconds()
             here.pause = min(_LONGEST_PAUSE, 2 * here.pause)
         elif here.with_draft.needed.count >= _DROPPED[-1][0] and here.gain > _RECOVERED:
             here.pause = _FIRST_PAUSE
@@ -223,5 +258,6 @@ class DraftGate:
     def forget(self) -> None:
         """Another draft has connected: drop what was observed of the last one."""
         for here in self._loads.values():
-            here.with_draft, here.until, here.pause = _DraftedPasses(), 0.0, _FIRST_PAUSE
+            here.with_draft, here.followed = _DraftedPasses(), _PassSeconds()
+            here.until, here.pause = 0.0, _FIRST_PAUSE
             here.in_doubt = False

@@ -29,8 +29,6 @@ _IN_A_ROW = 4
 # The weight of one launch in the time of its kind, a mean of some ten; and a launch counts for at most this many times
 # its kind's mean and a plain pass together, so that a pause of the machine does not decide. Chosen.
 _SHARE, _BOUND = 0.1, 2.0
-# Weight of one pass in what contexts add to its time: they grow slowly.
-_CONTEXT_SHARE = 0.01
 Mode = LaunchMode | None
 # Weight of one launch in the means of expected and accepted tokens: some fifty launches, a quarter of a second at 8B
 # size.
@@ -84,8 +82,6 @@ class PassTimes:
         self.cost = cost
         # By load in powers of two and mode: by rows, 0 for a plain pass.
         self._times: dict[tuple[int, Mode], dict[int, PassTime]] = {}
-        # By load: seconds of a pass beyond the cost of its rows, which is that of one sequence with a short context.
-        self._contexts = defaultdict[int, RunningMean](lambda: RunningMean(_CONTEXT_SHARE))
         # By load and mode: the time in which the device does nothing before a pass.
         self._gaps = defaultdict[tuple[int, Mode], PassTime](PassTime)
 
@@ -95,7 +91,6 @@ class PassTimes:
         if rows not in times:
             times[rows] = PassTime()
         times[rows].observe(seconds / self.cost(sequences))
-        self._contexts[load_size(sequences)].observe(seconds - self.cost(max(sequences, rows)))
 
     def observe_gap(self, sequences: int, seconds: float, mode: Mode) -> None:
         """Observe for how long the device had nothing to do before a pass."""
@@ -141,11 +136,6 @@ class PassTimes:
         times = self._times.get((load_size(sequences), mode), {})
         for rows in sizes:
             times.pop(rows, None)
-
-    def relative(self, sequences: int, rows: int, seconds: float) -> float:
-        """A pass's `seconds` for each of those that a pass of these rows, drafted ones and those of prompts among them,
-        is expected to take at this load: the same for every size, but for what following a draft costs."""
-        return seconds / (self.cost(max(sequences, rows)) + self._contexts[load_size(sequences)].value)
 
 
 class _Correction:
