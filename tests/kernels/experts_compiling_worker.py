@@ -9,10 +9,9 @@ from collections.abc import Iterator
 from typing import Any
 
 import triton
-from compiling import few
+from compiling import few, shared_bytes
 from examples import is_full
-from triton.backends.compiler import GPUTarget
-from triton.compiler import ASTSource, compile
+from triton.compiler import ASTSource
 
 from tree_kernels.experts import triton_kernels, triton_routing, triton_vectors
 from tree_kernels.experts.triton_tiling import (
@@ -146,12 +145,13 @@ def compiled(name: str, kernel: Any, constants: dict[str, Any], options: dict[st
         if signature[each].startswith("*") or each == "row_stride"
     }
     source = ASTSource(kernel, signature, {(names.index(each),): value for each, value in constants.items()}, aligned)
-    found = compile(source, target=GPUTarget("cuda", 90, 32), options=options | {"launch_pdl": True})
-    ptx = found.asm["ptx"]
-    assert "griddepcontrol.wait" in ptx
-    # Blocks of weights are in flight while others are multiplied.
-    assert ("cp.async.cg" in ptx) == name.startswith(("gated", "down", "route"))
-    return int(found.metadata.shared)
+
+    def check(ptx: str) -> None:
+        assert "griddepcontrol.wait" in ptx
+        # Blocks of weights are in flight while others are multiplied.
+        assert ("cp.async.cg" in ptx) == name.startswith(("gated", "down", "route"))
+
+    return shared_bytes(source, options | {"launch_pdl": True}, check=check)
 
 
 def main() -> None:

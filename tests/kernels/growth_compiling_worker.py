@@ -8,9 +8,8 @@ import sys
 from collections.abc import Iterator
 from typing import Any
 
-from compiling import few
-from triton.backends.compiler import GPUTarget
-from triton.compiler import ASTSource, compile
+from compiling import few, shared_bytes
+from triton.compiler import ASTSource
 
 from tree_kernels.growth import triton_backend as _triton_growth
 from tree_kernels.growth import triton_children as _triton_children
@@ -69,8 +68,7 @@ def compiled(kernel: Any, types: dict[str, str], constants: dict[str, Any], warp
     names = kernel.arg_names
     signature = {name: "constexpr" if name in constants else (POINTERS | types).get(name, "i32") for name in names}
     source = ASTSource(kernel, signature, {(names.index(name),): value for name, value in constants.items()})
-    found = compile(source, target=GPUTarget("cuda", 90, 32), options={"num_warps": warps})
-    return int(found.metadata.shared)
+    return shared_bytes(source, {"num_warps": warps})
 
 
 def main() -> None:

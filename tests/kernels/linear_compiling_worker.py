@@ -10,9 +10,8 @@ from collections.abc import Iterator
 from typing import Any
 
 import triton
-from compiling import few
-from triton.backends.compiler import GPUTarget
-from triton.compiler import ASTSource, compile
+from compiling import few, shared_bytes
+from triton.compiler import ASTSource
 
 from tree_kernels.linear import triton_epilogues as epilogues
 from tree_kernels.linear import triton_kernels as few_rows
@@ -194,15 +193,19 @@ def compiled(name: str, kernel: Any, constants: dict[str, Any], options: dict[st
         if signature[each].startswith("*") or each == "row_stride"
     }
     source = ASTSource(kernel, signature, {(names.index(name),): value for name, value in constants.items()}, aligned)
-    found = compile(source, target=GPUTarget("cuda", 90, 32), options=options | {"launch_pdl": True})
-    # It waits for the launch before, and takes words apart on their way from shared memory to the matrix units.
-    assert "griddepcontrol.wait" in found.asm["ptx"]
-    if name.startswith("vectors"):
-        # The first weights are in flight before it waits, 16 bytes a thread.
-        assert ".v4.b32" in found.asm["ptx"].partition("griddepcontrol.wait")[0]
-    assert ("min.bf16x2" in found.asm["ptx"]) == name.startswith("int8")
-    assert ("cp.async.bulk.tensor" in found.asm["ptx"]) == name.startswith("mapped")
-    return int(found.metadata.shared)
+
+    def check(ptx: str) -> None:
+        # It waits for the launch before, and takes words apart on their way from shared memory to the matrix units.
+        assert "griddepcontrol.wait" in ptx
+        if name.startswith("vectors"):
+            # The first weights are in flight before it waits, 16 bytes a thread.
+            assert ".v4.b32" in ptx.partition("griddepcontrol.wait")[0]
+        assert ("min.bf16x2" in ptx) == name.startswith("int8")
+        assert ("cp.async.bulk.tensor" in ptx) == name.startswith("mapped")
+
+    # What is checked differs by these.
+    kind = name.partition(" ")[0] if name.startswith(("int8", "mapped")) else ""
+    return shared_bytes(source, options | {"launch_pdl": True}, kind=kind, check=check)
 
 
 def main() -> None:

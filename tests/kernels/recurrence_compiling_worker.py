@@ -8,8 +8,8 @@ import sys
 from collections.abc import Iterator
 from typing import Any
 
-from triton.backends.compiler import GPUTarget
-from triton.compiler import ASTSource, compile
+from compiling import shared_bytes
+from triton.compiler import ASTSource
 
 from tree_kernels.recurrence import triton_gating, triton_kernels, triton_mixing
 
@@ -28,7 +28,7 @@ def kernels() -> Iterator[tuple[str, Any, dict[str, Any]]]:
     delta |= {"FEW": 16, "PRECISION": "tf32x3"}
     kept = {"BLOCK_V": 32, "TAPS": 4, "KEPT": 64, "STAGES": 2}
     kept |= {"BLOCK_R": 16, "BLOCK_C": 64, "BLOCK_T": 4, "BLOCK_G": 64}
-    for rule, own in (("delta", {"DELTA": True}), ("sum", {"DELTA": False, "NORMED": False})):
+    for rule, own in (("sum", {"DELTA": False, "NORMED": False}), ("delta", {"DELTA": True})):
         for most in (1, 16, 64):
             yield f"mix {rule} {most}", triton_mixing.mix_kernel, delta | kept | own | {"MOST": most}
         yield f"prepare {rule}", triton_mixing.prepare_kernel, delta | own | {"BLOCK_V": 128}
@@ -58,8 +58,7 @@ def compiled(name: str, kernel: Any, constants: dict[str, Any]) -> int:
     }
     source = ASTSource(kernel, signature, {(names.index(each),): value for each, value in constants.items()}, aligned)
     options = {"num_warps": 2 if name == "plan" else 4}
-    found = compile(source, target=GPUTarget("cuda", 90, 32), options=options)
-    return int(found.metadata.shared)
+    return shared_bytes(source, options)
 
 
 def main() -> None:

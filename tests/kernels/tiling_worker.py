@@ -8,8 +8,8 @@ import sys
 from collections.abc import Iterator
 from typing import Any
 
-from triton.backends.compiler import GPUTarget
-from triton.compiler import ASTSource, compile
+import compiling
+from triton.compiler import ASTSource
 
 from tree_kernels.attention.triton_kernels import attention_kernel
 from tree_kernels.attention.triton_tiling import Tiling, choose_tiling
@@ -70,7 +70,7 @@ def compiled_bytes(kernel: Any, constants: dict[str, Any], tiling: Tiling) -> in
     aligned = {(names.index(name),): [["tt.divisibility", 16]] for name in pointers}
     source = ASTSource(kernel, signature, {(names.index(k),): v for k, v in constants.items()}, aligned)
     options = {"num_warps": tiling.warps, "num_stages": tiling.stages, "launch_pdl": True}
-    return int(compile(source, target=GPUTarget("cuda", 90, 32), options=options).metadata.shared)
+    return compiling.shared_bytes(source, options)
 
 
 def main() -> None:
