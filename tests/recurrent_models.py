@@ -65,6 +65,14 @@ RECURRENT: dict[str, tuple[str, dict[str, Any]]] = {
     ),
     "nemotron_h": ("nemotron_h", NEMOTRON),
     "nemotron_h, latent": ("nemotron_h", NEMOTRON | {"moe_latent_size": 16, "use_bias": True, "n_groups": 1}),
+    "jamba": (
+        "jamba",
+        {
+            "num_hidden_layers": 3, "attn_layer_period": 3, "attn_layer_offset": 1, "num_experts": 4,
+            "num_experts_per_tok": 2, "mamba_d_state": 6, "mamba_dt_rank": 5, "mamba_proj_bias": True,
+            "use_mamba_kernels": False,
+        },
+    ),
     "minimax": (
         "minimax",
         {

@@ -48,6 +48,9 @@ class WeightNames:
     decay: str = "linear_attn.A_log"  # whole, as these two have no suffix
     decay_bias: str = "linear_attn.dt_bias"
     skip: str = "mamba.D"  # whole
+    selection: str = "mamba.x_proj"  # what steps, keys and queries are made of
+    steps: str = "mamba.dt_proj"
+    selection_norms: tuple[str, str, str] = ("mamba.dt_layernorm", "mamba.b_layernorm", "mamba.c_layernorm")
     mixer_norm: str = "linear_attn.norm"
     mixer_out: str = "linear_attn.out_proj"
 

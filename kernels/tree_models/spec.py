@@ -182,6 +182,25 @@ class StateSpaceSpec:
 
 
 @dataclass(frozen=True, slots=True)
+class SelectiveSpec:
+    """Mamba's selective scan in place of attention: each channel has a state of its own, and steps, keys and queries
+    are products of all channels' convolved values."""
+
+    channels: int
+    state_width: int  # of a key
+    taps: int
+    step_rank: int  # width of what channels' steps are products of
+    norm: NormSpec | None  # of that, of keys and of queries
+    bias: bool = False  # of the first product and the last
+    convolution_bias: bool = True
+
+    @property
+    def rotary(self) -> None:
+        """No positions are embedded."""
+        return None
+
+
+@dataclass(frozen=True, slots=True)
 class LightningSpec:
     """Lightning attention in place of attention (MiniMax-01): queries, keys and values go through SiLU, tokens are
     added to the state of each head as they are, and states decay by factors that are fixed by head and layer."""
@@ -201,7 +220,7 @@ class LightningSpec:
 
 
 # What keeps a state of a fixed size in place of keys and values.
-RecurrentSpec = GatedConvolutionSpec | DeltaNetSpec | StateSpaceSpec | LightningSpec
+RecurrentSpec = GatedConvolutionSpec | DeltaNetSpec | StateSpaceSpec | LightningSpec | SelectiveSpec
 
 
 @dataclass(frozen=True, slots=True)

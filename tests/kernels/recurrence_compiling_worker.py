@@ -11,7 +11,7 @@ from typing import Any
 from compiling import shared_bytes
 from triton.compiler import ASTSource
 
-from tree_kernels.recurrence import triton_gating, triton_kernels, triton_mixing
+from tree_kernels.recurrence import triton_gating, triton_kernels, triton_mixing, triton_selective
 
 HALF = ("inputs", "ring", "windows", "weight", "bias", "output", "folded", "rows", "queries", "keys", "reading")
 HALF += ("values", "scores", "product", "mixed", "gate", "norm")
@@ -43,6 +43,10 @@ def kernels() -> Iterator[tuple[str, Any, dict[str, Any]]]:
     yield "gated heads", triton_gating.gated_heads_kernel, sizes
     limits = {"LEAST": 0.0, "MOST": float("inf"), "HEADS": 128, "BLOCK": 128}
     yield "space gates", triton_gating.space_gates_kernel, limits
+    # Of Jamba.
+    sizes = {"WINDOW": 64, "CHANNELS": 8192, "WIDTH": 16, "BLOCK_C": 32, "BLOCK_N": 16}
+    yield "scan", triton_selective.scan_kernel, sizes
+    yield "keep gates", triton_selective.keep_gates_kernel, {"WINDOW": 64, "GATES": 8208, "BLOCK": 1024}
     for norms, group in ((True, 8192), (False, 1024)):
         sizes = {"HEAD": 64, "GROUP": group, "GROUPS": 8192 // group, "NORMS": norms, "BLOCK": group}
         yield f"space output {norms}", triton_gating.space_output_kernel, sizes

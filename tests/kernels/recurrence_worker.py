@@ -31,6 +31,8 @@ DEVICE = torch.device("cpu" if INTERPRETED else "cuda")
 TINY = StateShape(channels=2 * 2 * 5 + 4 * 3, taps=4, heads=4, key_width=5, value_width=3)
 # Without a convolution, as lightning attention is.
 ONE_TAP = replace(TINY, taps=1)
+# Of selective scans, with more channels than a program has.
+SELECTIVE = StateShape(channels=40, taps=3, heads=40, key_width=5, value_width=1, selective=True)
 # Of Qwen3.5, with fewer heads.
 REAL = StateShape(channels=2 * 4 * 128 + 8 * 128, taps=4, heads=8, key_width=128, value_width=128)
 # A pass is the rows of each of three sequences: a number for a chain, a negative one for a random tree.
@@ -54,6 +56,8 @@ CASES = {
     "delta": Case(StateRule.DELTA, TINY, 40),
     "delta, small window": Case(StateRule.DELTA, TINY, 6),
     "sum": Case(StateRule.SUM, TINY, 40),
+    "selective": Case(StateRule.SUM, SELECTIVE, 7, passes=((3, 9, -4), (-7, 4, 2), (1, -5, 0))),
+    "selective, broken": Case(StateRule.SUM, SELECTIVE, 6, broken=True, passes=((4, 2, 1), (-6, 3, 1))),
     "sum, one tap": Case(StateRule.SUM, ONE_TAP, 6, passes=((5, 9, -1), (-6, 3, 1))),
     # Products of bf16 are not interpreted.
     "16 bits": Case(StateRule.DELTA, TINY, 40, torch.float16 if INTERPRETED else torch.bfloat16),
@@ -73,6 +77,7 @@ class Compared:
         shape, self.case = case.shape, case
         self.generator, self.random = torch.Generator().manual_seed(0), random.Random(0)
         keys = (shape.channels - shape.heads * shape.value_width) // 2
+        self.decay = -torch.rand(shape.heads, shape.key_width, generator=self.generator).to(DEVICE)
         self.layout = HeadsLayout(
             case.rule, keys // shape.key_width, 0, keys, 2 * keys, normed=case.rule is StateRule.DELTA, scaling=0.5
         )
@@ -107,15 +112,21 @@ class Compared:
         trees = tuple(None if isinstance(one, int) else one for one in forms)
         batch = AttentionBatch(tuple(starts), tuple(self.prefixes), ((0,),) * 3, 1 << 20, trees)
         inputs, heads = self.draw(batch.rows, self.case.shape.channels), self.case.shape.heads
-        gates = torch.rand(batch.rows, 2 * heads, generator=self.generator).to(DEVICE)
-        gates[:, :heads] *= -2
+        gates = torch.rand(batch.rows, self.case.shape.gates, generator=self.generator).to(DEVICE)
+        if not self.case.shape.selective:
+            gates[:, :heads] *= -2
+        queries = torch.rand(batch.rows, self.case.shape.key_width, generator=self.generator).to(DEVICE)
         if broken:
             inputs[2] = math.nan
         made = []
         for form, states in zip(self.forms, self.states, strict=True):
             plan = form.plan(batch, (1, 2, 3), states)
-            convolved = form.convolve(plan, states, 1, inputs, gates, self.convolution)
-            mixed = form.mix(plan, states, 1, convolved, gates, self.layout)
+            early = gates[:, : self.case.shape.early_gates]
+            convolved = form.convolve(plan, states, 1, inputs, early, self.convolution)
+            if self.case.shape.selective:
+                mixed = form.scan(plan, states, 1, convolved, gates, queries, self.decay)
+            else:
+                mixed = form.mix(plan, states, 1, convolved, gates, self.layout)
             made.append((convolved.rows.float(), mixed.float(), plan.node_slots))
         for place, (form_, count) in enumerate(zip(forms, counts, strict=True)):
             if count:

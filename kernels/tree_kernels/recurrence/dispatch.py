@@ -44,6 +44,17 @@ class _RecurrenceForm(Protocol):
         layout: HeadsLayout,
     ) -> Tensor: ...
 
+    def scan(
+        self,
+        plan: RecurrencePlan,
+        states: RecurrentStates,
+        layer: int,
+        convolved: Convolved,
+        gates: Tensor,
+        queries: Tensor,
+        decay: Tensor,
+    ) -> Tensor: ...
+
     def delta_gates(self, product: Tensor, decay: Tensor, bias: Tensor) -> Tensor: ...
 
     def gated_heads(self, mixed: Tensor, gate: Tensor, weight: Tensor, epsilon: float) -> Tensor: ...
@@ -114,13 +125,13 @@ class TreeRecurrence:
             states: where sequences' states are.
             layer: counted among recurrent layers.
             inputs: [R, C], of the states' dtype.
-            gates: [R, G] fp32.
+            gates: [R, G] fp32, and [R, 0] of a selective scan.
             convolution: the layer's.
         """
         expected = plan.batch.rows, states.shape.channels
-        if inputs.shape != expected or gates.shape != (plan.batch.rows, states.shape.gates):
+        if inputs.shape != expected or gates.shape != (plan.batch.rows, states.shape.early_gates):
             raise ValueError(
-                f"expected inputs {list(expected)} and {states.shape.gates} gates of each, "
+                f"expected inputs {list(expected)} and {states.shape.early_gates} gates of each, "
                 f"got {list(inputs.shape)} and {list(gates.shape)}"
             )
         return self._form.convolve(plan, states, layer, inputs, gates, convolution)
@@ -143,6 +154,30 @@ class TreeRecurrence:
             layout: how heads are made of it.
         """
         return self._form.mix(plan, states, layer, convolved, gates, layout)
+
+    def scan(
+        self,
+        plan: RecurrencePlan,
+        states: RecurrentStates,
+        layer: int,
+        convolved: Convolved,
+        gates: Tensor,
+        queries: Tensor,
+        decay: Tensor,
+    ) -> Tensor:
+        """Fold accepted tokens into a selective layer's states, read the states at every row, and keep the rows' gates:
+        [R, C] fp32. See `reference.scan_text`.
+
+        Args:
+            plan, states, layer: as given to `convolve`.
+            convolved: what that returned, of which the rows are values.
+            gates: [R, C + N] fp32, each channel's step and the key.
+            queries: [R, N] fp32.
+            decay: [C, N] fp32, negative.
+        """
+        if gates.shape != (plan.batch.rows, states.shape.gates) or not states.shape.selective:
+            raise ValueError(f"expected {states.shape.gates} gates of a selective layer, got {list(gates.shape)}")
+        return self._form.scan(plan, states, layer, convolved, gates, queries, decay)
 
     def delta_gates(self, product: Tensor, decay: Tensor, bias: Tensor) -> Tensor:
         """See `gating.delta_gates`. The last dimension of `product` is contiguous."""
@@ -176,3 +211,7 @@ class RecurrentPass:
     def mix(self, layer: int, convolved: Convolved, gates: Tensor, layout: HeadsLayout) -> Tensor:
         """See `TreeRecurrence.mix`."""
         return self.recurrence.mix(self.plan, self.states, layer, convolved, gates, layout)
+
+    def scan(self, layer: int, convolved: Convolved, gates: Tensor, queries: Tensor, decay: Tensor) -> Tensor:
+        """See `TreeRecurrence.scan`."""
+        return self.recurrence.scan(self.plan, self.states, layer, convolved, gates, queries, decay)

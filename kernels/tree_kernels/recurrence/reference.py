@@ -47,6 +47,23 @@ def run_text(
     return torch.stack(outputs)
 
 
+def scan_text(values: Tensor, gates: Tensor, queries: Tensor, decay: Tensor) -> Tensor:
+    """Outputs [T, C] of a selective scan over a whole text, token by token; see `StateShape`.
+
+    Args:
+        values: [T, C], outputs of the convolution.
+        gates: [T, C + N], each channel's step and the key.
+        queries: [T, N].
+        decay: [C, N], negative.
+    """
+    steps, keys = gates[:, : len(decay)].double(), gates[:, len(decay) :].double()
+    state, outputs = torch.zeros(decay.shape, dtype=torch.float64), []
+    for value, step, key, query in zip(values.double(), steps, keys, queries.double(), strict=True):
+        state = state * (step[:, None] * decay.double()).exp() + (step * value)[:, None] * key
+        outputs.append(state @ query)
+    return torch.stack(outputs)
+
+
 def split_heads(rows: Tensor, shape: StateShape, layout: HeadsLayout) -> tuple[Tensor, Tensor, Tensor]:
     """Queries and keys [R, H, Dk], normed and scaled, and values [R, H, Dv] of the convolution's outputs [R, C]."""
     group, width = shape.heads // layout.key_heads, layout.key_heads * shape.key_width

@@ -24,6 +24,7 @@ from tree_kernels.attention.tree_mask import ancestor_mask
 from tree_kernels.recurrence.gating import SpaceOutput, delta_gates, gated_heads, space_gates, space_output
 from tree_kernels.recurrence.reference import split_heads
 from tree_kernels.recurrence.states import RecurrentStates
+from tree_kernels.recurrence.torch_selective import fold_tokens, scan_known, scan_nodes
 from tree_kernels.recurrence.types import Convolved, HeadsLayout, RecurrencePlan, ShortConvolution, StateRule
 
 # Rows of a prompt that are solved together, as in transformers.
@@ -120,7 +121,8 @@ class TorchRecurrence:
             else:
                 places = torch.arange(span.prefix, span.prefix + len(own), device=read.device) % states.window
                 states.inputs[layer, span.slot, places, 0] = own
-                states.gates[layer, span.slot, places, 0] = gates[span.start : span.end]
+                if gates.shape[1]:
+                    states.gates[layer, span.slot, places, 0] = gates[span.start : span.end]
             window.copy_(read[kept - len(window) : kept].clone())
         return TorchConvolved(output, folded)
 
@@ -157,6 +159,35 @@ class TorchRecurrence:
                 made, added = _solved(state, queries[part], keys[part], values[part], of_rows[part], mask, layout.rule)
                 output[span.start + first : span.start + first + count] = made
                 state.copy_(added)
+        return output
+
+    def scan(
+        self,
+        plan: RecurrencePlan,
+        states: RecurrentStates,
+        layer: int,
+        convolved: Convolved,
+        gates: Tensor,
+        queries: Tensor,
+        decay: Tensor,
+    ) -> Tensor:
+        assert isinstance(plan, TorchRecurrencePlan) and isinstance(convolved, TorchConvolved)
+        values = convolved.rows.float()
+        output = torch.zeros_like(values)
+        for span, before in zip(plan.spans, convolved.folded, strict=True):
+            state = states.states[layer, span.slot, :, :, 0]
+            if not span.prefix:
+                state.zero_()
+            fold_tokens(state, before.rows.float(), before.gates, decay)
+            rows = slice(span.start, span.end)
+            own = values[rows], gates[rows], queries[rows], decay
+            if span.mask is None:
+                output[rows] = scan_known(state, *own)
+                continue
+            parents = span.parents or range(-1, span.end - span.start - 1)
+            output[rows], _ = scan_nodes(state, *own, parents)
+            places = torch.arange(span.prefix, span.prefix + len(own[0]), device=gates.device) % states.window
+            states.gates[layer, span.slot, places, 0] = own[1]
         return output
 
     def delta_gates(self, product: Tensor, decay: Tensor, bias: Tensor) -> Tensor:

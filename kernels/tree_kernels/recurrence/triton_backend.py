@@ -25,6 +25,7 @@ from tree_kernels.recurrence.triton_gating import (
 )
 from tree_kernels.recurrence.triton_kernels import convolve_kernel, keep_kernel, plan_kernel
 from tree_kernels.recurrence.triton_mixing import CHUNK, mix_kernel, prepare_kernel
+from tree_kernels.recurrence.triton_selective import keep_gates_kernel, scan_kernel
 from tree_kernels.recurrence.types import (
     MOST_NODES,
     Convolved,
@@ -38,6 +39,7 @@ from tree_kernels.recurrence.types import (
 # Tiles are chosen, not measured.
 _ROWS, _CHANNELS, _KEPT_CHANNELS, _FEW_ROWS, _COLUMNS = 16, 128, 256, 16, 32
 _GATED_HEADS = 4
+_SCANNED_CHANNELS, _KEPT_GATES = 32, 1024
 _UNNORMED_GROUPS = 8
 # Columns above which a program of four warps would hold too many numbers a thread.
 _FOUR_WARPS = 2048
@@ -143,17 +145,17 @@ class TritonRecurrence:
             inputs = inputs.contiguous()
         output = inputs.new_empty(len(inputs), shape.channels)
         folded = inputs.new_empty(count, states.window, shape.channels)
-        folded_gates = gates.new_empty(count, states.window, shape.gates)
+        folded_gates = gates.new_empty(count, states.window, shape.early_gates)
         bias = convolution.weight if convolution.bias is None else convolution.bias
         grid = count, triton.cdiv(shape.channels, _CHANNELS), triton.cdiv(plan.most_rows + states.window, _ROWS)
         convolve_kernel[grid](
             inputs, states.inputs[layer], states.gates[layer], states.windows[layer], convolution.weight, bias, output,
             folded, folded_gates, tensors.query_starts, tensors.prefix_lengths, tensors.slots, tensors.causal,
             tensors.parents, plan.pending, inputs.stride(0), WINDOW=states.window, CHANNELS=shape.channels,
-            TAPS=shape.taps, GATES=shape.gates, SILU=convolution.silu, BIAS=convolution.bias is not None,
-            BLOCK_R=_ROWS, BLOCK_C=_CHANNELS, BLOCK_G=triton.next_power_of_2(max(1, shape.gates)), num_warps=4,
+            TAPS=shape.taps, GATES=shape.early_gates, SILU=convolution.silu, BIAS=convolution.bias is not None,
+            BLOCK_R=_ROWS, BLOCK_C=_CHANNELS, BLOCK_G=triton.next_power_of_2(max(1, shape.early_gates)), num_warps=4,
         )  # fmt: skip
-        if not shape.heads:
+        if not shape.early_gates:
             # Behind what reads the pending keys.
             keep_kernel[(count, triton.cdiv(shape.channels, _KEPT_CHANNELS))](
                 inputs, states.inputs[layer], states.windows[layer], tensors.query_starts, tensors.prefix_lengths,
@@ -188,6 +190,31 @@ class TritonRecurrence:
             BLOCK_V=_COLUMNS, STAGES=_STAGES_16_BITS if rows.element_size() == 2 else 1, KEPT=kept, BLOCK_R=_ROWS,
             BLOCK_C=triton.next_power_of_2(kept), BLOCK_T=triton.next_power_of_2(max(1, shape.taps - 1)),
             BLOCK_G=triton.next_power_of_2(shape.gates), num_warps=4, **self._constants(shape, layout, states.window),
+        )  # fmt: skip
+        return output
+
+    def scan(
+        self,
+        plan: RecurrencePlan,
+        states: RecurrentStates,
+        layer: int,
+        convolved: Convolved,
+        gates: Tensor,
+        queries: Tensor,
+        decay: Tensor,
+    ) -> Tensor:
+        assert isinstance(plan, TritonRecurrencePlan) and isinstance(convolved, TritonConvolved)
+        shape, tensors, rows, ring = states.shape, plan.tensors, convolved.rows, states.gates[layer]
+        output, count = torch.empty_like(rows, dtype=torch.float32), plan.batch.sequences
+        scan_kernel[(count, triton.cdiv(shape.channels, _SCANNED_CHANNELS))](
+            rows, gates, queries, decay, convolved.folded, ring, states.states[layer], output, tensors.query_starts,
+            tensors.prefix_lengths, tensors.slots, tensors.causal, plan.pending, plan.words, WINDOW=states.window,
+            CHANNELS=shape.channels, WIDTH=shape.key_width, BLOCK_C=_SCANNED_CHANNELS,
+            BLOCK_N=triton.next_power_of_2(shape.key_width), num_warps=2,
+        )  # fmt: skip
+        keep_gates_kernel[(count, triton.cdiv(shape.gates, _KEPT_GATES))](
+            gates, ring, tensors.query_starts, tensors.prefix_lengths, tensors.slots, WINDOW=states.window,
+            GATES=shape.gates, BLOCK=_KEPT_GATES, num_warps=4,
         )  # fmt: skip
         return output
 

@@ -29,13 +29,18 @@ class StateRule(StrEnum):
 
 @dataclass(frozen=True, slots=True)
 class StateShape:
-    """Sizes of what one recurrent layer keeps of a sequence. Without heads, only its convolution's last inputs."""
+    """Sizes of what one recurrent layer keeps of a sequence. Without heads, only its convolution's last inputs.
+
+    Where it is `selective`, each channel is a head, and its state [N] decays by factors of its own (Mamba, arXiv
+    2312.00752): S = exp(step * decay) S + step * value * key, of which the output is query S.
+    """
 
     channels: int
     taps: int
     heads: int = 0
     key_width: int = 0
     value_width: int = 0
+    selective: bool = False
 
     def __post_init__(self) -> None:
         if self.channels < 1 or self.taps < 1:
@@ -43,8 +48,14 @@ class StateShape:
 
     @property
     def gates(self) -> int:
-        """G, gates of a token: of each head the logarithm of its decay, then of each head its beta."""
-        return 2 * self.heads
+        """G, gates of a token: of each head the logarithm of its decay, then of each head its beta; of a selective
+        scan each channel's step, then the key."""
+        return self.heads + self.key_width if self.selective else 2 * self.heads
+
+    @property
+    def early_gates(self) -> int:
+        """Those that are known before the convolution."""
+        return 0 if self.selective else self.gates
 
 
 @dataclass(frozen=True, slots=True, eq=False)

@@ -64,6 +64,7 @@ FAMILIES: Mapping[str, Family] = {
     "hunyuan_v1_moe": mixtures.hunyuan_moe,
     "hy_v3": mixtures.hy_v3,
     "hyperclovax": granite.hyperclovax,
+    "jamba": granite.jamba,
     "jais2": others.jais2,
     "laguna": mixtures.laguna,
     "lfm2": lfm.lfm2,

@@ -1,5 +1,5 @@
-"""Granite 3 and 4, dense and with experts; Granite 4's hybrids with Mamba2, Bamba and Falcon-H1;
-HyperCLOVA X."""
+"""Granite 3 and 4, dense and with experts; HyperCLOVA X; Granite 4's hybrids with Mamba2, Bamba and Falcon-H1; Jamba,
+with Mamba."""
 
 from __future__ import annotations
 
@@ -21,7 +21,16 @@ from tree_models.families.common import (
 )
 from tree_models.families.rotary import rotary
 from tree_models.names import WeightNames
-from tree_models.spec import AttentionSpec, ExpertsSpec, FamilyRefused, GateSpec, MLPSpec, RouterSpec, StateSpaceSpec
+from tree_models.spec import (
+    AttentionSpec,
+    ExpertsSpec,
+    FamilyRefused,
+    GateSpec,
+    MLPSpec,
+    RouterSpec,
+    SelectiveSpec,
+    StateSpaceSpec,
+)
 
 _SHARED: dict[str, Any] = {"gate_up": ("shared_mlp.input_linear",), "down": "shared_mlp.output_linear"}
 _EXPERTS: dict[str, Any] = {
@@ -46,6 +55,19 @@ _BAMBA = WeightNames(
     before_mlp="pre_ff_layernorm",
     gate_up=("feed_forward.gate_proj", "feed_forward.up_proj"),
     down="feed_forward.down_proj",
+    **STATE_SPACES,
+)
+
+
+_JAMBA_EXPERT = "feed_forward.experts.{expert}."
+_JAMBA = WeightNames(
+    final_norm="model.final_layernorm",
+    before_mlp="pre_ff_layernorm",
+    gate_up=("feed_forward.gate_proj", "feed_forward.up_proj"),
+    down="feed_forward.down_proj",
+    router="feed_forward.router",
+    expert_gate_up=(f"{_JAMBA_EXPERT}gate_proj", f"{_JAMBA_EXPERT}up_proj"),
+    expert_down=f"{_JAMBA_EXPERT}down_proj",
     **STATE_SPACES,
 )
 
@@ -113,6 +135,35 @@ def falcon_h1(config: Any) -> Description:
         "logits_scale": float(config.lm_head_multiplier),
     }
     return Description(decoder(config, layers, norm, **scales), _BAMBA)
+
+
+def jamba(config: Any) -> Description:
+    """Jamba 1 to 1.7, and Jamba Reasoning."""
+    if activation(config) != "silu":
+        raise FamilyRefused(f"the activation {config.hidden_act} of a selective scan is not served")
+    norm, dense = rms_norm(config), mlp(config, bias=False)
+    scan = SelectiveSpec(
+        channels=int(config.mamba_expand * config.hidden_size),
+        state_width=int(config.mamba_d_state),
+        taps=int(config.mamba_d_conv),
+        step_rank=int(config.mamba_dt_rank),
+        norm=norm,
+        bias=bool(config.mamba_proj_bias),
+        convolution_bias=bool(config.mamba_conv_bias),
+    )
+    experts = ExpertsSpec(
+        int(config.num_experts),
+        int(config.num_experts_per_tok),
+        int(config.intermediate_size),
+        RouterSpec(renormalised=False, rounded=True),
+    )
+    layers = []
+    for index in counted(config):
+        mixing: AttentionSpec | SelectiveSpec = scan
+        if config.layers_block_type[index] == "attention":
+            mixing = attention(config, rotary=None, qkv_bias=False, out_bias=False)
+        layers.append(layer(mixing, experts if config.layers_num_experts[index] > 1 else dense, norm))
+    return Description(decoder(config, layers, norm), _JAMBA)
 
 
 def _falcon_attention(config: Any, index: int) -> AttentionSpec:

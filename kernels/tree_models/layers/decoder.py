@@ -22,7 +22,14 @@ from tree_models.layers.mlp import MLP
 from tree_models.layers.norm import Normalization
 from tree_models.layers.paged import PagedPass, UncachedPass
 from tree_models.layers.placing import Placement
-from tree_models.layers.recurrent import GatedConvolution, GatedDeltaNet, LightningAttention, StateSpace, state_shape
+from tree_models.layers.recurrent import (
+    GatedConvolution,
+    GatedDeltaNet,
+    LightningAttention,
+    SelectiveScan,
+    StateSpace,
+    state_shape,
+)
 from tree_models.layers.rotary import Angles, RotaryEmbedding
 from tree_models.names import WeightNames
 from tree_models.slots import Copy, WeightSlot, in_place
@@ -38,11 +45,13 @@ from tree_models.spec import (
     LayerSpec,
     LightningSpec,
     RecurrentSpec,
+    SelectiveSpec,
 )
 
 # Gets the outputs [R, H] of one decoder layer.
 Tap = Callable[[Tensor], None]
-_Mixer = HeadAttention | LatentHeads | GatedConvolution | GatedDeltaNet | LightningAttention | StateSpace
+_StateMixer = GatedConvolution | GatedDeltaNet | LightningAttention | SelectiveScan | StateSpace
+_Mixer = HeadAttention | LatentHeads | _StateMixer
 
 
 class DecoderLayer(nn.Module):
@@ -69,6 +78,8 @@ class DecoderLayer(nn.Module):
             self.attention = GatedDeltaNet(spec.attention, *of, kept)
         elif isinstance(spec.attention, LightningSpec):
             self.attention = LightningAttention(spec.attention, *of, kept)
+        elif isinstance(spec.attention, SelectiveSpec):
+            self.attention = SelectiveScan(spec.attention, *of, kept)
         else:
             self.attention = StateSpace(spec.attention, *of, kept)
         self.beside = StateSpace(spec.beside, *of, kept_beside) if spec.beside else None

@@ -10,6 +10,7 @@ from torch import Tensor, nn
 from torch.nn import functional
 
 from tree_kernels.recurrence import (
+    Convolved,
     HeadsLayout,
     RecurrentPass,
     ShortConvolution,
@@ -22,13 +23,21 @@ from tree_kernels.recurrence import (
     space_output,
 )
 from tree_models.layers.linear import Linear
+from tree_models.layers.norm import Normalization
 from tree_models.layers.paged import PagedPass
 from tree_models.layers.placing import Placement
 from tree_models.layers.rank_group import rms_over_ranks
 from tree_models.layers.rotary import Angles
 from tree_models.names import WeightNames
 from tree_models.slots import Copy, TensorSpec, WeightSlot, in_place
-from tree_models.spec import DeltaNetSpec, GatedConvolutionSpec, LightningSpec, RecurrentSpec, StateSpaceSpec
+from tree_models.spec import (
+    DeltaNetSpec,
+    GatedConvolutionSpec,
+    LightningSpec,
+    RecurrentSpec,
+    SelectiveSpec,
+    StateSpaceSpec,
+)
 
 
 class GatedConvolution(nn.Module):
@@ -279,6 +288,79 @@ class LightningAttention(nn.Module):
         yield from self.out.slots([of(names.mixer_out)], copy)
 
 
+class SelectiveScan(nn.Module):
+    """See `SelectiveSpec`. Values and the output's gates are one product."""
+
+    def __init__(self, spec: SelectiveSpec, hidden_size: int, layer: int, place: Placement, state_layer: int) -> None:
+        """`state_layer` counts layers with states."""
+        super().__init__()
+        self.spec, self.layer, self.state_layer, self.ranks = spec, layer, state_layer, place.ranks
+        self.products = Linear(hidden_size, [spec.channels, spec.channels], place, bias=spec.bias)
+        self.weight = place.empty(spec.channels, spec.taps)
+        self.bias = place.empty(spec.channels) if spec.convolution_bias else None
+        self._parts = [spec.step_rank, spec.state_width, spec.state_width]
+        self.selection = Linear(spec.channels, [sum(self._parts)], place)
+        self.norms = nn.ModuleList(
+            Normalization(spec.norm, width, place) for width in self._parts if spec.norm is not None
+        )
+        self.steps = Linear(spec.step_rank, [spec.channels], place)
+        # In fp32: decays are powers of them.
+        self.step_bias = place.empty(spec.channels, dtype=torch.float32)
+        self.decay = place.empty(spec.channels, spec.state_width, dtype=torch.float32)
+        self.skip = place.empty(spec.channels, dtype=torch.float32)
+        self.out = Linear(spec.channels, [hidden_size], place, bias=spec.bias)
+
+    def forward(self, rows: Tensor, angles: Angles | None, step: PagedPass) -> Tensor:
+        """[R, H] -> [R, H]."""
+        del angles
+        product: Tensor = self.products(rows)
+        inputs, gate = product.chunk(2, dim=-1)
+        convolved = self._convolved(inputs, step)
+        selected: Tensor = self.selection(convolved.rows)
+        if self.ranks is not None:
+            # Of all ranks' channels.
+            selected = self.ranks.summed(selected)
+        parts: tuple[Tensor, ...] = torch.split(selected, self._parts, dim=-1)
+        if self.norms:
+            parts = tuple(norm(part) for norm, part in zip(self.norms, parts, strict=True))
+        steps = functional.softplus(self.steps(parts[0]).float() + self.step_bias)
+        scanned = self._scanned(convolved, torch.cat([steps, parts[1].float()], dim=-1), parts[2].float(), step)
+        scanned = (scanned + self.skip * convolved.rows.float()) * functional.silu(gate.float())
+        output: Tensor = self.out(scanned.to(rows.dtype))
+        return output
+
+    @torch.compiler.disable  # type: ignore[untyped-decorator]
+    def _convolved(self, inputs: Tensor, step: PagedPass) -> Convolved:
+        """Not compiled, as above."""
+        of_pass: RecurrentPass = step.recurrent
+        early = inputs.new_empty(len(inputs), 0, dtype=torch.float32)
+        return of_pass.convolve(self.state_layer, inputs, early, ShortConvolution(self.weight, self.bias, silu=True))
+
+    @torch.compiler.disable  # type: ignore[untyped-decorator]
+    def _scanned(self, convolved: Convolved, gates: Tensor, queries: Tensor, step: PagedPass) -> Tensor:
+        """[R, channels] fp32."""
+        of_pass: RecurrentPass = step.recurrent
+        return of_pass.scan(self.state_layer, convolved, gates, queries.contiguous(), self.decay)
+
+    def slots(self, names: WeightNames, copy: Copy) -> Iterator[WeightSlot]:
+        """Slots of the layer's tensors."""
+
+        def of(name: str) -> str:
+            return names.in_layer(name, self.layer)
+
+        yield from self.products.slots([of(name) for name in names.mixer_in], copy)
+        yield from _convolution_slots(of(names.convolution), self.weight, self.bias, copy)
+        yield from self.selection.slots([of(names.selection)], copy)
+        for norm, name in zip(self.norms, names.selection_norms, strict=False):
+            assert isinstance(norm, Normalization)
+            yield from norm.slots(of(name), copy)
+        yield from self.steps.slots([of(names.steps)], copy)
+        yield in_place(f"{of(names.steps)}.bias", self.step_bias, copy)
+        yield _decay_slot(of(names.decay), self.decay, copy)
+        yield in_place(of(names.skip), self.skip, copy)
+        yield from self.out.slots([of(names.mixer_out)], copy)
+
+
 def lightning_rates(spec: LightningSpec, layer: int) -> list[float]:
     """By head the rate at which a state of a layer, counted from 0, decays with each token."""
     share = 1 - layer / (spec.layers - 1 + 1e-5) + 1e-5
@@ -298,6 +380,8 @@ def state_shape(spec: RecurrentSpec, hidden_size: int) -> StateShape:
         return StateShape(spec.width or hidden_size, spec.taps)
     if isinstance(spec, LightningSpec):
         return StateShape(3 * spec.heads * spec.width, 1, spec.heads, spec.width, spec.width)
+    if isinstance(spec, SelectiveSpec):
+        return StateShape(spec.channels, spec.taps, spec.channels, spec.state_width, 1, selective=True)
     values = spec.heads * spec.value_width
     if isinstance(spec, StateSpaceSpec):
         channels = values + 2 * spec.groups * spec.state_width

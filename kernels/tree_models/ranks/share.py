@@ -25,6 +25,7 @@ from tree_models.spec import (
     LightningSpec,
     MLPSpec,
     RecurrentSpec,
+    SelectiveSpec,
     StateSpaceSpec,
 )
 
@@ -106,6 +107,8 @@ class _Divider:
             return self._convolution(spec)
         if isinstance(spec, LightningSpec):
             return self._lightning(spec)
+        if isinstance(spec, SelectiveSpec):
+            return self._selective(spec)
         return self._delta_net(spec) if isinstance(spec, DeltaNetSpec) else self._state_space(spec)
 
     def _attention(self, spec: AttentionSpec) -> tuple[AttentionSpec, _Cuts]:
@@ -175,6 +178,14 @@ class _Divider:
         cuts = list(_with_bias([*rows, (of_gate, values), (names.mixer_norm, values)]))
         cuts += self._last(names.mixer_out, heads, spec.width)
         return replace(spec, heads=len(heads), first_head=heads.start), cuts
+
+    def _selective(self, spec: SelectiveSpec) -> tuple[SelectiveSpec, _Cuts]:
+        names, own = self.names, self._block(spec.channels, "channels of a selective scan")
+        rows = _above_another(names.mixer_in, [(spec.channels, own)] * 2)
+        cuts = list(_with_bias([*rows, (names.convolution, Spans(0, (own,))), (names.steps, Spans(0, (own,)))]))
+        cuts.append((f"{names.selection}.weight", Spans(1, (own,))))
+        cuts += [(name, Spans(0, (own,))) for name in (names.decay, names.skip)]
+        return replace(spec, channels=len(own)), [*cuts, *self._last(names.mixer_out, own)]
 
     def _state_space(self, spec: StateSpaceSpec) -> tuple[StateSpaceSpec, _Cuts]:
         names, heads = self.names, self._block(spec.heads, "heads of Mamba2")
