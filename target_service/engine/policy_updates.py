@@ -152,7 +152,8 @@ class PolicyUpdates:
         self.compared += 1
         places = range(self.compared, self.compared + len(verdicts), _APART)
         live = [gathering.live.get(verdicts[place % len(verdicts)].sequence_id) for place in places]
-        share = -(-drafted // len(verdicts))
+        # Lookup alone would have the rows that suit it.
+        share = max(-(-drafted // len(verdicts)), gathering.controller.rows_without_draft(len(verdicts)))
         texts = [
             ComparedText(one.sequence, share) for one in live if one is not None and self._is_compared(one, with_draft)
         ]

@@ -111,7 +111,7 @@ class SpeculationController:
         # What is known of other passes does not hold for them.
         self._of_forms = None if cost is None else PassTimes(cost)
         self._yields = {(mode, forms): TokenYield() for mode in (None, *LaunchMode) for forms in (False, True)}
-        self.draft_gate, self.throughput_trial = DraftGate(self._without_draft), ThroughputTrial()
+        self.draft_gate, self.throughput_trial = DraftGate(), ThroughputTrial()
         self._was_alone = True
         self._row_tries, self._mode_tries = Tries(_TRY, _LONGEST_PAUSE), Tries(_TRY_MODE, _LONGEST_PAUSE)
         # Tokens of trees that the host cuts, tries of waiting for them, and launches since the last that waited.
@@ -164,13 +164,12 @@ class SpeculationController:
         takes = min(remaining, _USUAL_TOKENS) / self.tokens_each.value * cost(load) / load
         return takes * max(0.0, gain - 1.0) / a_row if a_row > 0 else inf
 
-    def _without_draft(self, load: int) -> float:
-        """What passes without a draft make a second with the rows that suit them, for each token that they make with
-        those of passes with a draft."""
+    def rows_without_draft(self, load: int) -> int:
+        """Drafted rows of a sequence in the passes without a draft that make most tokens a second."""
         if self.times is None:
-            return 1.0
-        drafted, own = self._rates_at(load, self._preferred), self._rates_at(load, None)
-        return max(own.values()) / own[max(drafted, key=drafted.__getitem__)]
+            return 0
+        own = self._rates_at(load, None)
+        return -(-max(0, max(own, key=own.__getitem__) - load) // load)
 
     def choose_mode(self, load: int, answer_seconds: float, launch_seconds: float) -> LaunchMode:
         """How the next pass of `load` sequences is launched, all of whose rows the device may choose.

@@ -180,12 +180,9 @@ class _LoadGain:
 class DraftGate:
     """Decides by load, see `load_size`."""
 
-    def __init__(
-        self, without_draft: Callable[[int], float] = lambda _: 1.0, clock: Callable[[], float] = time.monotonic
-    ) -> None:
-        """`without_draft`: by load, how much more passes without a draft make a second with the rows that suit them
-        than with those that they are compared with; `clock` in seconds."""
-        self._without_draft, self._clock = without_draft, clock
+    def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
+        """`clock` in seconds."""
+        self._clock = clock
         self._loads: defaultdict[int, _LoadGain] = defaultdict(_LoadGain)
 
     def uses_draft(self, load: int) -> bool:
@@ -207,7 +204,7 @@ class DraftGate:
         if nearest is None:
             return None
         here = self._loads[nearest]
-        return 1.0 if self._clock() < here.until else here.gain / self._without_draft(load)
+        return 1.0 if self._clock() < here.until else here.gain
 
     def _judged(self) -> list[int]:
         """Loads where it was judged, by their power of two."""
@@ -245,10 +242,10 @@ class DraftGate:
         if not here.is_timed:
             timed = [known for known, one in self._loads.items() if one.is_timed]
             nearest = self._nearest(timed, load_size(load))
-            gain = here.gain_as(here if nearest is None else self._loads[nearest]) / self._without_draft(load)
+            gain = here.gain_as(here if nearest is None else self._loads[nearest])
             here.in_doubt |= here.is_doubtful(gain, cost_known=nearest is not None)
             return
-        if here.fails_with(here.gain / self._without_draft(load)):
+        if here.fails_with(here.gain):
             here.until = self._clock() + here.pause
             here.with_draft, here.followed = _DraftedPasses(), _PassSeconds()
             here.pause = min(_LONGEST_PAUSE, 2 * here.pause)
