@@ -3,6 +3,7 @@ in the shapes of common models, and writes what shared memory each needs as JSON
 
 from __future__ import annotations
 
+import itertools
 import json
 import math
 import sys
@@ -154,22 +155,23 @@ def mapped_kernels(
 ) -> Iterator[tuple[str, Any, dict[str, Any], dict[str, int]]]:
     """Those that read by tensor maps."""
     heads_of = {"HEADS": heads, "KV_HEADS": kv_heads, "WIDTH": width, "ROTARY": width, "NORMS": True}
-    for kind, kernel, outputs, numbers, more in (
+    kinds = (
         ("add", few_rows.add_kernel, hidden, inner, {"HAS_BIAS": True, "ADDS": True, "SCALES": True}),
         ("gated", few_rows.gated_kernel, 2 * inner, hidden, {"PARTS": 4, "BLOCK_PARTS": 4}),
         ("heads", few_rows.rotary_kernel, (heads + 2 * kv_heads) * width, hidden, heads_of),
-    ):
+    )
+    for rows, (kind, kernel, outputs, numbers, more) in itertools.product((16, 64), kinds):
         of_heads = width if kind == "heads" else None
-        tiling = choose_mapped_tiling(64, outputs, numbers, gated=kind == "gated", head_width=of_heads)
+        tiling = choose_mapped_tiling(rows, outputs, numbers, gated=kind == "gated", head_width=of_heads)
         if tiling is None:
             continue
-        sizes = {"BLOCK_M": 64, "BLOCK_N": tiling.block_outputs, "BLOCK_K": tiling.block_inner}
+        sizes = {"BLOCK_M": rows, "BLOCK_N": tiling.block_outputs, "BLOCK_K": tiling.block_inner}
         sizes |= {"SPLITS": tiling.splits, "AHEAD": tiling.ahead}
         sizes |= {"INT8": False, "INNER": numbers, "PIECES": 64, "PIECE": 1024, "MAPPED": True}
         if kind != "heads":
             sizes["OUTPUTS"] = outputs // 2 if kind == "gated" else outputs
         options = {"num_warps": tiling.warps, "num_stages": tiling.stages}
-        yield f"{name} {kind}", kernel, sizes | more, options
+        yield f"{name} {rows} {kind}", kernel, sizes | more, options
 
 
 def compiled(name: str, kernel: Any, constants: dict[str, Any], options: dict[str, int]) -> int:

@@ -83,6 +83,10 @@ def cases() -> dict[str, Sizes]:
         found[f"tensor maps, {rows} rows"] = replace(tiny, rows=rows, width=32, tiling=maps, bias=rows == 40)
     shared = replace(maps, splits=2, ahead=1)
     found["tensor maps, parts"] = replace(tiny, rows=40, hidden=64, heads=4, inner=128, width=32, tiling=shared)
+    narrow = LinearTiling(16, 32, 32, 2, 4, 3, 0, mapped=True)
+    found["tensor maps, few rows, parts"] = replace(
+        tiny, rows=13, hidden=64, heads=4, inner=128, width=32, tiling=narrow
+    )
     found["tensor maps past the edge"] = replace(tiny, hidden=40, inner=72, tiling=maps)
     found["tensor maps not for int8"] = replace(tiny, tiling=replace(maps, block_rows=16), int8=True)
     found["half precision"] = replace(tiny, dtype=torch.float16)
@@ -96,7 +100,7 @@ def cases() -> dict[str, Sizes]:
     if not INTERPRETED:
         small, large = Sizes(1, 576, 9, 3, 64, 1536), Sizes(1, 4096, 32, 8, 128, 14336)
         for name, sizes in (("smollm2", small), ("llama", large)):
-            for rows in (1, 5, 32, 64, 130):
+            for rows in (1, 5, 16, 32, 64, 130):
                 # Compiling takes longer than running.
                 for invariant in (False, True) if rows in (5, 64, 130) else (False,):
                     one = replace(sizes, rows=rows, bias=rows == 5, dtype=torch.bfloat16, tiling=None)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
+from typing import NamedTuple
 
 # Rows of one tile. More rows take more tiles, which read the weights again.
 MAX_BLOCK_ROWS = 64
@@ -38,13 +39,24 @@ _WIDE: dict[int, tuple[_Sizes, _Sizes, _Sizes]] = {
 }
 # Of 64 rows and long rows of the weight, where there would be too few tiles without splits.
 _WIDE_64_SPLIT: _Sizes = (64, 128, 2, 4, 6, 8)
-# Of 33 to 64 rows by tensor maps, for gate and up, for others of at least 8,192 outputs, for fewer, and for queries,
-# keys and values of heads of 128. Each is the fastest of those tried on an H100, or near it, alone or within a step:
-# benchmarks/results/2026-11-27-h100-64-rows.md.
-_MAPPED_GATED: _Sizes = (128, 128, 1, 4, 4, 2)
-_MAPPED_MANY: _Sizes = (128, 128, 1, 4, 3, 0)
-_MAPPED_FEW: _Sizes = (64, 128, 1, 4, 6, 0)
-_MAPPED_HEADS: _Sizes = (128, 128, 1, 8, 4, 4)
+
+
+class _Mapped(NamedTuple):
+    """Tilings by tensor maps; None where they are no faster, or were not tried."""
+
+    gated: _Sizes | None  # gate and up
+    heads: _Sizes | None  # queries, keys and values of heads of 128
+    many: _Sizes | None  # others of at least 8,192 outputs
+    few: _Sizes | None
+
+
+# By rows of a tile, up to as many. Of 33 to 64 rows each is the fastest of those tried on an H100, or near it, alone or
+# within a step: benchmarks/results/2026-11-27-h100-64-rows.md. Of 9 to 16 rows on an H200; of 17 to 32 those that are
+# faster alone make a step slower: benchmarks/results/2026-11-28-h200-mapped-products.md.
+_MAPPED = {
+    64: _Mapped((128, 128, 1, 4, 4, 2), (128, 128, 1, 8, 4, 4), (128, 128, 1, 4, 3, 0), (64, 128, 1, 4, 6, 0)),
+    16: _Mapped((128, 256, 1, 4, 3, 0), (128, 128, 1, 8, 5, 0), None, (64, 256, 2, 4, 3, 0)),
+}
 # Inner, splits, warps, stages, ahead of tiles that are heads of 128, in 16 bits: for up to 32 rows of a tile, and more.
 # The fastest of 32 on an H100 for both shapes of Qwen3, or within 4 % of it:
 # benchmarks/results/2026-11-27-h100-head-tilings.json.
@@ -75,15 +87,17 @@ def choose_mapped_tiling(
     """The tiling for `rows` times a weight [outputs, inner] that is read by tensor maps, with gate above up if it is
     `gated`, or queries, keys and values in heads of a width, of which each tile is one. None where that is no faster,
     or was not tried."""
-    many = outputs >= 8192
+    mapped, many = _MAPPED.get(1 << (rows - 1).bit_length()), outputs >= 8192
     # Half a narrow block, which is gate's or up's part of it, is too small for the matrix units.
-    if not MAX_BLOCK_ROWS // 2 < rows <= MAX_BLOCK_ROWS or inner < 2048 or (gated and not many):
+    if mapped is None or inner < 2048 or (gated and not many):
         return None
     if head_width is not None:
-        return LinearTiling(MAX_BLOCK_ROWS, *_MAPPED_HEADS, mapped=True) if head_width == _MAPPED_HEADS[0] else None
-    return LinearTiling(
-        MAX_BLOCK_ROWS, *(_MAPPED_GATED if gated else _MAPPED_MANY if many else _MAPPED_FEW), mapped=True
-    )
+        sizes = mapped.heads if mapped.heads is not None and head_width == mapped.heads[0] else None
+    elif gated:
+        sizes = mapped.gated
+    else:
+        sizes = mapped.many if many else mapped.few
+    return None if sizes is None else LinearTiling(1 << (rows - 1).bit_length(), *sizes, mapped=True)
 
 
 def choose_linear_tiling(
