@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from contextlib import AbstractContextManager
 from typing import Protocol
 
 import msgspec
@@ -162,6 +163,10 @@ class RankLink(Protocol):
 
     def least(self, number: int) -> int:
         """The smallest of all ranks' numbers."""
+
+    def alone(self) -> AbstractContextManager[None]:
+        """While the block runs, nothing is sent or shared, and `least` gives this rank's number; see
+        `RankGroup.alone`."""
 
     def expect_answers(self) -> None:
         """Have other ranks answer within a heartbeat from now on, where this one leads. Until then they may compile for

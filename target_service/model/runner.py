@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import contextlib
 import itertools
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from itertools import accumulate
 from typing import Any, Literal, cast, get_args
@@ -112,6 +113,12 @@ class ModelRunner:
         self.link = link
         if link is not None and self.cache.recurrent is not None:
             self.cache.recurrent.mirror = LinkedStates(link)
+
+    def compile_ahead(self, what: str, launches: Iterable[Callable[[], object]]) -> None:
+        """Have `ahead` compile what `launches` would, see `AheadCompiler.compile`: on this rank alone, from whose cache
+        the others take it."""
+        with contextlib.nullcontext() if self.link is None else self.link.alone():
+            self.ahead.compile(what, launches)
 
     def hook(self, layers: tuple[int, ...]) -> None:
         """Keep the outputs of these decoder layers only, from the next pass on; see `LayerHooks`. Raises `NotSupported`

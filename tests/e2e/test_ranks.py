@@ -11,6 +11,7 @@ from typing import Any
 
 import psutil
 import pytest
+import torch
 from conftest import make_tiny
 from engine_harness import (
     DEVICE_SEQUENCES,
@@ -38,9 +39,11 @@ from target_service.core.weights import WeightUpdate
 from target_service.engine.exchange import WeightExchange
 from target_service.engine.loop import EngineLoop
 from target_service.execution.host_executor import HostSteps
-from target_service.model.ranks.leading import load_ranks
+from target_service.model.forward import ForwardInput
+from target_service.model.ranks.leading import LeadingLink, load_ranks
 from target_service.model.runner import ModelRunner
 from target_service.model.support import ModelRefused
+from tree_kernels.attention import AttentionBatch
 
 VOCABULARY = 211
 SAMPLINGS = {
@@ -99,6 +102,22 @@ def test_trees_change_nothing(runner: ModelRunner, model: PreTrainedModel, sampl
     late = run(runner, wanted * 2, propose=random_tree(VOCABULARY, 9), late=1, stagger=2)
     assert [outcome.token_ids for outcome in late] == expected * 2
     assert sum(outcome.finished.totals.preemptions for outcome in late) > 0
+
+
+def test_what_the_first_rank_does_alone_reaches_no_other(runner: ModelRunner, model: PreTrainedModel) -> None:
+    """As when it compiles what all will launch: a pass of its parts alone, for which no process waits."""
+    link, part, numbers = runner.link, torch.arange(6.0).view(2, 3), torch.arange(4)
+    assert isinstance(link, LeadingLink)
+    attention = AttentionBatch((0, 3), (0,), ((0,),), 4, (None,))
+    with link.alone():
+        assert torch.equal(link.summed(part.clone()), part)
+        assert torch.equal(link.joined(part), torch.cat([part, part], dim=-1))
+        link.share(numbers)
+        assert torch.equal(numbers, torch.arange(4)) and link.least(7) == 7
+        logits = runner.forward(ForwardInput((5, 6, 7), (0, 1, 2), (0, 1, 2), attention, (2,)))
+    assert logits.shape == (1, VOCABULARY) and logits.isfinite().all()
+    wanted = requests(SAMPLINGS["greedy"])
+    assert [outcome.token_ids for outcome in run(runner, wanted)] == [plain(model, one) for one in wanted]
 
 
 @pytest.mark.parametrize("sampling", SAMPLINGS.values(), ids=SAMPLINGS)

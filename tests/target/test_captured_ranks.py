@@ -10,7 +10,7 @@ import contextlib
 import itertools
 import queue
 import random
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, replace
 from types import SimpleNamespace
@@ -42,6 +42,7 @@ from target_service.model.ranks.followed_passes import FollowedPasses
 from target_service.model.runner import runner_over
 from target_service.model.support import description_of
 from tree_kernels import paging
+from tree_kernels.ahead import AheadCompiler
 from tree_kernels.attention import AttentionBatch, TreeAttention
 from tree_kernels.linear import layers as linear_layers
 from tree_kernels.verification import parameter_count
@@ -56,6 +57,7 @@ triton_attention = pytest.importorskip("tree_kernels.attention.triton_backend")
 
 CPU = torch.device("cpu")
 VOCABULARY, RANKS, SEQUENCES, ROWS, PAGE_SIZE, MAX_TOKENS = 211, 2, 4, 48, 4, 14
+WHAT_IS_COMPILED = {"fused layers", "steps", "what follows steps"}
 # So that both kinds of passes come: with logits of few rows, and of every row.
 FEW_OUTPUTS = 6
 SAMPLINGS = {
@@ -138,7 +140,7 @@ class ThreadLink(ThreadRank):
         return self.rank == 0
 
     def send(self, message: PassMessage) -> None:
-        if self.leads:
+        if self.leads and not self.is_alone:
             assert self.messages is not None
             self.messages.put(message)
 
@@ -178,14 +180,16 @@ def model() -> PreTrainedModel:
     return make_tiny(num_hidden_layers=2)
 
 
-def captured_rank(model: PreTrainedModel, link: ThreadLink | None = None) -> RerunRunner:
+def captured_rank(
+    model: PreTrainedModel, link: ThreadLink | None = None, ahead: AheadCompiler | None = None
+) -> RerunRunner:
     """As `loader.load_runner` makes one."""
     description = description_of(model.config)
     assert description is not None
     place = Placement(CPU, torch.float32, ranks=link)
     decoder = (build_rank if link else build)(description, published_tensors(model), place)
     runner = runner_over(decoder, None, num_pages=64, page_size=PAGE_SIZE, end_token_ids=())
-    runner.attention = ReadBack()
+    runner.attention, runner.ahead = ReadBack(), ahead or AheadCompiler((), 0)
     if link is None or link.leads:
         runner.enable_device_row_selection(SEQUENCES, 3)
     options = CaptureOptions(ROWS, SEQUENCES, LayerOptions(compiled=False), few_outputs=FEW_OUTPUTS)
@@ -203,8 +207,32 @@ def follow(model: PreTrainedModel, link: ThreadLink) -> None:
             passes.follow(message)
 
 
+class Rehearsed(AheadCompiler):
+    """Runs what it would compile, for which no other rank is called."""
+
+    def __init__(self, link: ThreadLink) -> None:
+        super().__init__((), 0)
+        self._link, self.rehearsed = link, dict[str, int]()
+
+    @property
+    def has_processes(self) -> bool:
+        return True
+
+    def compile(self, what: str, launches: Iterable[Callable[[], object]]) -> int:
+        before, count = len(self._link.calls), 0
+        with torch.inference_mode():
+            for launch in launches:
+                assert self._link.is_alone
+                launch()
+                count += 1
+        assert len(self._link.calls) == before
+        self.rehearsed[what] = count
+        return count
+
+
 @pytest.fixture
 def leading(without_gpu: None, model: PreTrainedModel) -> Iterator[RerunRunner]:
+    """The first rank, which has rehearsed alone what it captured."""
     del without_gpu
     exchange, messages = Exchange(RANKS), queue.SimpleQueue[PassMessage | None]()
     links = [ThreadLink(rank, exchange, messages=messages) for rank in range(RANKS)]
@@ -212,7 +240,7 @@ def leading(without_gpu: None, model: PreTrainedModel) -> Iterator[RerunRunner]:
         following = threads.submit(follow, model, links[1])
         following.add_done_callback(lambda _: exchange.barrier.abort())
         try:
-            runner = captured_rank(model, links[0])
+            runner = captured_rank(model, links[0], Rehearsed(links[0]))
             capture_steps(runner, seconds=60.0, memory_share=0.5)
             yield runner
         finally:
@@ -231,9 +259,13 @@ def requests(sampling: SamplingParams) -> list[SequenceRequest]:
 def test_captured_passes_of_ranks(leading: RerunRunner, model: PreTrainedModel) -> None:
     """Prompts, some of them eager for their length; trees of the host and of the device; several passes in a launch."""
     steps = DeviceSteps(leading, max_sequences=SEQUENCES, max_rows=ROWS, backend="torch")
+    sizes = len(buckets_up_to(ROWS, SEQUENCES))
+    assert leading.captured_steps == (sizes, sizes), "ranks capture nothing in pauses"
     # In which the buffers of captured steps are made: PyTorch does not let others write them, as a GPU's kernels do.
     with torch.inference_mode():
         steps.warm_up()
+        assert isinstance(leading.ahead, Rehearsed)
+        assert leading.ahead.rehearsed["steps"] == sizes and leading.ahead.rehearsed.keys() == WHAT_IS_COMPILED
         # As where the time for capturing was over: the others are eager.
         leading.buckets = tuple(bucket for bucket in leading.buckets if bucket.rows <= ROWS // 2)
         config = engine_config(max_step_rows=ROWS, max_running=SEQUENCES, prefill_chunk=ROWS)

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable, Iterator, Sequence
+from contextlib import nullcontext
 from dataclasses import dataclass
 from functools import partial
 from itertools import pairwise
@@ -139,7 +140,7 @@ def _fuse(
         of_layer = linears, experts, stack.place.ranks
         forms.append(None if parts is None or not _can_be_launched(layer) else FusedForm(parts, *of_layer))
     if ahead is not None:
-        ahead.compile("fused layers", _all_trials(stack, forms))
+        _compile_ahead(stack, forms, ahead)
     for index, form in enumerate(forms):
         if form is not None and not _agreed(stack, computes_the_same(stack, index, form)):
             forms[index] = None
@@ -150,6 +151,16 @@ def _fuse(
     fused = sum(form is not None for form in forms)
     log.info("%d of %d layers run in fused form", fused, len(forms))
     return fused
+
+
+def _compile_ahead(stack: LayerStack, forms: Sequence[FusedForm | None], ahead: AheadCompiler) -> None:
+    """Have `ahead` compile what trials launch: of several ranks on the one whose compiler has processes, while all
+    others wait, so that they find it in the cache."""
+    ranks = stack.place.ranks
+    with nullcontext() if ranks is None else ranks.alone():
+        ahead.compile("fused layers", _all_trials(stack, forms))
+    if ranks is not None:
+        ranks.least(0)
 
 
 def _all_trials(stack: LayerStack, forms: Sequence[FusedForm | None]) -> Iterator[Callable[[], object]]:

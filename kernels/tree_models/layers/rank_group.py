@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from contextlib import AbstractContextManager
 from typing import Protocol
 
 import torch
@@ -44,6 +45,11 @@ class RankGroup(Protocol):
 
     def least(self, number: int) -> int:
         """The smallest of all ranks' numbers."""
+
+    def alone(self) -> AbstractContextManager[None]:
+        """While the block runs, calls reach no other rank: a sum is this one's part, and what is joined are copies of
+        it. For launches that are collected and not run, of which sums over GPUs would wait for the others; these wait
+        for the end of the block, in `least`."""
 
 
 def looked_up(table: Tensor, token_ids: Tensor, ranks: RankGroup | None) -> Tensor:

@@ -36,7 +36,7 @@ def capture_steps(captured: CapturedRunner, *, seconds: float, memory_share: flo
     The runner's cache, just large enough to run a step, is replaced by one of `memory_share` of the memory that is free
     then, or kept with 0. Raises `ModelRefused` where steps of several ranks cannot be captured.
     """
-    captured.ahead.compile("steps", (partial(captured.rehearse, bucket) for bucket in ordered_sizes(captured)))
+    captured.compile_ahead("steps", (partial(captured.rehearse, bucket) for bucket in ordered_sizes(captured)))
     before = captured.free_memory()
     try:
         captured.capture(captured.buckets[-1:])
@@ -70,11 +70,13 @@ def _cache_of(small: KVCache, free: float, share: float) -> KVCache:
 
 def _capture_all(captured: CapturedRunner, seconds: float) -> None:
     ordered = ordered_sizes(captured)
-    first = first_sizes(ordered) if captured.compiled_ahead else ordered
+    # Not of several ranks: one that has no memory left for a size would hold up the others.
+    pauses = captured.compiled_ahead and captured.ranks == 1
+    first = first_sizes(ordered) if pauses else ordered
     with Progress(transient=True, disable=not sys.stderr.isatty(), console=error_console()) as bars:
         bar = bars.add_task("capturing steps", total=len(first))
         done = captured.capture(first, seconds=seconds, progress=lambda: bars.advance(bar))
-    captured.keep_to_captured(ordered if captured.compiled_ahead else ())
+    captured.keep_to_captured(ordered if pauses else ())
     log.info("captured %d of %d sizes of steps", done, len(ordered))
 
 

@@ -323,7 +323,7 @@ class CapturedRunner(ModelRunner):
     @torch.inference_mode()
     def rehearse(self, bucket: Bucket) -> None:
         """Launch the kernels that a step of this size launches, by a few layers, outside of a graph and without effect.
-        Not with other ranks."""
+        Of several ranks on this one alone, see `RankLink.alone`."""
         network = self.network
         with network.few_layers() if isinstance(network, Decoder) else contextlib.nullcontext():
             buffer = self._rehearsed(bucket)

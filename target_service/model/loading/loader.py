@@ -95,10 +95,11 @@ def load_runner(config: TargetConfig, link: RankGroupLink | None = None) -> Mode
     if 0 < config.kv_tokens < _LEAST_KV_TOKENS:
         raise ModelRefused(f"--kv-tokens must be at least {_LEAST_KV_TOKENS}, or 0")
     choose_device(config.device)
-    if config.captures and link is None:
+    leads = link is None or link.leads
+    if config.captures and leads:
         LOOPS.compile_beside(_LOOPS)
-    # From now on, so that they have imported all when they are needed. Ranks would wait for each other.
-    ahead = AheadCompiler(module_command(CHILD), config.compilers if link is None else 0)
+    # From now on, so that they have imported all when they are needed. Other ranks take what the leading one compiles.
+    ahead = AheadCompiler(module_command(CHILD), config.compilers if leads else 0)
     try:
         return _load(config, link, ahead)
     except BaseException:

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import os
 import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
 from datetime import timedelta
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -49,6 +51,7 @@ class DistributedRanks:
         self._group = distributed.group.WORLD
         self._serving: distributed.ProcessGroup | None = None
         self._one_shot: TritonRankSums | None = None
+        self._alone = False
         if self._on_gpu:
             # The communicator is made by the first call, which no graph can hold.
             self.summed(torch.zeros(1, device=device))
@@ -61,6 +64,15 @@ class DistributedRanks:
         self.least(0)
         if self._serving is not None:
             self._group = self._serving
+
+    @contextmanager
+    def alone(self) -> Iterator[None]:
+        """See `RankGroup.alone`."""
+        self._alone = True
+        try:
+            yield
+        finally:
+            self._alone = False
 
     def close(self) -> None:
         """Leave the other ranks."""
@@ -80,13 +92,16 @@ class DistributedRanks:
         total = part.contiguous()
         if self._one_shot is not None and self._one_shot.can_sum(total):
             return self._one_shot.summed(total)
-        distributed.all_reduce(total, group=self._group)
+        if not self._alone:
+            distributed.all_reduce(total, group=self._group)
         return total
 
     @torch.compiler.disable  # type: ignore[untyped-decorator]
     def joined(self, part: Tensor) -> Tensor:
         """See `RankGroup.joined`."""
         own = part.reshape(-1, part.shape[-1])
+        if self._alone:
+            return torch.cat([part] * self.size, dim=-1)
         parts = own.new_empty(self.size * len(own), own.shape[1])
         _gather(parts, own, group=self._group)
         beside = parts.view(self.size, *own.shape).transpose(0, 1)
@@ -94,10 +109,13 @@ class DistributedRanks:
 
     def share(self, tensor: Tensor) -> None:
         """See `RankLink.share`."""
-        distributed.broadcast(tensor, 0, group=self._group)
+        if not self._alone:
+            distributed.broadcast(tensor, 0, group=self._group)
 
     def least(self, number: int) -> int:
         """See `RankGroup.least`."""
+        if self._alone:
+            return number
         found = torch.tensor(number)
         distributed.all_reduce(found, distributed.ReduceOp.MIN, group=self._group)
         return int(found)

@@ -156,7 +156,8 @@ class LeadingLink(DistributedRanks):
 
     def send(self, message: PassMessage) -> None:
         """See `RankLink.send`."""
-        self.followers.send(message)
+        if not self._alone:
+            self.followers.send(message)
 
     def read_weights(self, folder: str) -> None:
         """See `RankLink.read_weights`."""
