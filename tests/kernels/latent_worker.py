@@ -13,6 +13,7 @@ from typing import Any
 
 import torch
 from conftest import Spec, make_latent_case
+from examples import is_full
 
 from tree_kernels.attention.triton_planning import TritonSettings
 from tree_kernels.attention.triton_tiling import Tiling
@@ -61,7 +62,7 @@ def cases() -> Iterator[tuple[str, dict[str, Any], TritonSettings]]:
     if not INTERPRETED:
         yield from device_cases()
     rng = random.Random(0)
-    for i in range(10):
+    for i in range(10 if is_full() or not INTERPRETED else 4):
         kinds = ("tree", "chain", "causal", "star")
         specs = [(rng.randrange(70), rng.randrange(20), rng.choice(kinds)) for _ in range(rng.randrange(1, 5))]
         arguments = {

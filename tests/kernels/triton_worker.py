@@ -112,7 +112,7 @@ def variant_cases(balanced: TritonSettings) -> Iterator[tuple[str, dict[str, Any
         yield f"all variants, {name}", {"specs": RAGGED, "width": 16, "group": 3, **whole}, one
         yield f"sinks, {name}", {"specs": RAGGED, "width": 16, "sinks": True}, one
     yield "cap", {"specs": RAGGED, "width": 16, "score_cap": 0.7}, balanced
-    specs: list[Spec] = [(700, 70, "causal"), (500, 129, "tree"), (3, 256, "tree")]
+    specs: list[Spec] = [(300, 70, "causal"), (200, 65, "tree"), (3, 130, "tree")]
     yield "long, window", {"specs": specs, "width": 16, "kv_heads": 1, "group": 5, "window": 50}, balanced
 
 
