@@ -26,7 +26,7 @@ GREEDY = SamplingParams(ignore_eos=True)
 SEEDED = SamplingParams(temperature=0.8, top_p=0.9, seed=11, ignore_eos=True)
 PENALTIES = SamplingParams(temperature=0.6, repetition_penalty=1.1, frequency_penalty=0.2, seed=12, ignore_eos=True)
 # Longer prompts say no more about equality, and cost their prefill for plain decoding and once for every draft.
-SHORT, LONGEST = 220, 400
+SHORT, LONGEST = 100, 400
 
 
 @pytest.fixture(scope="module")
@@ -85,12 +85,15 @@ def test_forty_two_prompts(runner: ModelRunner, sampling: SamplingParams) -> Non
     check(runner, wanted(runner, 6, 48, sampling, LONGEST), drafters, priced=drafters)
 
 
+TOKENS = 12
+
+
 def test_plain_decoding_is_transformers_own(runner: ModelRunner) -> None:
-    one = wanted(runner, 1, 24, GREEDY)[0]
+    one = wanted(runner, 1, TOKENS, GREEDY)[0]
     (outcome,) = run(runner, [one])
     model = AutoModelForCausalLM.from_pretrained(resolve(runner.name), dtype=torch.float32)
     ids = torch.tensor([one.token_ids])
     said = model.generate(
-        ids, attention_mask=torch.ones_like(ids), max_new_tokens=24, min_new_tokens=24, do_sample=False
+        ids, attention_mask=torch.ones_like(ids), max_new_tokens=TOKENS, min_new_tokens=TOKENS, do_sample=False
     )
     assert tuple(said[0, len(one.token_ids) :].tolist()) == outcome.token_ids
