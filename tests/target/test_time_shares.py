@@ -263,6 +263,22 @@ def test_times_follow_a_machine_that_becomes_slower() -> None:
     assert times.prefill_within(32, 7.0, 512) == pytest.approx(50, abs=2)
 
 
+@pytest.mark.parametrize("held_up", [7, 12, 16])
+def test_few_rows_that_were_held_up_do_not_hold_up_many(held_up: int) -> None:
+    """A pause of the machine falls into the only step that reads so few rows, and such a step does not come again."""
+    times, a_row, alone = StepTimes(lambda rows: 4e-3 + 2e-5 * rows), 2e-5, 5e-3
+    for _ in range(20):
+        times.observe_step(4, 0, alone)
+        times.observe_step(4, 1000, alone + 1000 * a_row)
+    before = times.prefill_within(4, 15e-3, 2048)
+    times.observe_step(4, held_up, 30e-3)
+    for _ in range(2):
+        # What is read at the least while all seem slow.
+        times.observe_step(4, 16, alone + 16 * a_row)
+    assert before > 400
+    assert times.prefill_within(4, 15e-3, 2048) == pytest.approx(before, rel=0.1)
+
+
 def test_a_first_step_that_compiles_says_nothing() -> None:
     times = StepTimes()
     for seconds in (30.0, 1.0, 1.0, 1.0):
