@@ -18,10 +18,6 @@ _INPROCESS = "inprocess:"
 # Processes that compile at start: as many as there are cores besides those of target and draft, and so many at most,
 # since each takes some 300 MB. Chosen.
 _MOST_COMPILERS, _OTHER_CORES = 12, 4
-# More than any machine has cores for.
-MOST_THREADS = 1024
-# More than any model has key heads for.
-MOST_RANKS = 64
 # Longest steps with prompts. On a GPU between vLLM's longest gaps of 64 streams at 8B size on an H100 (p99, 21 ms plain
 # and 29 with a head): of the waits simulated by `benchmarks/host/simulated_prompts.py` 22 to 25 make most tokens. On
 # two cores a step of 24 ms would read no rows beside a decoding one of 34.
@@ -45,7 +41,8 @@ class TargetConfig(ServiceSettings):
         1,
         "processes that share the model, each with a part of every layer and, from `--device` on, a GPU of its own",
         ge=1,
-        le=MOST_RANKS,
+        # More than any model has key heads for.
+        le=64,
     )
     listen: str = setting("127.0.0.1:50051", "address to serve on: HOST:PORT or unix:PATH")
 
@@ -234,7 +231,8 @@ class TargetConfig(ServiceSettings):
         0,
         "CPU threads for torch; 0 takes 1 beside a GPU and torch's own choice elsewhere",
         ge=0,
-        le=MOST_THREADS,
+        # More than any machine has cores for.
+        le=1024,
         rare=True,
     )
     max_sequences_per_stream: int = setting(256, "open sequences of one Verify stream", ge=1, rare=True)

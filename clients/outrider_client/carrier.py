@@ -23,8 +23,6 @@ _CODES: dict[int, grpc.StatusCode] = {code.value[0]: code for code in grpc.Statu
 _MOST_BYTES = 128 * 1024
 # Entries of each list of a message: fewer than the target takes.
 _MOST_ORDERS = 1024
-# Metadata that identify the caller.
-_CREDENTIALS = (TENANT_KEY, TOKEN_KEY)
 # Events that one call may keep here unread before the target keeps them. Chosen: several steps of a fast engine.
 _MOST_UNREAD = 64
 
@@ -155,7 +153,8 @@ class _Begun:
 
     def __init__(self, metadata: Metadata, timeout: float | None) -> None:
         self.metadata, self.timeout = tuple(metadata), timeout
-        self.caller = tuple(pair for pair in self.metadata if pair[0] in _CREDENTIALS)
+        # Metadata that identify the caller.
+        self.caller = tuple(pair for pair in self.metadata if pair[0] in (TENANT_KEY, TOKEN_KEY))
         now = asyncio.get_running_loop().time()
         self._until = None if timeout is None else now + timeout
 

@@ -17,8 +17,6 @@ from outrider.wire.trees import error_of_rpc
 
 # The status that gRPC gives a stream when a write finds the connection lost before a read does.
 _BROKEN_WRITE = "Internal error from Core"
-# The status message of a call that reaches a gRPC server just as it stops. Calls that we cancel have another message.
-_CAME_TOO_LATE = "CANCELLED"
 
 
 class ServiceUnreachable(ConnectionError):
@@ -47,7 +45,9 @@ def typed_error(error: grpc.RpcError, address: str) -> OutriderError | ServiceUn
         return DeadlineExceeded("the deadline passed before the answer was complete")
     if code == grpc.StatusCode.UNAVAILABLE.name or typed.message == _BROKEN_WRITE:
         return ServiceUnreachable(address, typed.message)
-    if code == grpc.StatusCode.CANCELLED.name and typed.message == _CAME_TOO_LATE:
+    # The status message of a call that reaches a gRPC server just as it stops. Calls that we cancel have another
+    # message.
+    if code == grpc.StatusCode.CANCELLED.name and typed.message == "CANCELLED":
         return ServiceUnreachable(address, "it stopped as the call came")
     return typed
 

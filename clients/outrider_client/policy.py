@@ -13,8 +13,6 @@ from typing import TypeVar
 from outrider.errors import OutriderError
 
 Answer = TypeVar("Answer")
-# Jitter, so that callers refused together spread out: each waits up to this share longer than requested.
-_SPREAD = 0.25
 
 
 @dataclass(frozen=True)
@@ -58,7 +56,9 @@ class Policy:
             except OutriderError as error:
                 if error.retry_after is None or made >= self.attempts:
                     raise
-                wait = error.retry_after * 2 ** (made - 1) * (1 + random.uniform(0, _SPREAD))
+                # Jitter, so that callers refused together spread out: each waits up to this share longer than
+                # requested.
+                wait = error.retry_after * 2 ** (made - 1) * (1 + random.uniform(0, 0.25))
                 if wait >= end - now():
                     raise
             with contextlib.suppress(TimeoutError):

@@ -10,7 +10,6 @@ from opentelemetry.context import Context
 from outrider.telemetry.tracing import context_from_metadata
 from outrider_gateway.failures import Refused
 
-_TRACE = (b"traceparent", b"tracestate")
 # Of a key or a trace. Chosen.
 _MAX_BYTES = 4096
 Headers = Iterable[tuple[bytes, bytes]]
@@ -44,7 +43,7 @@ def caller_from(headers: Headers) -> HttpCaller:
             token = token or _printable(value.strip(), 401, "the header x-api-key")
         elif name == b"outrider-tenant":
             tenant = _printable(value, 400, "the header outrider-tenant")
-        elif name in _TRACE:
+        elif name in (b"traceparent", b"tracestate"):
             trace.append((name.decode(), value.decode("latin-1")))
     return HttpCaller(token, tenant, context_from_metadata(trace) if trace else Context())
 

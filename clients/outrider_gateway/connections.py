@@ -22,8 +22,6 @@ from outrider_gateway.peers import peer_name
 logger = logging.getLogger(__name__)
 # Connections beyond the limit, for health alone. Chosen: probes are few, and each is answered at once.
 HEALTH_CONNECTIONS = 16
-_RETRY_SECONDS = 1.0
-_HEALTH_PATHS = ("/health", "/health/ready")
 
 
 class Connections:
@@ -138,7 +136,7 @@ def _for_health(app: ASGIApp) -> ASGIApp:
     """`app` for health, and a refusal for all else."""
 
     async def application(scope: Scope, receive: Receive, send: Send) -> None:
-        if scope["path"] in _HEALTH_PATHS:
+        if scope["path"] in ("/health", "/health/ready"):
             await app(scope, receive, send)
             return
         refused = Refused(

@@ -25,8 +25,6 @@ logger = logging.getLogger(__name__)
 _KNOWN_SECONDS, _REFUSED_SECONDS = 60.0, 2.0
 # Callers remembered, of each kind: some hundred bytes each.
 _REMEMBERED = 4096
-# Questions at once, far fewer than the streams of a connection to a target: those about wrong tokens are answered late.
-_MOST_ASKED = 32
 # Longer than a target delays a refusal.
 _ASK_SECONDS = 15.0
 # Refusals that the same caller gets again.
@@ -66,7 +64,9 @@ class KnownCallers:
         self._tenants: Remembered[Found] = Remembered(_KNOWN_SECONDS, _REMEMBERED, clock)
         self._refusals: Remembered[Found] = Remembered(_REFUSED_SECONDS, _REMEMBERED, clock)
         self._asking: dict[bytes, asyncio.Task[Found]] = {}
-        self._waits = NewestWaits(_MOST_ASKED)
+        # Questions at once, far fewer than the streams of a connection to a target: those about wrong tokens are
+        # answered late.
+        self._waits = NewestWaits(32)
         self._failures = LogLimit()
 
     async def tenant(self, caller: HttpCaller) -> str:

@@ -12,8 +12,6 @@ from outrider_client.results import Result
 from outrider_gateway.generation_request import GenerationRequest
 
 logger = logging.getLogger(__name__)
-# Characters of a name that a caller gives.
-_LONGEST_NAME = 64
 
 
 @dataclass(slots=True)
@@ -50,4 +48,5 @@ class RequestLine:
 
 
 def _quoted(name: str) -> str:
-    return json.dumps(name[:_LONGEST_NAME]) if name else "-"
+    # Characters of a name that a caller gives.
+    return json.dumps(name[:64]) if name else "-"

@@ -33,8 +33,6 @@ MAX_UINT32 = 2**32 - 1
 MAX_TOKEN_ID = 2**31 - 1
 # Kinds of `thinking`; of the last the model decides.
 THINKING = ("enabled", "disabled", "adaptive")
-# Fields of the top level that are given to the chat template under their own names.
-_TEMPLATE_FIELDS = ("reasoning_effort", "verbosity", "enable_thinking")
 
 
 def chat_request(body: Mapping[str, Any], max_choices: int, max_prompt: int = MOST_CONTEXT) -> GenerationRequest:
@@ -169,7 +167,8 @@ def _user(value: Any) -> str:
 def chat_options(fields: Fields) -> ChatOptions:
     """How the chat template renders the messages."""
     arguments = dict(typed(fields.pop("chat_template_kwargs", {}), dict, "chat_template_kwargs"))
-    for name in _TEMPLATE_FIELDS:
+    # Fields of the top level that are given to the chat template under their own names.
+    for name in ("reasoning_effort", "verbosity", "enable_thinking"):
         value = fields.pop(name)
         # The field that is made for it wins.
         if value is not None:

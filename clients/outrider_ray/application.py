@@ -16,8 +16,6 @@ from outrider_ray.service_process import STOP_SECONDS
 _LEFT_OUT_SECONDS = 5.0
 # A health call beside a step of seconds. A service that ended is found at the next check in any case.
 _HEALTH_TIMEOUT_SECONDS = 30.0
-# Serve's calls to a replica are of its own and ours: an address, a state of health.
-_CALLS = 100
 
 
 def fleet(args: Mapping[str, Any]) -> serve.Application:
@@ -44,7 +42,8 @@ def _deployment(replica: type, name: str, resources: Mapping[str, float]) -> Any
         replica,
         name=name,
         ray_actor_options=dict(resources),
-        max_ongoing_requests=_CALLS,
+        # Serve's calls to a replica are of its own and ours: an address, a state of health.
+        max_ongoing_requests=100,
         health_check_period_s=2.0,
         health_check_timeout_s=_HEALTH_TIMEOUT_SECONDS,
         graceful_shutdown_wait_loop_s=_LEFT_OUT_SECONDS,

@@ -20,7 +20,6 @@ _START_SECONDS = 3600.0
 # More than the services take to drain, 30 s.
 STOP_SECONDS = 35.0
 _CALL_SECONDS = 5.0
-_TAIL_LINES = 20
 
 
 class ServiceEnded(Exception):
@@ -34,7 +33,7 @@ class ServiceProcess:
     def __init__(self, name: str, access: AccessOptions, address: str, metrics: str) -> None:
         self.address, self.metrics = address, metrics
         self._name, self._access = name, access
-        self._tail = deque[str](maxlen=_TAIL_LINES)
+        self._tail = deque[str](maxlen=20)
         self._child: Child
 
     @classmethod

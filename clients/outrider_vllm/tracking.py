@@ -17,8 +17,6 @@ import numpy as np
 from numpy.typing import NDArray
 
 Tokens = NDArray[np.int32]
-# Tokens at its end by which a request is known again in its own row, without looking at the rest of its text.
-TAIL = 64
 # Steps, and seconds, after which a request that is in no row is forgotten: it has ended, or was preempted for long. A
 # request that merely found no place in a step is back in the next ones. Chosen, not measured.
 ABSENT_STEPS = 8
@@ -51,7 +49,8 @@ class TrackedRequest:
         """Its text is `text` [length] now, which begins with what it was."""
         self._digest.update(text[self.length :].data)
         self.length = len(text)
-        self.tail = text[-TAIL:].tobytes()
+        # Tokens at its end by which a request is known again in its own row, without looking at the rest of its text.
+        self.tail = text[-64:].tobytes()
 
 
 @dataclass(frozen=True, slots=True)

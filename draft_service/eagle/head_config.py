@@ -17,7 +17,6 @@ from tree_models.spec import AttentionSpec, HeadNormSpec, LayerSpec, MLPSpec, No
 HeadKind = Literal["eagle", "eagle3", "mtp"]
 # Of a layer's weights in `EagleHead`, where they are Llama's.
 LAYER_NAMES = WeightNames(embedding="embed_tokens", layer="layers.{layer}.")
-_ROPE_TYPES = ("default", "linear", "llama3", "yarn")
 
 
 @dataclass(frozen=True, slots=True)
@@ -115,7 +114,7 @@ class HeadConfig(LayeredShape):
             )
         LayeredShape.__post_init__(self)
         rope_type = self.rope.get("rope_type", "default")
-        if rope_type not in _ROPE_TYPES:
+        if rope_type not in ("default", "linear", "llama3", "yarn"):
             raise HeadRefused(f"rotary positions of type {rope_type!r} are not served")
         if float(self.rope.get("partial_rotary_factor", 1.0)) != 1.0:
             raise HeadRefused("rotary positions over a part of a head's width are not served")

@@ -38,7 +38,6 @@ _BLOCK = re.compile(r"^(\d+)\.(\d+)\.linear\.(weight|bias)$")
 _LM_HEAD = re.compile(r"^(\d+)\.(\d+)\.weight$")
 _VLLM_BLOCK = re.compile(r"^blocks\.(\d+)\.layers\.(\d+)\.(weight|bias)$")
 _VLLM_LM_HEAD = re.compile(r"^lm_heads\.(\d+)\.weight$")
-_MAPS = ("d2t", "token_map")
 
 
 class MedusaCheckpoint:
@@ -131,7 +130,7 @@ def _shape(weights: Weights, names: Mapping[str, str]) -> MedusaShape:
     if lm_head is None:
         raise HeadRefused("the first of the heads has no lm_head")
     rows, hidden = weights.shape(lm_head)
-    mapped = any(name in weights.names for name in _MAPS)
+    mapped = any(name in weights.names for name in ("d2t", "token_map"))
     if mapped and not config.get("vocab_size"):
         raise HeadRefused("the heads' vocabulary was reduced, and config.json has no vocab_size of the target")
     return MedusaShape(

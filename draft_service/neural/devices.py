@@ -8,9 +8,6 @@ from functools import cache
 
 import torch
 
-# Any above 0, which streams have by default; PyTorch takes -1 on every GPU.
-_PRIORITY = -1
-
 
 def drafting_stream(device: torch.device | str) -> torch.cuda.Stream:
     """A stream of this GPU for a drafter's kernels, and for the capture of graphs of them.
@@ -20,7 +17,8 @@ def drafting_stream(device: torch.device | str) -> torch.cuda.Stream:
     came 5.0 ms after their commits with a target's priority, and 3.5 ms with this one
     (`benchmarks/results/2026-11-25-h100-widened-thirteenth.md`). In another process this needs MPS.
     """
-    return torch.cuda.Stream(device, priority=_PRIORITY)  # type: ignore[no-untyped-call]
+    # Any above 0, which streams have by default; PyTorch takes -1 on every GPU.
+    return torch.cuda.Stream(device, priority=-1)  # type: ignore[no-untyped-call]
 
 
 @contextmanager

@@ -11,9 +11,6 @@ from outrider.settings import Settings, SettingsError, setting
 from outrider.tree import MAX_ROWS
 from outrider.wire.frames import TreeLimits
 
-# The clock of a sequence's own trie is never set back; no model has such a context.
-MAX_CONTEXT = 1 << 24
-
 
 @dataclass(frozen=True)
 class TrieConfig(Settings):
@@ -45,7 +42,8 @@ class TrieConfig(Settings):
     own_capacity: int = setting(
         16_000_000, "nodes over the own tries of all open sequences; past it, they forget", ge=128
     )
-    max_context: int = setting(131_072, "longest sequence followed, in tokens", ge=1, le=MAX_CONTEXT)
+    # The clock of a sequence's own trie is never set back; no model has such a context.
+    max_context: int = setting(131_072, "longest sequence followed, in tokens", ge=1, le=1 << 24)
     max_backlog: int = setting(1_000_000, "tokens that may wait to be inserted; past it, new ones are dropped", ge=0)
 
     snapshot: str = setting("", "folder to keep tries in across restarts; none when empty")

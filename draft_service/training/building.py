@@ -27,8 +27,6 @@ from outrider.model_store import model_source
 from outrider.settings import SettingsError
 from tree_models.layers.norm import Normalization
 
-# Standard deviation of initial weights: `initializer_range` of Llama's configuration in transformers.
-_DEVIATION = 0.02
 # As a share of the mean square of the target's rows. Chosen, not measured: small beside 1, large beside rounding.
 _RIDGE = 1e-3
 # The MLP of a head with another width than its target is 8/3 of that width, rounded up to a multiple of this. Chosen,
@@ -225,7 +223,8 @@ def _randomise(module: nn.Module, generator: torch.Generator) -> None:
     """Matrices get random numbers; the weights of norms are ones, biases zeros."""
     for name, parameter in module.named_parameters():
         if parameter.ndim == 2:
-            parameter.normal_(0.0, _DEVIATION, generator=generator)
+            # Standard deviation of initial weights: `initializer_range` of Llama's configuration in transformers.
+            parameter.normal_(0.0, 0.02, generator=generator)
         else:
             parameter.fill_(0.0 if name.endswith("bias") else 1.0)
 

@@ -16,7 +16,6 @@ NamedSettings = Mapping[tuple[str, str], str]
 WITH_HEAD = ("eagle", "medusa", "merged", "mtp")
 # The default of the draft's own setting, which cannot be imported here.
 _MERGED_DRAFTERS = "eagle,trie"
-_SECTIONS = ("target", "draft", "eagle", "medusa", "model", "mtp", "merged", "gateway")
 
 
 def named_settings(environment: Mapping[str, str], path: Path | None) -> dict[tuple[str, str], str]:
@@ -27,7 +26,7 @@ def named_settings(environment: Mapping[str, str], path: Path | None) -> dict[tu
         with contextlib.suppress(SettingsError):
             document = read_toml(path)
     found: dict[tuple[str, str], str] = {}
-    for section in _SECTIONS:
+    for section in ("target", "draft", "eagle", "medusa", "model", "mtp", "merged", "gateway"):
         prefix = f"OUTRIDER_{section.upper()}_"
         table = document.get(section, {})
         found |= {(section, name): str(value) for name, value in (table if isinstance(table, dict) else {}).items()}

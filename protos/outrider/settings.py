@@ -38,8 +38,6 @@ logger = logging.getLogger(__name__)
 CONFIG_VARIABLE = "OUTRIDER_CONFIG"
 # Default bytes of the largest message that a service accepts.
 MAX_MESSAGE_BYTES = 4 * 1024 * 1024
-# The most that gRPC can be configured for: its numbers have 32 bits.
-MOST_MESSAGE_BYTES = 2**31 - 1
 # Chosen, not measured: clients send their first message with the headers, and a slow network takes a second or two.
 FIRST_MESSAGE_SECONDS = 10.0
 # The flag that lists the rare settings too.
@@ -106,9 +104,8 @@ class ServiceSettings(Settings):
     """Settings that both services have."""
 
     metrics_listen: str = setting("", "HOST:PORT of the Prometheus endpoint; off when empty")
-    max_message_bytes: int = setting(
-        MAX_MESSAGE_BYTES, "largest message accepted", ge=1024, le=MOST_MESSAGE_BYTES, rare=True
-    )
+    # The most that gRPC can be configured for: its numbers have 32 bits.
+    max_message_bytes: int = setting(MAX_MESSAGE_BYTES, "largest message accepted", ge=1024, le=2**31 - 1, rare=True)
     first_message_seconds: float = setting(
         FIRST_MESSAGE_SECONDS, "time that a stream has for its first message", gt=0, le=3600, rare=True
     )

@@ -12,8 +12,6 @@ from collections.abc import Callable
 from typing import Any
 
 _STREAMS = (("stdin", "r"), ("stdout", "w"), ("stderr", "w"))
-# Why a write to an open stream may fail: no room, or nobody there.
-_UNWRITABLE = (errno.ENOSPC, errno.EIO, errno.EBADF, errno.EFBIG, errno.EDQUOT)
 # The name of `_replaced` for codecs.
 _REPLACING = "outrider.replace"
 
@@ -75,7 +73,8 @@ def exit_status(work: Callable[[], int]) -> int:
         _discard_output()
         return 0
     except OSError as error:
-        if error.errno not in _UNWRITABLE:
+        # Why a write to an open stream may fail: no room, or nobody there.
+        if error.errno not in (errno.ENOSPC, errno.EIO, errno.EBADF, errno.EFBIG, errno.EDQUOT):
             raise
         _discard_output()
         sys.stderr.write(f"error: the output cannot be written: {error.strerror}\n")

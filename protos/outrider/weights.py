@@ -20,7 +20,6 @@ from outrider.hub import HubUnreachable, check_fetchable
 if TYPE_CHECKING:
     from torch import Tensor
 
-_WEIGHTS = "model.safetensors"
 _PICKLED = (".bin", ".pt")
 
 
@@ -28,7 +27,7 @@ class Weights:
     """The weights of a published model, and `config`, the entries of its config.json. Tensors are loaded, and files
     fetched from the hub, when they are needed."""
 
-    def __init__(self, source: str | Path, files: Sequence[str] = (_WEIGHTS,)) -> None:
+    def __init__(self, source: str | Path, files: Sequence[str] = ("model.safetensors",)) -> None:
         """`source` is a folder or a hub id; `files` are possible names of its weights, in order of preference. Raises
         `HeadRefused` if there is no config.json that can be read. Methods raise it if there are no weights, or a file
         of them cannot be read."""

@@ -36,8 +36,6 @@ from target_service.speculation.policy.throughput_trial import SpeculationLevel
 log = logging.getLogger(__name__)
 # Longest time that a pass is held for its draft: in times of an answer, and in seconds before the first answer.
 _WAIT_IN_ANSWERS, _FIRST_WAIT_SECONDS = 1.5, 0.01
-# Weight of one launch in the mean time of launches: some ten.
-_LAUNCH_SHARE = 0.1
 
 
 def choose_steps(runner: ModelRunner, config: TargetConfig) -> Steps:
@@ -75,7 +73,8 @@ class StepLauncher:
         self._fail = fail
         self._mode = LaunchMode.RUN_AHEAD  # of the next pass
         # Seconds to launch a pass that is laid out.
-        self._launching = RunningTime(_LAUNCH_SHARE)
+        # Weight of one launch in the mean time of launches: some ten.
+        self._launching = RunningTime(0.1)
 
     def launch_next(self) -> Step | None:
         """Schedule, gather drafts and launch; with fewer rows again, while the device has no memory for it."""

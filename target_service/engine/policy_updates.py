@@ -17,10 +17,6 @@ from target_service.speculation.policy.launch_mode import LaunchMode
 from target_service.speculation.policy.live_sequence import LiveSequence
 from target_service.speculation.policy.lookup_baseline import ComparedText, LookupBaseline
 
-# Of so many sequences of a pass one is compared with lookup. Chosen: with 64 sequences eight, whose mean varies a third
-# as much, for some 0.3 ms of the host once in eight passes.
-_APART = 8
-
 
 @dataclass(eq=False, kw_only=True)
 class PolicyUpdates:
@@ -150,7 +146,9 @@ class PolicyUpdates:
         if baseline.is_busy or not gathering.drafting.connected:
             return
         self.compared += 1
-        places = range(self.compared, self.compared + len(verdicts), _APART)
+        # Of so many sequences of a pass one is compared with lookup. Chosen: with 64 sequences eight, whose mean varies
+        # a third as much, for some 0.3 ms of the host once in eight passes.
+        places = range(self.compared, self.compared + len(verdicts), 8)
         live = [gathering.live.get(verdicts[place % len(verdicts)].sequence_id) for place in places]
         # Lookup alone would have the rows that suit it.
         share = max(-(-drafted // len(verdicts)), gathering.controller.rows_without_draft(len(verdicts)))

@@ -9,11 +9,6 @@ from outrider.tree import TokenTree
 from target_service.engine.step import Step
 from target_service.speculation.policy.live_sequence import LiveSequence
 
-# Threads for them, so that those which compute masks of a step under way keep their processors. Chosen.
-_THREADS = 2
-# The engine then looks at its commands again.
-_LONGEST_WAIT = 0.05
-
 
 class SlowMasks:
     """Computes the next masks of slow grammars in threads of their own. Used by the engine's thread alone."""
@@ -21,7 +16,8 @@ class SlowMasks:
     def __init__(self, live: Mapping[int, LiveSequence]) -> None:
         """`live` are the sequences under way by id."""
         self._live = live
-        self._threads = ThreadPoolExecutor(_THREADS, thread_name_prefix="slow-masks")
+        # Threads for them, so that those which compute masks of a step under way keep their processors. Chosen.
+        self._threads = ThreadPoolExecutor(2, thread_name_prefix="slow-masks")
         # By sequence id; as long as one runs, nothing else uses its grammar.
         self._jobs: dict[int, Future[None]] = {}
 
@@ -47,5 +43,6 @@ class SlowMasks:
     def wait_for_any(self) -> bool:
         """Wait until a mask is there, for a while. False where none is computed."""
         if self._jobs:
-            wait(self._jobs.values(), _LONGEST_WAIT, FIRST_COMPLETED)
+            # The engine then looks at its commands again.
+            wait(self._jobs.values(), 0.05, FIRST_COMPLETED)
         return bool(self._jobs)

@@ -8,9 +8,6 @@ from typing import Any
 
 import torch
 
-# Spans that are used in turn: of the launch under way, the one behind it and the one before, of which times are taken.
-_SPANS = 4
-
 
 class DeviceSpan:
     """The time from the first to the last kernel of one launch."""
@@ -38,4 +35,6 @@ class DeviceSpan:
 def device_spans() -> Iterator[DeviceSpan]:
     """Spans of launches, each used again for the fourth after it: to make two events takes the host longer than to
     record one."""
-    return cycle([DeviceSpan() for _ in range(_SPANS)])
+    # Spans that are used in turn: of the launch under way, the one behind it and the one before, of which times are
+    # taken.
+    return cycle([DeviceSpan() for _ in range(4)])

@@ -32,9 +32,7 @@ _MOST_SPARE = 64
 # ones that are taken, none took more than 2 ms of a processor for a mask of 49,152 tokens, or 1.3 s to compile.
 _LEXER_FUEL = 500_000
 _STEP_LEXER_FUEL = 20_000
-_STEP_ITEMS = 20_000
 _LEXER_STATES = 10_000
-_GRAMMAR_SIZE = 100_000
 _FIELD = "sampling.structured_output"
 # Characters of a compiler's message that a caller is told; messages quote the grammar.
 _MOST_REASON = 300
@@ -203,9 +201,9 @@ def _limits() -> LLParserLimits:
     return LLParserLimits(
         initial_lexer_fuel=_LEXER_FUEL,
         step_lexer_fuel=_STEP_LEXER_FUEL,
-        step_max_items=_STEP_ITEMS,
+        step_max_items=20_000,
         max_lexer_states=_LEXER_STATES,
-        max_grammar_size=_GRAMMAR_SIZE,
+        max_grammar_size=100_000,
         verbose_errors=False,
     )
 

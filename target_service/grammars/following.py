@@ -32,8 +32,6 @@ _WORD = 32
 # Of a processor, for the masks of one tree, beside what those of a usual form take: at the beginning of a string with a
 # bounded length 0.1 to 0.3 ms each, of 49,152 tokens. Chosen: half of what a pass takes.
 _SLOW_SECONDS, _USUAL_SECONDS = 4e-3, 2.5e-4
-# The probability of a row that somebody else drafted, as long as nothing is known of it. Chosen.
-_OTHERS_CHANCE = 0.5
 
 
 @dataclass(frozen=True)
@@ -237,7 +235,8 @@ class FollowedGrammar:
         for row, token in enumerate(tree.token_ids):
             if row and wanted[row]:
                 parent = tree.parents[row]
-                paths[row], nodes[row] = (*paths[parent], token), found.add(nodes[parent], token, _OTHERS_CHANCE)
+                # The probability of a row that somebody else drafted, as long as nothing is known of it. Chosen.
+                paths[row], nodes[row] = (*paths[parent], token), found.add(nodes[parent], token, 0.5)
                 trails[row] = self._trail_of(followed, trails[parent], parent, token)
         # Rows near the root first: they are the likeliest.
         for row in sorted(range(len(few)), key=lambda row: len(paths[row])):

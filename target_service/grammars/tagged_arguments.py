@@ -17,7 +17,6 @@ from target_service.grammars.lark_terms import json_of, literal, special_tokens
 from target_service.text.answer_format import CallText
 from target_service.text.tokenizer import ModelTokenizer
 
-_FIELD = "chat.tools.definitions"
 # What may stand in a schema of arguments, and in that of a string, without being left out of the grammar.
 _NOTES = {"title", "description", "default", "examples", "$schema", "$id", "$comment", "deprecated", "nullable"} - {
     "nullable"
@@ -117,4 +116,4 @@ def _only(schema: Mapping[str, Any], known: set[str], what: str) -> None:
 
 
 def _cannot_hold(what: str) -> InvalidField:
-    return InvalidField(_FIELD, f"{what} cannot be held to in the text of this model's calls")
+    return InvalidField("chat.tools.definitions", f"{what} cannot be held to in the text of this model's calls")

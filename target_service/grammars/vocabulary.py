@@ -20,8 +20,6 @@ if TYPE_CHECKING:
 # Bytes of forced text that are cut into tokens, and last tokens of those that may be others with what follows. Chosen:
 # of 60,000 bytes every mask took 25 ms.
 _MOST_FORCED, _UNSURE = 512, 4
-# Texts whose tokens are kept, of up to as many bytes. Chosen.
-_CUT_TEXTS = 4096
 # A string of JSON with room for n characters more allows all tokens of as many that need no escape: those of the
 # longest of these lengths that fit are allowed at once, and only the others looked at one by one. llguidance's own
 # are 10 and 30, with which a mask within a string of at most 30 characters took 235 us of 49,152 tokens, now 75.
@@ -75,7 +73,8 @@ class TokenWords:
         self._by_bytes = {known[token]: token for token in sorted(known) if known[token] and token < vocabulary_size}
         self._longest = max(map(len, self._by_bytes), default=1)
         # The same texts are cut again and again: of a form that is asked for often, and for every mask within them.
-        self._cut = functools.lru_cache(_CUT_TEXTS)(self._tokens)
+        # Texts whose tokens are kept, of up to as many bytes. Chosen.
+        self._cut = functools.lru_cache(4096)(self._tokens)
 
     def __call__(self, text: bytes) -> list[int]:
         """Tokens that begin a text which a form forces: all of a short one. Called for every mask where text is forced,

@@ -40,11 +40,8 @@ from tree_models.reference import published_tensors
 
 # See `ModelRunner.run_device_rows`.
 Begin = Callable[[StepIntegers, object | None], None]
-# Rows that hooks have room for until a pass has more.
-_HOOKED_ROWS = 64
 # Those of the default settings: `max_running`, and `max_draft_nodes` with the root.
 _STATE_SLOTS, _LARGEST_TREE = 64, 64
-_KEPT_STATES = 32  # as `kept_states`
 
 
 @dataclass(eq=False, repr=False)
@@ -124,7 +121,8 @@ class ModelRunner:
         """Keep the outputs of these decoder layers only, from the next pass on; see `LayerHooks`. Raises `NotSupported`
         where the model has no such layers, or others were chosen before steps were captured."""
         if self.hooks is None or self.hooks.layers != layers:
-            hooks = LayerHooks(self.network, layers, _HOOKED_ROWS)
+            # Rows that hooks have room for until a pass has more.
+            hooks = LayerHooks(self.network, layers, 64)
             if self.hooks is not None:
                 self.hooks.remove()
             self.hooks = hooks
@@ -362,7 +360,7 @@ def runner_over(
     max_context: int | None = None,
     tokenizer_fingerprint: str = "",
     state_slots: int = _STATE_SLOTS,
-    kept_states: int = _KEPT_STATES,
+    kept_states: int = 32,
     largest_tree: int = _LARGEST_TREE,
     window_share: float | None = 1.0,
     window_rows: int = 0,

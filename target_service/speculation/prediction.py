@@ -19,8 +19,6 @@ from target_service.execution.node_tables import PredictedChain
 # All of these are chosen, not measured; scores are calibrated later (`tree_cuts.Calibration`).
 # By the length of the run, from 0 on: the probability that the next token comes as predicted.
 _RIGHT = (0.2, 0.4, 0.6, 0.7, 0.8, 0.85, 0.9, 0.92, 0.95)
-# Run that a prediction begins with.
-_FIRST_RUN = 4
 # Scores of a place as if tokens had been replaced, and as if others had been inserted.
 _REPLACED, _INSERTED = 0.35, 0.2
 # Tokens compared before a place, places compared, and tokens for which places are guessed after the model has left the
@@ -51,7 +49,8 @@ class PredictedAnswer:
     seen: int
     # Where in the prediction the next token is expected, None if unknown; and the length of the run before it.
     _place: int | None = 0
-    _run: int = _FIRST_RUN
+    # Run that a prediction begins with.
+    _run: int = 4
     # Where the model left the prediction, None if it never followed it, and the tokens since.
     _left: int | None = None
     _since_left: int = 0

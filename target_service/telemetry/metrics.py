@@ -23,7 +23,6 @@ _EXPECTED_DEPTHS = 16
 _SOURCES = ("draft", "lookup")
 _PHASES = ("wait", "plan", "launch", "forward", "verify", "commit")
 _PREDICTED = ("accepted", "rejected")
-_EXPECTED_OUTCOMES = ("end_of_sequence", "stop", "length", "cancelled", LogitsNotFinite.reason)
 
 
 class PrometheusObserver:
@@ -59,7 +58,7 @@ class PrometheusObserver:
         self._wait, self._plan, self._launch, self._forward, self._verify, self._commit = phases
         self._predicted = {outcome: count("outrider_prediction_tokens", outcome) for outcome in _PREDICTED}
         self._lossy_requests, self._lossy_tokens = count("outrider_lossy_requests"), count("outrider_lossy_tokens")
-        for outcome in _EXPECTED_OUTCOMES:
+        for outcome in ("end_of_sequence", "stop", "length", "cancelled", LogitsNotFinite.reason):
             count("outrider_requests", outcome)
         for place in range(_EXPECTED_DEPTHS):
             self._add_depth(place, 0, 0)

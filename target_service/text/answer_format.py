@@ -22,8 +22,6 @@ CONTENT, CALLS, REASONING = "content", "tool_calls", ("thinking", "reasoning", "
 DEFAULT = "hermes"
 # Reasoning is marked like this where a format has no other mark. Spaces around it are neither's.
 _THINKING = {"open_pattern": r"<think>\n?", "close_pattern": r"\s*</think>\s*"}
-# Marks of reasoning that formats look for, as texts.
-_MARKS = (("<think>", "</think>"), ("[THINK]", "[/THINK]"))
 # Written by chat templates where the assistant's turn begins; what follows is the beginning of the answer.
 _TURN_BEGINS = (
     *("<|im_start|>assistant\n", "<|start_header_id|>assistant<|end_header_id|>\n\n", "<|start|>assistant", "[/INST]"),
@@ -90,7 +88,8 @@ class AnswerFormat:
         """The texts that begin and end the model's reasoning; None where it has none, or others."""
         for name in self.fields.keys() & set(REASONING):
             field = self.fields[name]
-            for begin, end in _MARKS:
+            # Marks of reasoning that formats look for, as texts.
+            for begin, end in (("<think>", "</think>"), ("[THINK]", "[/THINK]")):
                 if field.get("open") == begin or re.match(field.get("open_pattern", "(?!)"), begin):
                     return begin, end
         return None

@@ -14,8 +14,6 @@ from jinja2.ext import Extension
 from jinja2.parser import Parser
 from jinja2.sandbox import ImmutableSandboxedEnvironment
 
-# Most characters of a template's own reason that are passed on.
-_MOST_REASON = 200
 # Shorter words show nothing of the turns that they may come from.
 _TELLING_WORD = 4
 
@@ -155,4 +153,5 @@ def _open_end(text: str, last: str) -> str:
 
 def _line(error: Exception) -> str:
     text = getattr(error, "message", None) or str(error) or type(error).__name__
-    return " ".join(str(text).split())[:_MOST_REASON]
+    # Most characters of a template's own reason that are passed on.
+    return " ".join(str(text).split())[:200]

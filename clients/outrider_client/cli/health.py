@@ -14,9 +14,6 @@ from outrider_client.draft import DRAFT_SERVICE, DraftClient
 from outrider_client.failures import ServiceUnreachable
 from outrider_client.terminal.options import ClientOptions
 
-# gRPC's statuses of a health check that does not know the service, and of a server without health checks.
-_OTHER_SERVICE = ("NOT_FOUND", "UNIMPLEMENTED")
-
 
 def _add_flags(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--draft", metavar="ADDRESS", default="", help="ask this draft service instead of the target")
@@ -41,7 +38,8 @@ async def _run(arguments: argparse.Namespace) -> int:
     except OutriderError as error:
         # A status without a reason, as of a server of another kind, has only its code.
         reason, message = error.metadata.get("code", error.reason), error.message
-        if reason in _OTHER_SERVICE:
+        # gRPC's statuses of a health check that does not know the service, and of a server without health checks.
+        if reason in ("NOT_FOUND", "UNIMPLEMENTED"):
             message = wrong_service(kind, message)
         console.print(f"{address} {reason}  {message}", soft_wrap=True, markup=False)
         return 1

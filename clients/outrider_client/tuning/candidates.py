@@ -11,7 +11,6 @@ from outrider.settings import SECTIONS, SettingsError
 
 # Each request can bound its verified rows, so that a running target can be measured with another bound.
 TARGET, MAX_DRAFT_NODES = "target", "max_draft_nodes"
-MERGED = "merged"
 DEFAULT_LABEL = "default"
 _ONE = re.compile(r"(?P<section>[a-z_]+)\.(?P<name>[a-z0-9_-]+)=(?P<value>\d+)")
 
@@ -61,15 +60,14 @@ _OWN = {
     # Beside 63 nodes, 10 children.
     "medusa": _shapes("medusa", ("num_draft_tokens", "topk"), ((31, 10), (15, 5), (15, 10), (7, 3))),
 }
-# Beside 63, in the order of trying.
-_VERIFIED = (15, 31, 7)
 
 
 def known_candidates(drafter: str, parts: Sequence[str] = (), captured: bool = False) -> list[Candidate]:
     """Candidates for a drafter, the likeliest first; for `merged`, those of its `parts` in turn. `captured`: trees are
     drafted in CUDA graphs, whose defaults are larger."""
-    verified = _shapes(TARGET, (MAX_DRAFT_NODES,), [(rows,) for rows in _VERIFIED])
-    columns = [_shapes_of(name, captured) for name in (parts if drafter == MERGED else (drafter,))]
+    # Beside 63, in the order of trying.
+    verified = _shapes(TARGET, (MAX_DRAFT_NODES,), [(rows,) for rows in (15, 31, 7)])
+    columns = [_shapes_of(name, captured) for name in (parts if drafter == "merged" else (drafter,))]
     return [one for row in zip_longest(*columns, verified) for one in row if one is not None]
 
 

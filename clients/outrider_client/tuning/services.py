@@ -25,11 +25,8 @@ _PRIVATE = (
     *("metrics-listen", "admin-listen", "otlp-endpoint"),
     *("auth-tokens", "tls-certificate", "tls-key", "tls-client-ca"),
 )
-_PRIVATE_TARGET = ("draft-token", "draft-tls-ca", "draft-tls-certificate", "draft-tls-key")
 # A stored trie may contain the prompts, and would be overwritten by what is learnt here.
 _SNAPSHOT = ("trie", "snapshot")
-# Share of a GPU's free memory for one target's cache, with room for a second.
-_MEMORY_SHARE = "0.4"
 
 
 @dataclass(frozen=True)
@@ -70,7 +67,8 @@ def read_setup(options: TuneOptions, path: Path | None, environment: Mapping[str
     gpu = any("cuda" in word for word in (*placed.target, *target_words, *device, named.get(("target", "device"), "")))
     if gpu:
         # First, so that a flag of the user overrides it.
-        share = () if ("target", "memory_share") in named else ("--memory-share", _MEMORY_SHARE)
+        # Share of a GPU's free memory for one target's cache, with room for a second.
+        share = () if ("target", "memory_share") in named else ("--memory-share", "0.4")
         target_words = (*share, *target_words)
     return Setup(options, path, document, placed, (*target_words, *device), draft_words, tuple(candidates), gpu)
 
@@ -106,7 +104,7 @@ class Side:
         """Start both, with the settings in force. Raises `ServiceFailed` or `SettingsError`."""
         setup, draft = self._setup, self._stack.address(f"draft-{self._name}")
         own = given(model=setup.options.model, dtype=setup.options.dtype, config=str(setup.path or ""))
-        private = _emptied(*_PRIVATE, *_PRIVATE_TARGET)
+        private = _emptied(*_PRIVATE, *("draft-token", "draft-tls-ca", "draft-tls-certificate", "draft-tls-key"))
         # Candidates answer the same prompts, which none may find read.
         words = [*own, *setup.placed.target, *setup.target_words, *private, "--no-prefix-cache", "--draft", draft]
         if setup.placed.shared:

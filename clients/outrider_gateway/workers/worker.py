@@ -19,8 +19,6 @@ from outrider_gateway.workers.places import PlacesInMemory
 from outrider_gateway.workers.shared_memory import SharedMemory
 
 logger = logging.getLogger(__name__)
-# Of what every worker would say alike, the first says it.
-_ALIKE = ("outrider_gateway.targets", "uvicorn.error")
 
 
 class Handed:
@@ -112,7 +110,8 @@ def configured(link_socket: socket.socket) -> tuple[messages.ConfigureWorker, so
         one.setblocking(False)
     configure_logging(own.config.log_level)
     if own.place:
-        for name in _ALIKE:
+        # Of what every worker would say alike, the first says it.
+        for name in ("outrider_gateway.targets", "uvicorn.error"):
             logging.getLogger(name).setLevel(max(logging.WARNING, logging.getLogger().level))
     return own, connections, memory
 

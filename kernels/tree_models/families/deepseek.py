@@ -10,9 +10,6 @@ from tree_models.families.rotary import rotary, yarn_softness
 from tree_models.names import WeightNames
 from tree_models.spec import ExpertsSpec, LatentSpec, RouterSpec
 
-# Added to the sum of the chosen experts' weights: transformers' DeepseekV3TopkRouter.
-_LEAST_SUM = 1e-20
-
 
 def deepseek_v2(config: Any) -> Description:
     """DeepSeek V2 and V2-Lite: softmax over all experts, or those of the best groups."""
@@ -77,7 +74,8 @@ def sigmoid_experts(config: Any) -> ExpertsSpec:
     router = RouterSpec(
         "sigmoid",
         renormalised=bool(config.norm_topk_prob),
-        least_sum=_LEAST_SUM,
+        # Added to the sum of the chosen experts' weights: transformers' DeepseekV3TopkRouter.
+        least_sum=1e-20,
         correction=True,
         groups=int(config.n_group),
         top_groups=int(config.topk_group),

@@ -16,10 +16,6 @@ from torch.nn import functional
 from tree_models.layers.placing import Placement
 from tree_models.slots import Copy, TensorSpec, WeightSlot, in_place
 
-# Rows that the packed layout is chosen for. Layouts for 1 and 16 were alike up to 16 rows, and this one is faster from
-# 64 (SmolLM2-135M, two EPYC cores).
-_PACKED_FOR_ROWS = 16
-
 
 class PlainWeight(nn.Module):
     """A weight [out, in] as it is published, and a bias [out]."""
@@ -64,7 +60,9 @@ class PackedWeight(nn.Module):
         bias = torch.cat(tuple(biases)) if biases else None
         if order is not None:
             weight, bias = weight[order], None if bias is None else bias[order]
-        self._weight = torch.ops.mkldnn._reorder_linear_weight(weight, _PACKED_FOR_ROWS)
+        # Rows that the packed layout is chosen for. Layouts for 1 and 16 were alike up to 16 rows, and this one is
+        # faster from 64 (SmolLM2-135M, two EPYC cores).
+        self._weight = torch.ops.mkldnn._reorder_linear_weight(weight, 16)
         self._bias = None if bias is None else bias.detach()
 
     def product(self, rows: Tensor) -> Tensor:

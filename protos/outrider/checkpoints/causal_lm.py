@@ -44,8 +44,6 @@ _COMPUTED = re.compile(r"(.*\.)?(rotary_emb\.inv_freq|position_ids|masked_bias)"
 
 # Configurations that are another family's by a name that transformers does not know.
 _SAME_AS = {"kimi_k2": "deepseek_v3", "mimo": "qwen2"}
-# Names of the same classes, in older configurations and in those of `_SAME_AS`.
-_OTHER_NAMES = ("LLaMAForCausalLM", "KimiK2ForCausalLM", "MiMoForCausalLM")
 # Entries that are not read: types that PyTorch may not know, a padding token that the vocabulary may not have.
 _MEANINGLESS = {
     "model_type", "auto_map", "dtype", "torch_dtype", "pad_token_id", "transformers_version", "return_dict",
@@ -113,7 +111,8 @@ def _check_architecture(config: PretrainedConfig) -> None:
     # Others are recognised by what they take, and of those with more than text a part may be served.
     if not named or not isinstance(usual, str) or config.get_text_config() is not config:
         return
-    if named[0] not in (usual, *_OTHER_NAMES):
+    # Names of the same classes, in older configurations and in those of `_SAME_AS`.
+    if named[0] not in (usual, "LLaMAForCausalLM", "KimiK2ForCausalLM", "MiMoForCausalLM"):
         raise CheckpointRefused(f"{named[0]} is no causal language model that is served: a {kind} is a {usual}")
 
 

@@ -15,8 +15,6 @@ from tokenizers import AddedToken, Tokenizer
 
 TOKENIZER_FILE = "tokenizer.json"
 TOKENIZER_SETTINGS = "tokenizer_config.json"
-# Texts that must come back from a tokenizer that was converted from other files. Chosen.
-_MOST_PROBES = 8
 
 
 class TokenizerRefused(ValueError):
@@ -126,4 +124,5 @@ def _converted(folder: Path) -> Tokenizer:
 def _probes(backend: Tokenizer) -> list[str]:
     """Texts of two words that the vocabulary has, so that they come back unless it was converted as another kind."""
     words = sorted(text for text in backend.get_vocab() if text.isascii() and text.isalpha() and text.islower())
-    return [f"{first} {second}" for first, second in zip(words[::2], words[1::2], strict=False)][:_MOST_PROBES]
+    # Texts that must come back from a tokenizer that was converted from other files. Chosen.
+    return [f"{first} {second}" for first, second in zip(words[::2], words[1::2], strict=False)][:8]

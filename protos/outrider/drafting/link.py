@@ -38,8 +38,6 @@ from outrider.wire.frames import DraftInfo, OpenSequence, SequenceAdvance, Seque
 
 INPROCESS_SCHEME = "inprocess:"
 LINK_GROUP = "outrider.draft_links"
-# For gRPC's poller to deliver the last events of a cancelled call, when the link stops. Chosen, not measured.
-_LAST_EVENTS_SECONDS = 0.05
 
 
 def bearer_metadata(token_file: str) -> tuple[tuple[str, str], ...]:
@@ -279,7 +277,8 @@ class GrpcDraftLink:
         await until_first_ends(self._keep_connected(), self._stopping.wait())
         # gRPC delivers the last events of a cancelled call through whichever loop of the process polls first, and logs
         # an error if this loop is closed by then.
-        await asyncio.sleep(_LAST_EVENTS_SECONDS)
+        # For gRPC's poller to deliver the last events of a cancelled call, when the link stops. Chosen, not measured.
+        await asyncio.sleep(0.05)
 
     async def _keep_connected(self) -> None:
         options, backoff, fault_backoff = self._options, self._options.min_backoff, 0.0

@@ -34,8 +34,6 @@ SILENT_SECONDS = 5.0
 START_SECONDS = 60.0
 # Between two processes, doubled while they end before a draft is connected. Chosen, not measured.
 _PAUSE_SECONDS, _MOST_PAUSE_SECONDS = 0.5, 10.0
-# A frame of growth for many sequences comes in one read. Chosen, not measured.
-_RECEIVE_BYTES = 1 << 17
 
 
 class _Worker:
@@ -165,7 +163,8 @@ class LinkProcess:
     def _read(self, worker: _Worker) -> None:
         """Deliver what the process sends until it ends. Raises `BlockingIOError` if it sends nothing for too long."""
         cutter, started = FrameCutter(), False
-        while data := received(worker.connection, _RECEIVE_BYTES):
+        # A frame of growth for many sequences comes in one read. Chosen, not measured.
+        while data := received(worker.connection, 1 << 17):
             if not started:
                 started = True
                 _wait_at_most(worker.connection, SILENT_SECONDS)

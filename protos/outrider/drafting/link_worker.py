@@ -28,8 +28,6 @@ from outrider.wire.frames import StoppableLink  # noqa: E402
 
 # Seconds between heartbeats; `link_process.SILENT_SECONDS` is several of them.
 ALIVE_SECONDS = 1.0
-# A frame with the features of a long piece of a prompt comes in a few reads. Chosen, not measured.
-_RECEIVE_BYTES = 1 << 18
 
 
 class _Events:
@@ -59,7 +57,8 @@ class _Calls:
     def receive(self, flags: int = 0) -> None:
         """Receive and make calls, without waiting if `flags` say so. Ends the process when the socket is closed."""
         try:
-            data = received(self._connection, _RECEIVE_BYTES, flags)
+            # A frame with the features of a long piece of a prompt comes in a few reads. Chosen, not measured.
+            data = received(self._connection, 1 << 18, flags)
         except BlockingIOError:
             return
         if not data:

@@ -16,8 +16,6 @@ from outrider.wire.frames import StoppableLink
 
 log = logging.getLogger(__name__)
 FILE_SCHEME = "file:"
-# Between two looks at the file, as often as a draft that left would be missed. Chosen, not measured.
-_LOOK_SECONDS = 0.5
 
 
 def listed_addresses(path: Path) -> list[str]:
@@ -54,7 +52,8 @@ class ListedDrafts(SeveralDrafts):
         super().stop()
 
     def _watch(self) -> None:
-        while not self._stopping.wait(_LOOK_SECONDS):
+        # Between two looks at the file, as often as a draft that left would be missed. Chosen, not measured.
+        while not self._stopping.wait(0.5):
             if (version := _version(self._path)) == self._seen:
                 continue
             self._seen = version

@@ -14,8 +14,6 @@ from hashlib import blake2b
 
 # Tokens of a block, the default page of a draft's cache: less than that is never shared.
 _BLOCK = 64
-# Blocks that are remembered: four million tokens. Chosen: many times a draft's cache.
-_MOST_BLOCKS = 65_536
 # A draft takes sequences for what it has read until it follows this many times the mean. The gateway's own default.
 _BOUND = 1.25
 
@@ -23,7 +21,8 @@ _BOUND = 1.25
 class PrefixHomes:
     """Where texts went, by address, each block of them with all before it. Tenants share nothing."""
 
-    def __init__(self, most_blocks: int = _MOST_BLOCKS) -> None:
+    # Blocks that are remembered: four million tokens. Chosen: many times a draft's cache.
+    def __init__(self, most_blocks: int = 65_536) -> None:
         self._most = most_blocks
         # The least recently used first.
         self._home_of: OrderedDict[bytes, str] = OrderedDict()

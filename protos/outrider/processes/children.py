@@ -6,11 +6,6 @@ import socket
 import subprocess
 from collections.abc import Sequence
 
-# The socket's buffer for frames while their reader is busy. Chosen, not measured; the kernel may grant less.
-_BUFFER_BYTES = 1 << 22
-# For a process to end once its socket is closed.
-_EXIT_SECONDS = 2.0
-
 
 def start_child(command: Sequence[str], *, own_group: bool = False) -> tuple[subprocess.Popen[bytes], socket.socket]:
     """Start a command with the file descriptor of its socket as last argument; returns the process and our end. The
@@ -19,7 +14,9 @@ def start_child(command: Sequence[str], *, own_group: bool = False) -> tuple[sub
     ours, theirs = socket.socketpair()
     with theirs:
         for end in (ours, theirs):
-            end.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, _BUFFER_BYTES)
+            # The socket's buffer for frames while their reader is busy. Chosen, not measured; the kernel may grant
+            # less.
+            end.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, 1 << 22)
         descriptor = theirs.fileno()
         try:
             process = subprocess.Popen(
@@ -45,7 +42,8 @@ def received(connection: socket.socket, most: int, flags: int = 0) -> bytes:
 def exit_status(process: subprocess.Popen[bytes]) -> int:
     """The status of a child whose socket is closed, which ends it. One that hangs is killed."""
     try:
-        return process.wait(_EXIT_SECONDS)
+        # For a process to end once its socket is closed.
+        return process.wait(2.0)
     except subprocess.TimeoutExpired:
         process.kill()
         return process.wait()

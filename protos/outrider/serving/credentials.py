@@ -11,9 +11,6 @@ import grpc
 from outrider.pem import check_authority, check_pair
 from outrider.settings import SettingsError
 
-# X509_V_ERR_CERT_NOT_YET_VALID and X509_V_ERR_CERT_HAS_EXPIRED of OpenSSL.
-_NOT_VALID_NOW = (9, 10)
-
 
 @dataclass(frozen=True)
 class TlsFiles:
@@ -62,7 +59,8 @@ def _check_dates(certificate: str, key: str) -> None:
         except ssl.SSLWantReadError:
             continue
         except ssl.SSLCertVerificationError as error:
-            if error.verify_code in _NOT_VALID_NOW:
+            # X509_V_ERR_CERT_NOT_YET_VALID and X509_V_ERR_CERT_HAS_EXPIRED of OpenSSL.
+            if error.verify_code in (9, 10):
                 raise SettingsError(f"{certificate}: {error.verify_message}") from None
             # Whether clients trust it otherwise depends on them.
             return

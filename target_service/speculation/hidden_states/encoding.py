@@ -28,8 +28,6 @@ _LARGEST_E4M3 = 448.0
 _DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
 # Rows of a pass that are encoded ahead: a head's weights are read once for as many.
 AHEAD_ROWS = 2048
-# Rows of the graphs that encode, as of most passes that verify trees. Larger passes leave the host more time.
-_CAPTURED_ROWS = (16, 32, 64, 128, 256)
 # At most two passes under way, and one whose rows are being picked.
 _TURNS = 3
 
@@ -80,7 +78,8 @@ class FeatureEncoder:
     ) -> StepFeatures | None:
         """The features of the first `rows` of the pass just launched; None where `hooks` kept fewer. On a GPU, those of
         few rows are copied to the host, without waiting."""
-        size = next((size for size in _CAPTURED_ROWS if rows <= size <= hooks.fixed_rows), 0)
+        # Rows of the graphs that encode, as of most passes that verify trees. Larger passes leave the host more time.
+        size = next((size for size in (16, 32, 64, 128, 256) if rows <= size <= hooks.fixed_rows), 0)
         if size:
             work = size, dtype, projection
             encoded = self._graphs.replay_or_capture(

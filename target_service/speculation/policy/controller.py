@@ -63,8 +63,6 @@ _WORTH_WAITING = 0.2
 # Rate that waiting needs against the others: means of sixty passes vary by 7 %, and a wrong choice costs more where the
 # device is idle for it.
 _WAITING_MARGIN = 1.1
-# Weight of one launch in the tokens of a pass.
-_SHARE = 0.02
 # Change of the trust in a draft's scores by one pass, for each token expected too much; a larger one follows the noise
 # of single passes (0.02 moved trust by a seventh up and down in a simulation).
 _TRUST_SHARE = 0.005
@@ -130,7 +128,8 @@ class SpeculationController:
         # Most rows of a launch, at first those of one sequence.
         self._most_rows = 1 + KEPT
         # Tokens of a sequence in a recent pass.
-        self.tokens_each = RunningMean.settled(_SHARE, 1.0)
+        # Weight of one launch in the tokens of a pass.
+        self.tokens_each = RunningMean.settled(0.02, 1.0)
         # See `NodeTables.trust`.
         self.trust = 1.0
 

@@ -45,8 +45,6 @@ _LOOKED_AT = 12
 _UNJUDGED, _BEYOND_DOUBT = 128, 1.5
 # Gain at which pauses are short again: above the noise of a kept draft without any. Chosen, not measured.
 _RECOVERED = 1.05
-# Weight of one pass in the mean times: some two hundred passes.
-_SHARE = 0.01
 # Passes of about as many rows, of either kind, from which their times are compared, and such numbers of rows for each
 # doubling: within a fifth. Chosen.
 _FEW, _CLASSES = 4, 4
@@ -54,7 +52,8 @@ _FEW, _CLASSES = 4, 4
 _PASS_SHARE = 0.03
 # Comparisons without a draft that count as much as the assumption that lookup is all there is. Chosen.
 _ASSUMED = 16
-_times, _passes = partial(RunningTime, _SHARE), partial(RunningMean, _PASS_SHARE)
+# Weight of one pass in the mean times: some two hundred passes.
+_times, _passes = partial(RunningTime, 0.01), partial(RunningMean, _PASS_SHARE)
 
 
 @dataclass(slots=True)

@@ -30,9 +30,6 @@ _IN_A_ROW = 4
 # its kind's mean and a plain pass together, so that a pause of the machine does not decide. Chosen.
 _SHARE, _BOUND = 0.1, 2.0
 Mode = LaunchMode | None
-# Weight of one launch in the means of expected and accepted tokens: some fifty launches, a quarter of a second at 8B
-# size.
-_YIELD_SHARE = 0.02
 # Rows of a sequence, on average, for which expected tokens are known: `PROSPECTS`, and fewer than one of each sequence,
 # which go to the surest. With many sequences a captured size has no more room.
 POOLED = (0.25, 0.5, *map(float, PROSPECTS))
@@ -179,7 +176,9 @@ class TokenYield:
     """Expected and accepted tokens of recent passes of one mode, at any load: what a sequence gains by so many rows
     hardly depends on how many sequences there are."""
 
-    def __init__(self, share: float = _YIELD_SHARE) -> None:
+    # Weight of one launch in the means of expected and accepted tokens: some fifty launches, a quarter of a second at
+    # 8B size.
+    def __init__(self, share: float = 0.02) -> None:
         """`share` is the weight of one launch."""
         # Expected tokens of a sequence by its rows, see `POOLED`.
         self._prospects = [RunningMean(share, tokens, _PRIOR) for tokens in _FIRST_PROSPECTS]

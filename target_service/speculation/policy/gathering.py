@@ -34,9 +34,6 @@ from tree_kernels.pages import OutOfPages
 _SENDING, _SENDING_HEADS = 0.5, 12.0
 # The tree of every plain step: the root that is fed is the sequence's own token, whatever this one holds.
 _ROOT_ALONE = TokenTree.root_only(0)
-# Plain steps for which a draft follows, after a drafted one and before the next, where following costs something: with
-# heads, and with several sequences. Chosen: opening the sequences again takes as long as a few plain steps.
-_KEPT_OPEN = 8
 # The tokens that a sequence's tree was not there for.
 _NO_TREE = (0.0,) * len(PROSPECTS)
 
@@ -123,7 +120,10 @@ class Gathering:
         load = self.scheduler.load
         if load and self.drafting.reads_features and self.controller.needs_unfed(load):
             return False
-        return self.controller.keeps_cuts(_KEPT_OPEN)
+        # Plain steps for which a draft follows, after a drafted one and before the next, where following costs
+        # something: with heads, and with several sequences. Chosen: opening the sequences again takes as long as a few
+        # plain steps.
+        return self.controller.keeps_cuts(8)
 
     @property
     def most(self) -> SpeculationLevel:

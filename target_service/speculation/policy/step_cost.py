@@ -18,8 +18,6 @@ from target_service.model.runner import ModelRunner
 # The weight of one live step in the cost of its size: ten that take half as long again move it two thirds of the way.
 # Chosen.
 _LIVE_SHARE = 0.1
-# The bound of a live step's factor from the estimate, so that one step moves it by a twentieth at most. Chosen.
-_LIVE_BOUND = 1.5
 # Steps of other sizes after which a size follows those. Chosen: where a simulated machine becomes forty times as fast,
 # a size that no longer runs ends 1.3 times too expensive; sizes that alternate are measured by themselves.
 _UNSEEN = 16
@@ -28,7 +26,6 @@ _ROWS = (1, 16, 64, 4, 32, 8, 2, 12, 24, 48, 128, 256)
 # And those of steps that read prompts, where the device chooses rows beside them.
 _PROMPT_ROWS = (512, 1024, 2048)
 _CONTEXT = 256
-_REPEATS = 3
 # A loaded machine measures fewer sizes; three are always measured.
 _SECONDS = 8.0
 _FEWEST_SIZES = 3
@@ -83,7 +80,8 @@ class StepCost:
             i -= 1
         # Bounded, so that a pause of the machine hardly counts.
         expected = self(rows)
-        factor = 1 + _LIVE_SHARE * (bounded(seconds, expected, _LIVE_BOUND) / expected - 1)
+        # The bound of a live step's factor from the estimate, so that one step moves it by a twentieth at most. Chosen.
+        factor = 1 + _LIVE_SHARE * (bounded(seconds, expected, 1.5) / expected - 1)
         for size, unseen in enumerate(self._unseen):
             self._unseen[size] = 0 if size == i else unseen + 1
             self._measured[size] *= factor if size == i else factor ** min(1.0, unseen / _UNSEEN)
@@ -109,7 +107,7 @@ def measure_step_cost(runner: ModelRunner, max_rows: int) -> StepCost:
             if len(measured) >= _FEWEST_SIZES and time.monotonic() > deadline:
                 break
             step = _step(runner, pages, context, rows)
-            measured[rows] = min(_seconds(runner, step) for _ in range(_REPEATS))
+            measured[rows] = min(_seconds(runner, step) for _ in range(3))
     finally:
         cache.release(pages)
     return StepCost(sorted(measured.items()))
