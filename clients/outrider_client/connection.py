@@ -15,13 +15,12 @@ import grpc
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 
 from outrider.addresses import address_problem, is_local, proxy_options
+from outrider.limits import TENANT_KEY, TOKEN_KEY
 from outrider.pem import check_authority, check_pair
 from outrider_client.failures import cancellations, typed_error
 
 logger = logging.getLogger(__name__)
 Answer = TypeVar("Answer")
-TENANT_KEY = "outrider-tenant"
-TOKEN_KEY = "authorization"
 _OPTIONS: tuple[tuple[str, Any], ...] = (
     ("grpc.max_receive_message_length", 16 * 1024 * 1024),
     ("grpc.max_send_message_length", -1),

@@ -15,6 +15,8 @@ from dataclasses import dataclass
 
 from outrider.settings import SettingsError, read_text
 
+# Metadata of a call by which its caller is known.
+TENANT_KEY, TOKEN_KEY = "outrider-tenant", "authorization"
 # The first word of a tenant's line; no token is that short.
 TENANT_WORD = "tenant"
 TENANT_NAME = re.compile(r"[A-Za-z0-9._-]{1,64}")

@@ -21,7 +21,8 @@ from outrider_client.bench.report import ALL_TASKS, SCHEMA, cells, differing, pe
 from outrider_client.bench.runner import Plan, Runner
 from outrider_client.bench.samples import BenchMode
 from outrider_client.bench.session import make_plan
-from outrider_client.cli.bench import EXIT_DIFFERENT, _verdict
+from outrider_client.cli.base import EXIT_DIFFERENT
+from outrider_client.cli.bench import _verdict
 from outrider_client.client import Message
 from outrider_client.connection import Connection
 from outrider_client.results import RequestTimes, Result, SpeculationTotals

@@ -19,7 +19,6 @@ from waits import HUNG_SECONDS, until
 
 import outrider_client
 from outrider import errors
-from outrider.serving.tenancy import TENANT_KEY, TOKEN_KEY
 from outrider.telemetry import names as telemetry
 from outrider.telemetry.tracing import Tracing
 from outrider.v1 import target_pb2, tree_pb2
@@ -250,10 +249,6 @@ async def test_token_and_tenant(guarded: Any) -> None:
     async with Client.connect(guarded.address, token="sixteen-letters!", tenant="other") as client:
         with pytest.raises(errors.PermissionDenied):
             await client.generate(text="x").result()
-
-
-def test_metadata_keys_are_the_services() -> None:
-    assert (connection.TENANT_KEY, connection.TOKEN_KEY) == (TENANT_KEY, TOKEN_KEY)
 
 
 async def test_span_and_traceparent(running: Any) -> None:

@@ -24,7 +24,8 @@ from outrider_client.failures import ServiceUnreachable
 from outrider_client.local.stack import ServiceFailed
 
 Options = TypeVar("Options")
-INTERRUPTED = 130
+# Statuses of a command: after Ctrl-C, and where outputs differ that must not.
+INTERRUPTED, EXIT_DIFFERENT = 130, 3
 # gRPC's status of a call that the service does not implement.
 _NO_METHOD = "UNIMPLEMENTED"
 _PORTS = {"target": 50051, "draft": 50052}

@@ -19,11 +19,10 @@ from outrider_client.bench.report import differing, undrafted
 from outrider_client.bench.samples import TRANSFORMERS
 from outrider_client.bench.session import make_plan, measure
 from outrider_client.bench.table import figures_table
-from outrider_client.cli.base import Command, CommandFailed, make_folders_of, options, table_console
+from outrider_client.cli.base import EXIT_DIFFERENT, Command, CommandFailed, make_folders_of, options, table_console
 from outrider_client.terminal.options import AccessOptions, BenchOptions, ClientOptions, flag_words
 from outrider_client.terminal.waiting import ProgressBar
 
-EXIT_DIFFERENT = 3
 # Between the lines about answers where there is no bar.
 _LINE_SECONDS = 30.0
 _DESCRIPTION = """\

@@ -5,10 +5,8 @@ from __future__ import annotations
 import argparse
 
 from outrider.consoles import error_console, output_console
-from outrider_client.cli.base import Command, CommandFailed, options
+from outrider_client.cli.base import EXIT_DIFFERENT, Command, CommandFailed, options
 from outrider_client.terminal.options import DemoOptions
-
-EXIT_DIFFERENT = 3
 
 
 async def _run(arguments: argparse.Namespace) -> int:

@@ -8,12 +8,10 @@ from contextvars import ContextVar
 from typing import NamedTuple
 
 from outrider.errors import InvalidField, PermissionDenied, Unauthenticated
-from outrider.limits import TENANT_NAME, TENANT_WORD, lines_of_words
+from outrider.limits import TENANT_KEY, TENANT_NAME, TENANT_WORD, TOKEN_KEY, lines_of_words
 from outrider.settings import SettingsError
 from outrider.wire.frames import DEFAULT_TENANT
 
-TENANT_KEY = "outrider-tenant"
-TOKEN_KEY = "authorization"
 # The third word of a token's line: its holder may change the service for all tenants.
 OPERATOR_WORD = "operator"
 # Chosen: 96 bits of randomness in base 64.
