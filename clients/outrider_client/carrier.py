@@ -12,9 +12,9 @@ from typing import Any
 
 import grpc
 
+from outrider.limits import TENANT_KEY, TOKEN_KEY
 from outrider.runtime import end_tasks
 from outrider.v1 import target_pb2 as pb
-from outrider.limits import TENANT_KEY, TOKEN_KEY
 
 Metadata = Iterable[tuple[str, str | bytes]]
 _CODES: dict[int, grpc.StatusCode] = {code.value[0]: code for code in grpc.StatusCode}

@@ -38,7 +38,6 @@ from outrider_client import (
     TypicalAcceptance,
     VerificationMode,
     WeightsUpdated,
-    connection,
 )
 
 
