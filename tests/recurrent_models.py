@@ -73,6 +73,16 @@ RECURRENT: dict[str, tuple[str, dict[str, Any]]] = {
             "use_mamba_kernels": False,
         },
     ),
+    "kimi_linear": (
+        "kimi_linear",
+        {
+            "num_hidden_layers": 3, "layer_types": ["linear_attention", "full_attention", "linear_attention"],
+            "num_attention_heads": 4, "num_key_value_heads": 4, "linear_head_dim": 6, "linear_num_heads": 4,
+            "kv_lora_rank": 16, "qk_rope_head_dim": 4, "qk_nope_head_dim": 8, "v_head_dim": 8,
+            "num_local_experts": 8, "num_experts_per_tok": 3, "n_group": 2, "topk_group": 1,
+            "moe_intermediate_size": 16, "mlp_layer_types": ["dense", "sparse", "sparse"],
+        },
+    ),
     "minimax": (
         "minimax",
         {

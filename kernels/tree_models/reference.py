@@ -162,6 +162,10 @@ def _published_name(name: str, names: WeightNames) -> str:
     renamed = {usual.sinks: names.sinks, usual.shared_down: names.shared_down}
     # A single name is of a merged tensor, which is merged in memory too.
     renamed |= dict(zip(usual.shared_gate_up, names.shared_gate_up, strict=False))
+    gate = "self_attn.forget_gate."
+    # Kimi Linear's, which are a layer's own in checkpoints.
+    renamed |= {f"{gate}A_log": names.decay, f"{gate}dt_bias": names.decay_bias}
+    renamed |= {f"{gate}{one}": f"self_attn.{one}" for one in ("f_a_proj", "f_b_proj")}
     for own, published in renamed.items():
         if name == own or name.startswith(f"{own}."):
             return published + name.removeprefix(own)

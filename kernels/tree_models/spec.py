@@ -201,6 +201,21 @@ class SelectiveSpec:
 
 
 @dataclass(frozen=True, slots=True)
+class KimiDeltaSpec:
+    """Kimi Delta Attention in place of attention: a delta net each number of whose keys decays by a gate of its own."""
+
+    heads: int
+    width: int  # of a head's query, key and value, and of what gates are products of
+    taps: int
+    epsilon: float  # of the norm of the heads' outputs, which is gated
+
+    @property
+    def rotary(self) -> None:
+        """No positions are embedded."""
+        return None
+
+
+@dataclass(frozen=True, slots=True)
 class LightningSpec:
     """Lightning attention in place of attention (MiniMax-01): queries, keys and values go through SiLU, tokens are
     added to the state of each head as they are, and states decay by factors that are fixed by head and layer."""
@@ -220,7 +235,7 @@ class LightningSpec:
 
 
 # What keeps a state of a fixed size in place of keys and values.
-RecurrentSpec = GatedConvolutionSpec | DeltaNetSpec | StateSpaceSpec | LightningSpec | SelectiveSpec
+RecurrentSpec = GatedConvolutionSpec | DeltaNetSpec | StateSpaceSpec | LightningSpec | SelectiveSpec | KimiDeltaSpec
 
 
 @dataclass(frozen=True, slots=True)

@@ -47,7 +47,8 @@ def test_a_conversation_goes_on_from_its_last_answer(name: str, temperature: flo
 
 
 @pytest.mark.parametrize(
-    ("name", "page_size"), [("lfm2", 4), ("lfm2", 16), ("qwen3_next", 4), ("jamba", 16), ("minimax", 16)]
+    ("name", "page_size"),
+    [("lfm2", 4), ("lfm2", 16), ("qwen3_next", 4), ("jamba", 16), ("minimax", 16), ("kimi_linear", 16)],
 )
 def test_the_third_of_those_that_begin_alike_goes_on_from_where_they_part(name: str, page_size: int) -> None:
     """The second shows where that is, and reads it once more."""

@@ -46,6 +46,10 @@ def kernels() -> Iterator[tuple[str, Any, dict[str, Any]]]:
     # Of Jamba.
     sizes = {"WINDOW": 64, "CHANNELS": 8192, "WIDTH": 16, "BLOCK_C": 32, "BLOCK_N": 16}
     yield "scan", triton_selective.scan_kernel, sizes
+    # Of Kimi Linear.
+    sizes = {"WINDOW": 64, "CHANNELS": 12288, "HEADS": 32, "DK": 128, "DV": 128, "QUERY_AT": 0, "KEY_AT": 4096}
+    sizes |= {"VALUE_AT": 8192, "NORMED": True, "SCALING": 128**-0.5, "BLOCK_K": 128, "BLOCK_V": 32}
+    yield "mix keyed", triton_selective.mix_keyed_kernel, sizes
     yield "keep gates", triton_selective.keep_gates_kernel, {"WINDOW": 64, "GATES": 8208, "BLOCK": 1024}
     for norms, group in ((True, 8192), (False, 1024)):
         sizes = {"HEAD": 64, "GROUP": group, "GROUPS": 8192 // group, "NORMS": norms, "BLOCK": group}

@@ -33,6 +33,8 @@ TINY = StateShape(channels=2 * 2 * 5 + 4 * 3, taps=4, heads=4, key_width=5, valu
 ONE_TAP = replace(TINY, taps=1)
 # Of selective scans, with more channels than a program has.
 SELECTIVE = StateShape(channels=40, taps=3, heads=40, key_width=5, value_width=1, selective=True)
+# Kimi Linear's, of which each head has its own keys, and more values than a program has.
+KEYED = StateShape(channels=2 * (5 + 5 + 40), taps=3, heads=2, key_width=5, value_width=40, keyed=True)
 # Of Qwen3.5, with fewer heads.
 REAL = StateShape(channels=2 * 4 * 128 + 8 * 128, taps=4, heads=8, key_width=128, value_width=128)
 # A pass is the rows of each of three sequences: a number for a chain, a negative one for a random tree.
@@ -56,8 +58,8 @@ CASES = {
     "delta": Case(StateRule.DELTA, TINY, 40),
     "delta, small window": Case(StateRule.DELTA, TINY, 6),
     "sum": Case(StateRule.SUM, TINY, 40),
-    "selective": Case(StateRule.SUM, SELECTIVE, 7, passes=((3, 9, -4), (-7, 4, 2), (1, -5, 0))),
-    "selective, broken": Case(StateRule.SUM, SELECTIVE, 6, broken=True, passes=((4, 2, 1), (-6, 3, 1))),
+    "selective": Case(StateRule.SUM, SELECTIVE, 6, broken=True, passes=((3, 7, -4), (-6, 3, 1))),
+    "keyed": Case(StateRule.DELTA, KEYED, 6, broken=True, passes=((2, 7, -3), (-5, 2, 1))),
     "sum, one tap": Case(StateRule.SUM, ONE_TAP, 6, passes=((5, 9, -1), (-6, 3, 1))),
     # Products of bf16 are not interpreted.
     "16 bits": Case(StateRule.DELTA, TINY, 40, torch.float16 if INTERPRETED else torch.bfloat16),
@@ -114,7 +116,7 @@ class Compared:
         inputs, heads = self.draw(batch.rows, self.case.shape.channels), self.case.shape.heads
         gates = torch.rand(batch.rows, self.case.shape.gates, generator=self.generator).to(DEVICE)
         if not self.case.shape.selective:
-            gates[:, :heads] *= -2
+            gates[:, : heads * (self.case.shape.key_width if self.case.shape.keyed else 1)] *= -2
         queries = torch.rand(batch.rows, self.case.shape.key_width, generator=self.generator).to(DEVICE)
         if broken:
             inputs[2] = math.nan
@@ -125,6 +127,8 @@ class Compared:
             convolved = form.convolve(plan, states, 1, inputs, early, self.convolution)
             if self.case.shape.selective:
                 mixed = form.scan(plan, states, 1, convolved, gates, queries, self.decay)
+            elif self.case.shape.keyed:
+                mixed = form.mix_keyed(plan, states, 1, convolved, gates, self.layout)
             else:
                 mixed = form.mix(plan, states, 1, convolved, gates, self.layout)
             made.append((convolved.rows.float(), mixed.float(), plan.node_slots))

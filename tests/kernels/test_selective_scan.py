@@ -1,4 +1,4 @@
-"""Selective scans over trees: every row gets what its own path would, run alone and token by token in fp64."""
+"""Selective scans and keyed states over trees: every row gets what its own path would, run alone in fp64."""
 
 from __future__ import annotations
 
@@ -12,11 +12,20 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from tree_kernels.attention import AttentionBatch
-from tree_kernels.recurrence import RecurrentStates, ShortConvolution, StateShape, TreeRecurrence
-from tree_kernels.recurrence.reference import convolve_text, scan_text
+from tree_kernels.recurrence import (
+    HeadsLayout,
+    RecurrentStates,
+    ShortConvolution,
+    StateRule,
+    StateShape,
+    TreeRecurrence,
+)
+from tree_kernels.recurrence.reference import convolve_text, run_keyed_text, scan_text
 
 WINDOW = 8
 SHAPE = StateShape(channels=10, taps=3, heads=10, key_width=3, value_width=1, selective=True)
+KEYED = StateShape(channels=2 * (2 * 3 + 4), taps=2, heads=2, key_width=3, value_width=4, keyed=True)
+LAYOUT = HeadsLayout(StateRule.DELTA, key_heads=2, query_at=0, key_at=6, value_at=12, normed=True, scaling=0.5)
 # A chain of so many rows, or a tree's parents.
 Form = int | tuple[int, ...]
 
@@ -121,3 +130,34 @@ def test_gates_of_another_kind_are_refused() -> None:
     tokens = scan.tokens(2)
     with pytest.raises(ValueError, match="expected 13 gates of a selective layer"):
         scan.run(batch_of([0], [2]), (1,), [tokens[0], tokens[1][:, 1:], tokens[2]])
+
+
+def test_keyed_states_of_every_row_are_those_of_its_path() -> None:
+    """A prompt of more rows than are kept, trees of which a path is accepted, and a chain, of one sequence."""
+    random = torch.Generator().manual_seed(3)
+    states = RecurrentStates(1, 1, WINDOW, KEYED, torch.float32, torch.device("cpu"))
+    for pool in (states.states, states.windows, states.inputs, states.gates):
+        pool.fill_(math.nan)
+    recurrence, slot = TreeRecurrence(), states.allocate_slot()
+    convolution = ShortConvolution(torch.randn(KEYED.channels, 2, generator=random), silu=True)
+    text = [torch.empty(0, KEYED.channels), torch.empty(0, KEYED.gates)]
+    forms: list[tuple[Form, list[int]]] = [(20, list(range(20))), ((0, 0, 0, 2, 3, 0, 4), [0, 2, 3, 4]), (3, [0, 1])]
+    forms += [((0, 0, 1, 0, 3), [0, 3]), (1, [0])]
+    for form, accepted in forms:
+        batch = batch_of([len(text[0])], [form])
+        inputs = torch.randn(batch.rows, KEYED.channels, generator=random)
+        gates = torch.rand(batch.rows, KEYED.gates, generator=random)
+        gates[:, : KEYED.heads * KEYED.key_width] *= -2
+        plan = recurrence.plan(batch, (slot,), states)
+        convolved = recurrence.convolve(plan, states, 0, inputs, gates[:, :0], convolution)
+        mixed = recurrence.mix_keyed(plan, states, 0, convolved, gates, LAYOUT)
+        for row in range(batch.rows):
+            path = path_to(form, row)
+            whole = [torch.cat([old, own[path]]) for old, own in zip(text, (inputs, gates), strict=True)]
+            expected = run_keyed_text(*whole, convolution, KEYED, LAYOUT)[-1]
+            torch.testing.assert_close(mixed[row].double(), expected, rtol=1e-4, atol=1e-5)
+        prefix = len(text[0])
+        states.move_nodes(slot, [prefix + row for row in accepted], range(prefix, prefix + len(accepted)))
+        text = [torch.cat([old, own[accepted]]) for old, own in zip(text, (inputs, gates), strict=True)]
+    with pytest.raises(ValueError, match="expected 8 gates of keyed states"):
+        recurrence.mix_keyed(plan, states, 0, convolved, gates[:, 1:], LAYOUT)

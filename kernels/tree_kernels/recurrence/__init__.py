@@ -1,5 +1,6 @@
 """Recurrent layers over trees of guesses: short convolutions, the gated delta rule, Mamba2,
-selective scans.
+selective scans,
+the delta rule with a decay for each number of a key.
 
 The state of the last committed token is read, and what a pass's nodes would add is not written: all nodes are solved at
 once with a mask of ancestors, their inputs are kept, and the accepted ones are folded into the state, one after the

@@ -55,6 +55,16 @@ class _RecurrenceForm(Protocol):
         decay: Tensor,
     ) -> Tensor: ...
 
+    def mix_keyed(
+        self,
+        plan: RecurrencePlan,
+        states: RecurrentStates,
+        layer: int,
+        convolved: Convolved,
+        gates: Tensor,
+        layout: HeadsLayout,
+    ) -> Tensor: ...
+
     def delta_gates(self, product: Tensor, decay: Tensor, bias: Tensor) -> Tensor: ...
 
     def gated_heads(self, mixed: Tensor, gate: Tensor, weight: Tensor, epsilon: float) -> Tensor: ...
@@ -125,7 +135,7 @@ class TreeRecurrence:
             states: where sequences' states are.
             layer: counted among recurrent layers.
             inputs: [R, C], of the states' dtype.
-            gates: [R, G] fp32, and [R, 0] of a selective scan.
+            gates: [R, G] fp32, and [R, 0] of selective scans and of keyed states.
             convolution: the layer's.
         """
         expected = plan.batch.rows, states.shape.channels
@@ -179,6 +189,28 @@ class TreeRecurrence:
             raise ValueError(f"expected {states.shape.gates} gates of a selective layer, got {list(gates.shape)}")
         return self._form.scan(plan, states, layer, convolved, gates, queries, decay)
 
+    def mix_keyed(
+        self,
+        plan: RecurrencePlan,
+        states: RecurrentStates,
+        layer: int,
+        convolved: Convolved,
+        gates: Tensor,
+        layout: HeadsLayout,
+    ) -> Tensor:
+        """As `mix`, of states each number of whose keys decays by itself, and keep the rows' gates. See
+        `reference.run_keyed_text`.
+
+        Args:
+            plan, states, layer, convolved: as given to `mix`.
+            gates: [R, H * Dk + H] fp32.
+            layout: how heads are made of it, without heads that share keys.
+        """
+        shape = states.shape
+        if gates.shape != (plan.batch.rows, shape.gates) or not shape.keyed or layout.key_heads != shape.heads:
+            raise ValueError(f"expected {shape.gates} gates of keyed states, got {list(gates.shape)}")
+        return self._form.mix_keyed(plan, states, layer, convolved, gates, layout)
+
     def delta_gates(self, product: Tensor, decay: Tensor, bias: Tensor) -> Tensor:
         """See `gating.delta_gates`. The last dimension of `product` is contiguous."""
         return self._form.delta_gates(product, decay, bias)
@@ -215,3 +247,7 @@ class RecurrentPass:
     def scan(self, layer: int, convolved: Convolved, gates: Tensor, queries: Tensor, decay: Tensor) -> Tensor:
         """See `TreeRecurrence.scan`."""
         return self.recurrence.scan(self.plan, self.states, layer, convolved, gates, queries, decay)
+
+    def mix_keyed(self, layer: int, convolved: Convolved, gates: Tensor, layout: HeadsLayout) -> Tensor:
+        """See `TreeRecurrence.mix_keyed`."""
+        return self.recurrence.mix_keyed(self.plan, self.states, layer, convolved, gates, layout)

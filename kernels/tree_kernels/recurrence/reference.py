@@ -64,6 +64,24 @@ def scan_text(values: Tensor, gates: Tensor, queries: Tensor, decay: Tensor) -> 
     return torch.stack(outputs)
 
 
+def run_keyed_text(
+    inputs: Tensor, gates: Tensor, convolution: ShortConvolution, shape: StateShape, layout: HeadsLayout
+) -> Tensor:
+    """As `run_text`, of states each number of whose keys decays by itself. `gates` [T, H * Dk + H]: logarithms of
+    decays, then betas."""
+    queries, keys, values = split_heads(convolve_text(inputs, convolution), shape, layout)
+    width = shape.heads * shape.key_width
+    decays = gates[:, :width].double().view(len(gates), shape.heads, shape.key_width).exp()
+    state = torch.zeros(shape.heads, shape.key_width, shape.value_width, dtype=torch.float64)
+    outputs = []
+    for query, key, value, decay, beta in zip(queries, keys, values, decays, gates[:, width:].double(), strict=True):
+        state = state * decay[:, :, None]
+        added = beta[:, None] * (value - torch.einsum("hk,hkv->hv", key, state))
+        state = state + torch.einsum("hk,hv->hkv", key, added)
+        outputs.append(torch.einsum("hk,hkv->hv", query, state))
+    return torch.stack(outputs)
+
+
 def split_heads(rows: Tensor, shape: StateShape, layout: HeadsLayout) -> tuple[Tensor, Tensor, Tensor]:
     """Queries and keys [R, H, Dk], normed and scaled, and values [R, H, Dv] of the convolution's outputs [R, C]."""
     group, width = shape.heads // layout.key_heads, layout.key_heads * shape.key_width

@@ -24,7 +24,7 @@ from tree_kernels.attention.tree_mask import ancestor_mask
 from tree_kernels.recurrence.gating import SpaceOutput, delta_gates, gated_heads, space_gates, space_output
 from tree_kernels.recurrence.reference import split_heads
 from tree_kernels.recurrence.states import RecurrentStates
-from tree_kernels.recurrence.torch_selective import fold_tokens, scan_known, scan_nodes
+from tree_kernels.recurrence.torch_selective import fold_tokens, keyed_behind, mix_keyed_nodes, scan_known, scan_nodes
 from tree_kernels.recurrence.types import Convolved, HeadsLayout, RecurrencePlan, ShortConvolution, StateRule
 
 # Rows of a prompt that are solved together, as in transformers.
@@ -188,6 +188,37 @@ class TorchRecurrence:
             output[rows], _ = scan_nodes(state, *own, parents)
             places = torch.arange(span.prefix, span.prefix + len(own[0]), device=gates.device) % states.window
             states.gates[layer, span.slot, places, 0] = own[1]
+        return output
+
+    def mix_keyed(
+        self,
+        plan: RecurrencePlan,
+        states: RecurrentStates,
+        layer: int,
+        convolved: Convolved,
+        gates: Tensor,
+        layout: HeadsLayout,
+    ) -> Tensor:
+        assert isinstance(plan, TorchRecurrencePlan) and isinstance(convolved, TorchConvolved)
+        shape, rows = states.shape, convolved.rows
+        output = rows.new_zeros(len(rows), shape.heads, shape.value_width)
+        for span, before in zip(plan.spans, convolved.folded, strict=True):
+            state = states.states[layer, span.slot]
+            if not span.prefix:
+                state.zero_()
+            _, keys, values = split_heads(before.rows.float(), shape, layout)
+            for token in zip(keys, values, before.gates, strict=True):
+                state.copy_(keyed_behind(state, *token))
+            part = slice(span.start, span.end)
+            made, behind = mix_keyed_nodes(
+                state, *split_heads(rows[part].float(), shape, layout), gates[part], span.parents
+            )
+            output[part] = made
+            if span.mask is None:
+                state.copy_(behind)
+                continue
+            places = torch.arange(span.prefix, span.prefix + len(made), device=gates.device) % states.window
+            states.gates[layer, span.slot, places, 0] = gates[part]
         return output
 
     def delta_gates(self, product: Tensor, decay: Tensor, bias: Tensor) -> Tensor:

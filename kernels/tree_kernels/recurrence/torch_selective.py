@@ -1,5 +1,5 @@
-"""Selective scans over trees in plain PyTorch: the CPU's form, sequence by sequence. The state of each node is made of
-its parent's, and is kept no longer than the pass."""
+"""States that decay by more than one factor a head, over trees in plain PyTorch: the CPU's form, sequence by sequence.
+The state of each node is made of its parent's, and is kept no longer than the pass."""
 
 from __future__ import annotations
 
@@ -46,3 +46,29 @@ def _terms(values: Tensor, gates: Tensor, decay: Tensor) -> tuple[Tensor, Tensor
     """Of tokens what multiplies a state [C, N], and what is added to it, each [n, C, N]."""
     steps, keys = gates[:, : len(decay)], gates[:, len(decay) :]
     return (steps[:, :, None] * decay).exp(), (steps * values)[:, :, None] * keys[:, None]
+
+
+def keyed_behind(state: Tensor, key: Tensor, value: Tensor, gates: Tensor) -> Tensor:
+    """A new state [H, Dk, Dv] behind one more token: key [H, Dk], value [H, Dv], gates [H * Dk + H]."""
+    decays, betas = gates[: key.numel()].view_as(key), gates[key.numel() :]
+    state = state * decays.exp()[:, :, None]
+    added = betas[:, None] * (value - torch.bmm(key[:, None], state)[:, 0])
+    return state.baddbmm_(key[:, :, None], added[:, None])
+
+
+def mix_keyed_nodes(
+    state: Tensor, queries: Tensor, keys: Tensor, values: Tensor, gates: Tensor, parents: Sequence[int] | None
+) -> tuple[Tensor, Tensor]:
+    """Outputs [n, H, Dv] of nodes behind a state [H, Dk, Dv], and the state behind the last one. `parents` come before
+    their children, None is a chain."""
+    held: dict[int, Tensor] = {}
+    inner, made = set(parents or ()), torch.empty_like(values)
+    for node, (query, key, value, gate) in enumerate(zip(queries, keys, values, gates, strict=True)):
+        before = state if not node or parents is None else held[parents[node]]
+        own = keyed_behind(before, key, value, gate)
+        made[node] = torch.bmm(query[:, None], own)[:, 0]
+        if parents is None:
+            state = own
+        elif node in inner:
+            held[node] = own
+    return made, own

@@ -25,7 +25,7 @@ from tree_kernels.recurrence.triton_gating import (
 )
 from tree_kernels.recurrence.triton_kernels import convolve_kernel, keep_kernel, plan_kernel
 from tree_kernels.recurrence.triton_mixing import CHUNK, mix_kernel, prepare_kernel
-from tree_kernels.recurrence.triton_selective import keep_gates_kernel, scan_kernel
+from tree_kernels.recurrence.triton_selective import keep_gates_kernel, mix_keyed_kernel, scan_kernel
 from tree_kernels.recurrence.types import (
     MOST_NODES,
     Convolved,
@@ -212,11 +212,37 @@ class TritonRecurrence:
             CHANNELS=shape.channels, WIDTH=shape.key_width, BLOCK_C=_SCANNED_CHANNELS,
             BLOCK_N=triton.next_power_of_2(shape.key_width), num_warps=2,
         )  # fmt: skip
-        keep_gates_kernel[(count, triton.cdiv(shape.gates, _KEPT_GATES))](
-            gates, ring, tensors.query_starts, tensors.prefix_lengths, tensors.slots, WINDOW=states.window,
-            GATES=shape.gates, BLOCK=_KEPT_GATES, num_warps=4,
-        )  # fmt: skip
+        self._keep_gates(plan, states, layer, gates)
         return output
+
+    def mix_keyed(
+        self,
+        plan: RecurrencePlan,
+        states: RecurrentStates,
+        layer: int,
+        convolved: Convolved,
+        gates: Tensor,
+        layout: HeadsLayout,
+    ) -> Tensor:
+        assert isinstance(plan, TritonRecurrencePlan) and isinstance(convolved, TritonConvolved)
+        shape, tensors, rows = states.shape, plan.tensors, convolved.rows
+        output = rows.new_empty(len(rows), shape.heads, shape.value_width)
+        mix_keyed_kernel[(plan.batch.sequences, shape.heads, triton.cdiv(shape.value_width, _COLUMNS))](
+            rows, gates, convolved.folded, states.gates[layer], states.states[layer], output, tensors.query_starts,
+            tensors.prefix_lengths, tensors.slots, tensors.causal, plan.pending, plan.words, WINDOW=states.window,
+            CHANNELS=shape.channels, HEADS=shape.heads, DK=shape.key_width, DV=shape.value_width,
+            QUERY_AT=layout.query_at, KEY_AT=layout.key_at, VALUE_AT=layout.value_at, NORMED=layout.normed,
+            SCALING=layout.scaling, BLOCK_K=triton.next_power_of_2(shape.key_width), BLOCK_V=_COLUMNS, num_warps=4,
+        )  # fmt: skip
+        self._keep_gates(plan, states, layer, gates)
+        return output
+
+    def _keep_gates(self, plan: TritonRecurrencePlan, states: RecurrentStates, layer: int, gates: Tensor) -> None:
+        tensors, size = plan.tensors, states.shape.gates
+        keep_gates_kernel[(plan.batch.sequences, triton.cdiv(size, _KEPT_GATES))](
+            gates, states.gates[layer], tensors.query_starts, tensors.prefix_lengths, tensors.slots,
+            WINDOW=states.window, GATES=size, BLOCK=_KEPT_GATES, num_warps=4,
+        )  # fmt: skip
 
     def delta_gates(self, product: Tensor, decay: Tensor, bias: Tensor) -> Tensor:
         rows, heads = len(product), len(decay)

@@ -47,7 +47,7 @@ def _broken_rows(rows):  # type: ignore[no-untyped-def]
 
 
 @triton.jit
-def _one_part(row, at, WIDTH: tl.constexpr, BLOCK: tl.constexpr, NORMED: tl.constexpr):  # type: ignore[no-untyped-def]
+def one_part(row, at, WIDTH: tl.constexpr, BLOCK: tl.constexpr, NORMED: tl.constexpr):  # type: ignore[no-untyped-def]
     """[BLOCK] fp32: numbers `at` on of one row, as `_part` and `_of_length_one` have them."""
     k = tl.arange(0, BLOCK)
     part = tl.load(row + at + k, mask=k < WIDTH, other=0.0).to(tl.float32)
@@ -259,7 +259,7 @@ def mix_kernel(  # type: ignore[no-untyped-def]
             place = b.to(tl.int64) * WINDOW + t
             decay = tl.exp(tl.load(folded_gates + place * 2 * HEADS + head))
             beta = tl.load(folded_gates + place * 2 * HEADS + HEADS + head)
-            key = _one_part(folded + place * CHANNELS, KEY_AT + of_key, DK, BLOCK_K, NORMED)
+            key = one_part(folded + place * CHANNELS, KEY_AT + of_key, DK, BLOCK_K, NORMED)
             value = tl.load(folded + place * CHANNELS + of_value, mask=column < DV, other=0.0).to(tl.float32)
             state = _with_token(state, key, value, decay, beta, DELTA)
         if count <= WINDOW:
@@ -268,8 +268,8 @@ def mix_kernel(  # type: ignore[no-untyped-def]
             row = start.to(tl.int64)
             decay = tl.exp(tl.load(gates + row * 2 * HEADS + head))
             beta = tl.load(gates + row * 2 * HEADS + HEADS + head)
-            key = _one_part(rows + row * CHANNELS, KEY_AT + of_key, DK, BLOCK_K, NORMED)
-            query = _one_part(rows + row * CHANNELS, QUERY_AT + of_key, DK, BLOCK_K, NORMED) * SCALING
+            key = one_part(rows + row * CHANNELS, KEY_AT + of_key, DK, BLOCK_K, NORMED)
+            query = one_part(rows + row * CHANNELS, QUERY_AT + of_key, DK, BLOCK_K, NORMED) * SCALING
             value = tl.load(rows + row * CHANNELS + of_value, mask=column < DV, other=0.0).to(tl.float32)
             made = tl.sum(query[:, None] * _with_token(state, key, value, decay, beta, DELTA), 0)
             tl.store(output + (row * HEADS + head) * DV + column, made, mask=column < DV)

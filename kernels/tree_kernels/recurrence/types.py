@@ -33,6 +33,8 @@ class StateShape:
 
     Where it is `selective`, each channel is a head, and its state [N] decays by factors of its own (Mamba, arXiv
     2312.00752): S = exp(step * decay) S + step * value * key, of which the output is query S.
+    Where it is `keyed`, each number of a key decays by itself (Kimi Delta Attention, arXiv 2510.26692): the delta rule
+    behind S = exp(g)[:, None] S, with g [Dk] of each head.
     """
 
     channels: int
@@ -41,6 +43,7 @@ class StateShape:
     key_width: int = 0
     value_width: int = 0
     selective: bool = False
+    keyed: bool = False
 
     def __post_init__(self) -> None:
         if self.channels < 1 or self.taps < 1:
@@ -49,13 +52,15 @@ class StateShape:
     @property
     def gates(self) -> int:
         """G, gates of a token: of each head the logarithm of its decay, then of each head its beta; of a selective
-        scan each channel's step, then the key."""
-        return self.heads + self.key_width if self.selective else 2 * self.heads
+        scan each channel's step, then the key; of keyed states each head's logarithms of decays, then all betas."""
+        if self.selective:
+            return self.heads + self.key_width
+        return self.heads * self.key_width + self.heads if self.keyed else 2 * self.heads
 
     @property
     def early_gates(self) -> int:
-        """Those that are known before the convolution."""
-        return 0 if self.selective else self.gates
+        """Those that the convolution keeps. Others are kept with the states."""
+        return 0 if self.selective or self.keyed else self.gates
 
 
 @dataclass(frozen=True, slots=True, eq=False)

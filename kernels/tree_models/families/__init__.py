@@ -66,6 +66,7 @@ FAMILIES: Mapping[str, Family] = {
     "hyperclovax": granite.hyperclovax,
     "jamba": granite.jamba,
     "jais2": others.jais2,
+    "kimi_linear": deepseek.kimi_linear,
     "laguna": mixtures.laguna,
     "lfm2": lfm.lfm2,
     "lfm2_moe": lfm.lfm2_moe,

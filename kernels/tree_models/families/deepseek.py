@@ -1,4 +1,5 @@
-"""DeepSeek V2, V3 and R1, Kimi K2, and the families with their latent attention: GLM-4.7-Flash, Youtu, MiniCPM3."""
+"""DeepSeek V2, V3 and R1, Kimi K2, and the families with their latent attention: GLM-4.7-Flash, Youtu, MiniCPM3,
+Kimi Linear."""
 
 from __future__ import annotations
 
@@ -8,7 +9,27 @@ from typing import Any
 from tree_models.families.common import Description, activation, counted, decoder, layer, mlp, rms_norm
 from tree_models.families.rotary import rotary, yarn_softness
 from tree_models.names import WeightNames
-from tree_models.spec import ExpertsSpec, LatentSpec, RouterSpec
+from tree_models.spec import ExpertsSpec, FamilyRefused, KimiDeltaSpec, LatentSpec, RotarySpec, RouterSpec
+
+_DELTA, _EXPERTS = "self_attn.", "block_sparse_moe."
+_KIMI = WeightNames(
+    mixer_in=tuple(f"{_DELTA}{name}_proj" for name in ("q", "k", "v", "f_a", "g_a", "b")),
+    mixer_gates=(f"{_DELTA}f_b_proj", f"{_DELTA}g_b_proj"),
+    convolution=f"{_DELTA}conv1d",
+    convolution_parts=(f"{_DELTA}q_conv1d", f"{_DELTA}k_conv1d", f"{_DELTA}v_conv1d"),
+    # Of dense layers as transformers writes them.
+    renamed=tuple((f"{_EXPERTS}{name}_proj", f"mlp.{name}_proj") for name in ("gate", "up", "down")),
+    decay=f"{_DELTA}A_log",
+    decay_bias=f"{_DELTA}dt_bias",
+    mixer_norm=f"{_DELTA}o_norm",
+    mixer_out=f"{_DELTA}o_proj",
+    router=f"{_EXPERTS}gate",
+    correction=f"{_EXPERTS}gate.e_score_correction_bias",
+    expert_gate_up=(f"{_EXPERTS}experts.{{expert}}.w1", f"{_EXPERTS}experts.{{expert}}.w3"),
+    expert_down=f"{_EXPERTS}experts.{{expert}}.w2",
+    shared_gate_up=(f"{_EXPERTS}shared_experts.gate_proj", f"{_EXPERTS}shared_experts.up_proj"),
+    shared_down=f"{_EXPERTS}shared_experts.down_proj",
+)
 
 
 def deepseek_v2(config: Any) -> Description:
@@ -50,6 +71,28 @@ def minicpm3(config: Any) -> Description:
     return Description(decoder(config, [one] * count, norm, **scales), WeightNames())
 
 
+def kimi_linear(config: Any) -> Description:
+    """Kimi Linear: Kimi Delta Attention beside latent attention without positions."""
+    if activation(config) != "silu":
+        raise FamilyRefused(f"the activation {config.hidden_act} of a delta net is not served")
+    norm, dense, experts = rms_norm(config), mlp(config, bias=False), sigmoid_experts(config)
+    delta = KimiDeltaSpec(
+        heads=int(config.linear_num_heads),
+        width=int(config.linear_head_dim),
+        taps=int(config.linear_conv_kernel_dim),
+        epsilon=float(config.rms_norm_eps),
+    )
+    plain, shared = int(config.qk_nope_head_dim), int(config.qk_rope_head_dim)
+    # Its part of the keys that all heads share is not turned: all angles are zero.
+    still = RotarySpec((0.0,) * (shared // 2))
+    attending = _latents(config, (plain + shared) ** -0.5, still)
+    layers = []
+    for index in counted(config):
+        mixing: LatentSpec | KimiDeltaSpec = attending if config.layer_types[index] == "full_attention" else delta
+        layers.append(layer(mixing, experts if config.mlp_layer_types[index] == "sparse" else dense, norm))
+    return Description(decoder(config, layers, norm), _KIMI)
+
+
 def latent_attention(config: Any, *, interleaved: bool) -> LatentSpec:
     """The attention of a configuration with latents. Under YaRN with `mscale_all_dim`, scores are larger."""
     plain, turned = int(config.qk_nope_head_dim), int(config.qk_rope_head_dim)
@@ -57,13 +100,17 @@ def latent_attention(config: Any, *, interleaved: bool) -> LatentSpec:
     every = float(rope.get("mscale_all_dim") or 0.0)
     if rope.get("rope_type", "default") != "default" and every:
         scaling *= yarn_softness(float(rope["factor"]), every) ** 2
+    return _latents(config, scaling, rotary(config, turned, interleaved=interleaved))
+
+
+def _latents(config: Any, scaling: float, turning: RotarySpec) -> LatentSpec:
     return LatentSpec(
         heads=int(config.num_attention_heads),
         latent=int(config.kv_lora_rank),
-        plain=plain,
+        plain=int(config.qk_nope_head_dim),
         value=int(config.v_head_dim),
         scaling=scaling,
-        rotary=rotary(config, turned, interleaved=interleaved),
+        rotary=turning,
         query_latent=None if config.q_lora_rank is None else int(config.q_lora_rank),
         bias=bool(getattr(config, "attention_bias", False)),
     )
@@ -90,7 +137,7 @@ def _experts(config: Any, router: RouterSpec) -> ExpertsSpec:
     width = int(config.moe_intermediate_size)
     shared = int(config.n_shared_experts or 0)
     return ExpertsSpec(
-        count=int(config.n_routed_experts),
+        count=int(getattr(config, "n_routed_experts", 0) or config.num_local_experts),
         top_k=int(config.num_experts_per_tok),
         width=width,
         router=router,

@@ -25,6 +25,7 @@ from tree_models.layers.placing import Placement
 from tree_models.layers.recurrent import (
     GatedConvolution,
     GatedDeltaNet,
+    KimiDeltaAttention,
     LightningAttention,
     SelectiveScan,
     StateSpace,
@@ -41,6 +42,7 @@ from tree_models.spec import (
     ExpertsSpec,
     FamilyRefused,
     GatedConvolutionSpec,
+    KimiDeltaSpec,
     LatentSpec,
     LayerSpec,
     LightningSpec,
@@ -50,7 +52,7 @@ from tree_models.spec import (
 
 # Gets the outputs [R, H] of one decoder layer.
 Tap = Callable[[Tensor], None]
-_StateMixer = GatedConvolution | GatedDeltaNet | LightningAttention | SelectiveScan | StateSpace
+_StateMixer = GatedConvolution | GatedDeltaNet | KimiDeltaAttention | LightningAttention | SelectiveScan | StateSpace
 _Mixer = HeadAttention | LatentHeads | _StateMixer
 
 
@@ -78,6 +80,8 @@ class DecoderLayer(nn.Module):
             self.attention = GatedDeltaNet(spec.attention, *of, kept)
         elif isinstance(spec.attention, LightningSpec):
             self.attention = LightningAttention(spec.attention, *of, kept)
+        elif isinstance(spec.attention, KimiDeltaSpec):
+            self.attention = KimiDeltaAttention(spec.attention, *of, kept)
         elif isinstance(spec.attention, SelectiveSpec):
             self.attention = SelectiveScan(spec.attention, *of, kept)
         else:

@@ -33,6 +33,7 @@ from tree_models.slots import Copy, TensorSpec, WeightSlot, in_place
 from tree_models.spec import (
     DeltaNetSpec,
     GatedConvolutionSpec,
+    KimiDeltaSpec,
     LightningSpec,
     RecurrentSpec,
     SelectiveSpec,
@@ -361,6 +362,64 @@ class SelectiveScan(nn.Module):
         yield from self.out.slots([of(names.mixer_out)], copy)
 
 
+class KimiDeltaAttention(nn.Module):
+    """See `KimiDeltaSpec`. Queries, keys, values, what both kinds of gates are made of, and betas are one product."""
+
+    def __init__(self, spec: KimiDeltaSpec, hidden_size: int, layer: int, place: Placement, state_layer: int) -> None:
+        """`state_layer` counts layers with states."""
+        super().__init__()
+        self.spec, self.layer, self.state_layer = spec, layer, state_layer
+        values = spec.heads * spec.width
+        self._parts = [3 * values, spec.width, spec.width, spec.heads]
+        self.products = Linear(hidden_size, [values, values, values, *self._parts[1:]], place)
+        self.decays, self.gates = (Linear(spec.width, [values], place) for _ in range(2))
+        self.weight = place.empty(3 * values, spec.taps)
+        # In fp32: decays are powers of them.
+        self.decay = place.empty(spec.heads, dtype=torch.float32)
+        self.decay_bias = place.empty(values, dtype=torch.float32)
+        self.norm = place.empty(spec.width)
+        self.out = Linear(values, [hidden_size], place)
+        self.layout = HeadsLayout(
+            StateRule.DELTA, spec.heads, 0, values, 2 * values, normed=True, scaling=spec.width**-0.5
+        )
+
+    def forward(self, rows: Tensor, angles: Angles | None, step: PagedPass) -> Tensor:
+        """[R, H] -> [R, H]."""
+        del angles
+        spec, product = self.spec, self.products(rows)
+        inputs, of_decays, of_gates, betas = torch.split(product, self._parts, dim=-1)
+        decays = functional.softplus(self.decays(of_decays).float() + self.decay_bias)
+        decays = (decays.view(-1, spec.heads, spec.width) * self.decay[:, None]).flatten(1)
+        mixed = self._mixed(inputs, torch.cat([decays, betas.sigmoid().float()], dim=-1), step)
+        normed = functional.rms_norm(mixed.float(), mixed.shape[-1:], self.norm.float(), spec.epsilon)
+        gated = normed.flatten(1) * torch.sigmoid(self.gates(of_gates).float())
+        output: Tensor = self.out(gated.to(rows.dtype))
+        return output
+
+    @torch.compiler.disable  # type: ignore[untyped-decorator]
+    def _mixed(self, inputs: Tensor, gates: Tensor, step: PagedPass) -> Tensor:
+        """[R, heads, width]. Not compiled, as above."""
+        of_pass: RecurrentPass = step.recurrent
+        early = gates[:, :0]
+        convolved = of_pass.convolve(self.state_layer, inputs, early, ShortConvolution(self.weight, silu=True))
+        return of_pass.mix_keyed(self.state_layer, convolved, gates, self.layout)
+
+    def slots(self, names: WeightNames, copy: Copy) -> Iterator[WeightSlot]:
+        """Slots of the layer's tensors."""
+
+        def of(name: str) -> str:
+            return names.in_layer(name, self.layer)
+
+        yield from self.products.slots([of(name) for name in names.mixer_in], copy)
+        for product, name in zip((self.decays, self.gates), names.mixer_gates, strict=True):
+            yield from product.slots([of(name)], copy)
+        yield from _convolution_slots(of(names.convolution), self.weight, None, copy)
+        yield _decay_slot(of(names.decay), self.decay.view(1, 1, -1, 1), copy)
+        yield in_place(of(names.decay_bias), self.decay_bias, copy)
+        yield in_place(f"{of(names.mixer_norm)}.weight", self.norm, copy)
+        yield from self.out.slots([of(names.mixer_out)], copy)
+
+
 def lightning_rates(spec: LightningSpec, layer: int) -> list[float]:
     """By head the rate at which a state of a layer, counted from 0, decays with each token."""
     share = 1 - layer / (spec.layers - 1 + 1e-5) + 1e-5
@@ -380,6 +439,8 @@ def state_shape(spec: RecurrentSpec, hidden_size: int) -> StateShape:
         return StateShape(spec.width or hidden_size, spec.taps)
     if isinstance(spec, LightningSpec):
         return StateShape(3 * spec.heads * spec.width, 1, spec.heads, spec.width, spec.width)
+    if isinstance(spec, KimiDeltaSpec):
+        return StateShape(3 * spec.heads * spec.width, spec.taps, spec.heads, spec.width, spec.width, keyed=True)
     if isinstance(spec, SelectiveSpec):
         return StateShape(spec.channels, spec.taps, spec.channels, spec.state_width, 1, selective=True)
     values = spec.heads * spec.value_width

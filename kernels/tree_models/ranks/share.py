@@ -20,6 +20,7 @@ from tree_models.spec import (
     ExpertsSpec,
     FamilyRefused,
     GatedConvolutionSpec,
+    KimiDeltaSpec,
     LatentSpec,
     LayerSpec,
     LightningSpec,
@@ -107,6 +108,8 @@ class _Divider:
             return self._convolution(spec)
         if isinstance(spec, LightningSpec):
             return self._lightning(spec)
+        if isinstance(spec, KimiDeltaSpec):
+            return self._kimi_delta(spec)
         if isinstance(spec, SelectiveSpec):
             return self._selective(spec)
         return self._delta_net(spec) if isinstance(spec, DeltaNetSpec) else self._state_space(spec)
@@ -178,6 +181,16 @@ class _Divider:
         cuts = list(_with_bias([*rows, (of_gate, values), (names.mixer_norm, values)]))
         cuts += self._last(names.mixer_out, heads, spec.width)
         return replace(spec, heads=len(heads), first_head=heads.start), cuts
+
+    def _kimi_delta(self, spec: KimiDeltaSpec) -> tuple[KimiDeltaSpec, _Cuts]:
+        names, heads = self.names, self._block(spec.heads, "heads of Kimi Delta Attention")
+        own, whole = _scaled(heads, spec.width), range(spec.width)
+        channels = [(spec.heads * spec.width, own)] * 3
+        rows = [*channels, (spec.width, whole), (spec.width, whole), (spec.heads, heads)]
+        cuts = list(_with_bias([*_above_another(names.mixer_in, rows), *_above_another([names.convolution], channels)]))
+        cuts += [(f"{name}.weight", Spans(0, (own,))) for name in names.mixer_gates]
+        cuts += [(names.decay, Spans(2, (heads,))), (names.decay_bias, Spans(0, (own,)))]
+        return replace(spec, heads=len(heads)), [*cuts, *self._last(names.mixer_out, heads, spec.width)]
 
     def _selective(self, spec: SelectiveSpec) -> tuple[SelectiveSpec, _Cuts]:
         names, own = self.names, self._block(spec.channels, "channels of a selective scan")
