@@ -251,7 +251,7 @@ class TestEnds:
 
     async def test_descriptors_are_given_back(self, tmp_path: Path) -> None:
         held: list[int] = []
-        for _ in range(3):
+        for _ in range(2):
             async with served_apart(tmp_path) as service:
                 await service.tokens(5, max_tokens=2)
             # What is known by this name keeps a few.
