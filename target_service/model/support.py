@@ -104,8 +104,10 @@ def _is_dequantised(config: PretrainedConfig, method: str) -> bool:
 
 
 def has_latents(config: PretrainedConfig) -> bool:
-    """Whether the model's keys and values are made of latents (multi-head latent attention)."""
-    return all(getattr(config, name, None) for name in ("kv_lora_rank", "qk_rope_head_dim"))
+    """Whether the keys and values of all layers are made of latents (multi-head latent attention). Beside layers with
+    states, as in Kimi Linear, they are kept expanded."""
+    of_some = all(getattr(config, name, None) for name in ("kv_lora_rank", "qk_rope_head_dim"))
+    return of_some and "linear_attention" not in (getattr(config, "layer_types", None) or ())
 
 
 def kv_shape(config: PretrainedConfig, *, latent: bool = False) -> CacheShape:
