@@ -111,12 +111,9 @@ class ExpectedTree:
     token_ids: SequenceOf[int]  # the sequence's own list, which grows with each commit
 
     @classmethod
-    def of(
-        cls, base: int, tokens: SequenceOf[int], parents: SequenceOf[int], scores: SequenceOf[float], text: list[int]
-    ) -> ExpectedTree:
+    def of(cls, base: int, nodes: Ints, scores: Reals, text: list[int]) -> ExpectedTree:
         """Of nodes in an order in which parents come before children; `text` is the sequence's own list."""
-        nodes = np.array([tokens, parents], np.int32).reshape(2, -1)
-        return cls(base, nodes, np.array(scores, np.float64), heights_of(nodes), text)
+        return cls(base, nodes, scores, heights_of(nodes), text)
 
     def left(self) -> int:
         """Tokens of the longest path below the sequence's last token; 0 where it is no node."""
@@ -243,6 +240,13 @@ class NodeTables:
         tree.changed = False
         table, trust = self.mail.next_table(tree.slot), self.trust
         merged = tree
+        if tree.expected is not None and tree.predicted is None and not tree.count:
+            # As most trees of forms are.
+            expected = tree.expected
+            root = expected.token_ids[expected.base - 1]
+            build_expected(expected.nodes, expected.scores, expected.base, root, table)
+            self.mail.put(tree.slot)
+            return
         if tree.predicted is not None:
             merged, trust = with_predicted(merged, tree.predicted, trust), 1.0
         if tree.expected is not None:
@@ -425,6 +429,23 @@ def build_table(nodes: Ints, scores: Reals, count: int, trust: float, base: int,
         rows[3, own], rows[4, own] = rows[3, above] + 1, rows[4, above] + cost
 
 
+@compiled
+def build_expected(expected: Ints, scores: Reals, base: int, root: int, table: Ints) -> None:
+    """Write expected nodes alone as the device reads them: what `build_table` writes of `with_expected`.
+
+    Args:
+        expected, scores: as in `ExpectedTree`.
+        base: tokens of the sequence up to and with the `root`, the token behind which they were expected.
+        table: [TABLE] int32, written; see `tree_kernels.node_table`.
+    """
+    nodes, chances, places = np.zeros((4, NODES), np.int32), np.ones(NODES), np.empty(len(scores), np.int64)
+    nodes[_TOKEN, 0] = root
+    for i in range(len(scores)):
+        places[i] = 0 if expected[1, i] < 0 else -2 - expected[1, i]
+    count = insert(nodes, chances, 1, expected[0], scores, places)
+    build_table(nodes, chances, count, 1.0, base, table)
+
+
 def warm_up() -> None:
     """Compile what the first growth would wait for."""
     tree = _Tree(0)
@@ -433,7 +454,8 @@ def warm_up() -> None:
     find_parents(places, 1, 0, places.copy())
     count = insert(tree.nodes, tree.scores, 1, np.ones(1, np.int32), np.ones(1), places)
     child_of(tree.nodes, 0, 1)
-    expected = ExpectedTree.of(1, [1], [-1], [1.0], [0, 1])
+    expected = ExpectedTree.of(1, np.array([[1], [-1]], np.int32), np.ones(1), [0, 1])
     expected.left()
     with_expected(tree, expected, 1.0)
     build_table(tree.nodes, tree.scores, count, 1.0, 1, np.zeros(TABLE, np.int32))
+    build_expected(expected.nodes, expected.scores, 1, 0, np.zeros(TABLE, np.int32))

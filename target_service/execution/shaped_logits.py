@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import time
 from collections import OrderedDict
 from collections.abc import Sequence as SequenceOf
 
@@ -19,9 +18,6 @@ from target_service.sampling.distribution import LogitShaper
 from target_service.sampling.verifier import SequenceVerifier
 from tree_kernels.logit_shaping import DeviceShaper
 
-# Of all masks of a step, after which the slow ones among their grammars are looked for. Chosen: as long as a pass.
-_LONG_SECONDS = 8e-3
-
 
 class ShapedLogits:
     """Writes to the table of a `DeviceShaper`, as steps are launched.
@@ -32,7 +28,6 @@ class ShapedLogits:
 
     def __init__(self, shaper: DeviceShaper) -> None:
         self._shaper = shaper
-        self._timed = False
         self._free = list(range(len(shaper.table)))
         # By sequence id, the one used last at the end.
         self._places: OrderedDict[int, int] = OrderedDict()
@@ -81,10 +76,7 @@ class ShapedLogits:
             output = item.sequence.output
             trees.append(verifier.grammar.follow(tree, output, may_be_late=True))
             places.append((place, first_row, tree.parents, len(output)))
-        begin = time.perf_counter()
-        computed, count = masks_of(trees, self._shaper.mask_room, timed=self._timed)
-        # What took long is timed the next time.
-        self._timed = time.perf_counter() - begin > _LONG_SECONDS and not self._timed
+        computed, count = masks_of(trees, self._shaper.mask_room)
         for (place, first_row, parents, generated), masks in zip(places, computed, strict=True):
             if masks.error is not None:
                 errors[place] = masks.error

@@ -17,6 +17,7 @@ if TYPE_CHECKING:
     from llguidance import LLMatcher
 
 Ints = NDArray[np.int32]
+Reals = NDArray[np.float64]
 # A path of expected text ends where it is less probable. Chosen.
 _LEAST_CHANCE = 1 / 64
 # Of a token with which another one that may come begins, beside 1 for others. Chosen.
@@ -26,31 +27,66 @@ _CHANCE_OF_PREFIX = 0.1
 _NODES, _MASKS = 64, 24
 # Bytes of forced text by which a state is known, whatever came before: such as a name in JSON with its signs. Chosen.
 _LANDMARK = 4
+# Tokens up to which the one that was chosen names the state behind it. Of more, such as digits, each would be a state
+# of its own, whose text is looked for again, and what follows seldom depends on them. Chosen.
+_MOST_TOLD_APART = 8
 # States of a form whose text is kept. Chosen: a form of seven fields has some thirty.
 _STATES = 512
 
 
-class ExpectedNodes(NamedTuple):
-    """A tree of tokens that may follow a text: the parent of each node among those before it, -1 for the text's last
+class ExpectedNodes:
+    """A tree of tokens that may follow a text, each with its parent among those before it, -1 for the text's last
     token, and its probability given its parent."""
 
-    token_ids: list[int]
-    parents: list[int]
-    scores: list[float]
+    def __init__(self) -> None:
+        self.token_ids: list[int] = []
+        self.parents: list[int] = []
+        self.scores: list[float] = []
+        # By parent and token.
+        self._places: dict[tuple[int, int], int] = {}
+        self._inner: set[int] = set()
+        self._packed: tuple[Ints, Reals] | None = None
+
+    def __len__(self) -> int:
+        return len(self.token_ids)
+
+    def copy(self) -> ExpectedNodes:
+        """The same nodes, to which others can be added."""
+        found = ExpectedNodes()
+        found.token_ids, found.parents, found.scores = [*self.token_ids], [*self.parents], [*self.scores]
+        found._places, found._inner = {**self._places}, {*self._inner}
+        return found
+
+    def child(self, parent: int, token: int) -> int:
+        """The place of a node's child with this token; -1 where there is none."""
+        return self._places.get((parent, token), -1)
+
+    def has_children(self, node: int) -> bool:
+        """Whether anything is expected behind a node."""
+        return node in self._inner
 
     def add(self, parent: int, token: int, score: float) -> int:
         """Add a node. Returns its place."""
+        place = self._places[parent, token] = len(self.token_ids)
         self.token_ids.append(token)
         self.parents.append(parent)
         self.scores.append(score)
-        return len(self.token_ids) - 1
+        self._inner.add(parent)
+        return place
 
     def add_below(self, parent: int, nodes: ExpectedNodes) -> None:
-        """Add a tree whose root is a node of this one; -1 for the text's last token."""
+        """Add a tree whose root is a node of this one that has no children; -1 for the text's last token."""
         first = len(self.token_ids)
-        self.token_ids.extend(nodes.token_ids)
-        self.parents.extend([first + above if above >= 0 else parent for above in nodes.parents])
-        self.scores.extend(nodes.scores)
+        for token, above, score in zip(nodes.token_ids, nodes.parents, nodes.scores, strict=True):
+            self.add(first + above if above >= 0 else parent, token, score)
+
+    def packed(self) -> tuple[Ints, Reals]:
+        """[2, n] the token and the parent of each node, and [n] the probabilities: the same arrays at every call, so
+        nothing may be added behind the first."""
+        if self._packed is None:
+            nodes = np.array([self.token_ids, self.parents], np.int32)
+            self._packed = nodes, np.array(self.scores, np.float64)
+        return self._packed
 
 
 class Trail(NamedTuple):
@@ -65,7 +101,8 @@ class ExpectedText:
     """What may follow the states of one form, kept for all outputs of it. Used by one thread.
 
     A grammar does not tell whether two of its states are the same. So a state is named by its `Trail`: the last forced
-    text, such as the name of a field, and behind that the tokens that could come where few could, and those that came.
+    text, such as the name of a field, and behind that the tokens that could come where few could, and which of them
+    came if they were very few.
     Free text leaves no trail, so that outputs with other names in a field share what follows it. Where something else
     decides what follows, the wrong text may be expected: that costs rows of a pass, and is never generated, since rows
     are masked by the grammar itself.
@@ -91,14 +128,18 @@ class ExpectedText:
             count = trail.forced_bytes + len(self._texts[token])
             return Trail(0 if count >= _LANDMARK else trail.chosen, hash((trail.forced, token)), count)
         chosen = trail.forced if trail.forced_bytes >= _LANDMARK else trail.chosen
-        return Trail(hash((chosen, few, token)) if few else chosen)
+        if not few:
+            return Trail(chosen)
+        return Trail(hash((chosen, few, token if len(few) <= _MOST_TOLD_APART else -1)))
 
     def behind(
         self, trail: Trail, few: tuple[int, ...], matcher: LLMatcher, path: Sequence[int], masks: int
     ) -> tuple[ExpectedNodes | None, int]:
         """What may follow a state of this `trail`, in which these `few` tokens may come: behind a `path` of tokens that
         a matcher has not read, which is not changed. None where that is not known and no `masks` may be computed for
-        it; and how many masks may then be."""
+        it, or where many tokens may come; and how many masks may then be. The nodes are shared."""
+        if not few:
+            return None, masks
         key = hash((trail, few))
         found = self._found.get(key)
         if found is not None:
@@ -113,13 +154,13 @@ class ExpectedText:
 
     def _search(self, few: tuple[int, ...], matcher: LLMatcher, path: Sequence[int]) -> tuple[ExpectedNodes, int]:
         """The nodes behind a path, by falling probability, and the masks that were computed for them."""
-        found, taken = ExpectedNodes([], [], []), 0
+        found, taken = ExpectedNodes(), 0
         matcher = matcher.deep_copy()
         if not matcher.consume_tokens(list(path)):
             return found, taken
         # With numbers, so that nothing else is compared.
         places, number = [(-1.0, 0, _Place(matcher, (), -1, few))], 0
-        while places and len(found.token_ids) < _NODES and taken < _MASKS:
+        while places and len(found) < _NODES and taken < _MASKS:
             negative, _, place = heapq.heappop(places)
             if place.few is None:
                 place, taken = self._forced(place, found), taken + 1

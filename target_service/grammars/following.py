@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections import defaultdict
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, NamedTuple
 
 import numpy as np
@@ -15,7 +15,6 @@ from outrider.structured_output import StructuredOutput
 from outrider.tree import TokenTree
 from target_service.grammars.expected_text import ExpectedNodes, ExpectedText, Trail
 from target_service.grammars.row_masks import (
-    MOST_CHILDREN,
     MaskedRows,
     ReachedRows,
     TreeRows,
@@ -157,29 +156,21 @@ class FollowedGrammar:
 
     def _trail_behind(self, followed: _MaskedTree, tokens: Sequence[int]) -> Trail:
         """The trail behind tokens that follow the root of a tree, as far as its rows show it."""
-        trail, row, tree = self._trail, 0, followed.tree
+        trail, row, (tree, few) = self._trail, 0, followed
         for token in tokens:
-            trail = self._trail_of(followed, trail, row, token)
-            below = range(row + 1, len(tree.token_ids))
-            row = next((each for each in below if tree.parents[each] == row and tree.token_ids[each] == token), -1)
+            trail = self._expected.trail_behind(trail, few[row], token)
+            row = _child_of(tree, row, token)
             if row < 0:
                 break
         return trail
 
-    def _trail_of(self, followed: _MaskedTree, trail: Trail, row: int, token: int) -> Trail:
-        """The trail behind a token that follows a row of this one."""
-        return self._expected.trail_behind(trail, self._few_behind(followed, row), token)
-
-    def _few_behind(self, followed: _MaskedTree, row: int) -> tuple[int, ...]:
-        """The tokens that may follow a row; none where they are many, or no walk reaches it."""
-        if not followed.few[row]:
-            return ()
-        if row not in followed.listed:
-            followed.listed[row] = self._expected.few(followed.room[followed.places[row]])
-        return followed.listed[row]
-
     def _masked(
-        self, masked: MaskedRows, reached: ReachedRows, room: NDArray[np.int32], free: int, few: list[bool] | None
+        self,
+        masked: MaskedRows,
+        reached: ReachedRows,
+        room: NDArray[np.int32],
+        free: int,
+        few: list[tuple[int, ...]] | None,
     ) -> tuple[TreeMasks, int]:
         """The masks of a tree's rows, given those that were computed in `room`, and its first place that is then free;
         `free` is the first one now. `few` as in `_MaskedTree`, if every mask was computed that is needed."""
@@ -194,8 +185,8 @@ class FollowedGrammar:
             lacking = self._compute_lacking(tree, reached, room, free)
             if lacking is None:
                 return self._complexity(len(tree.token_ids)), free
-            few, free = _are_few(reached.words), lacking
-        self._followed = _MaskedTree(tree, reached.places, room, few)
+            few, free = reached.few(), lacking
+        self._followed = _MaskedTree(tree, few)
         return TreeMasks(room, reached.places), free
 
     def _compute_lacking(self, tree: TreeRows, reached: ReachedRows, room: NDArray[np.int32], free: int) -> int | None:
@@ -221,13 +212,18 @@ class FollowedGrammar:
     def expected(self, most: int, masks: int) -> tuple[ExpectedNodes, int]:
         """About `most` tokens that are likely to follow the output of the last call of `masks`: text that is forced,
         and where few tokens may come each of them, behind the output and behind rows of its tree. Text that is not
-        known yet is looked for as long as any `masks` may be computed; how many may then be is returned too."""
-        found, followed = ExpectedNodes([], [], []), self._followed
-        # Where many tokens may come, more words than those of few have some.
+        known yet is looked for as long as any `masks` may be computed; how many may then be is returned too. The nodes
+        may be those that all outputs of the form share, so nothing may be added to them."""
+        found, followed = ExpectedNodes(), self._followed
         if followed is None or not any(followed.few):
             return found, masks
-        tree, few = followed.tree, followed.few
-        wanted = [*few]
+        tree, few = followed
+        known, masks = self._expected.behind(self._trail, few[0], self._matcher, (), masks)
+        if known is not None:
+            found = known
+        if len(few) == 1:
+            return found, masks
+        wanted = list(map(bool, few))
         for row in range(len(few) - 1, 0, -1):
             wanted[tree.parents[row]] |= wanted[row]
         paths: list[tuple[int, ...]] = [()] * len(few)
@@ -235,16 +231,22 @@ class FollowedGrammar:
         for row, token in enumerate(tree.token_ids):
             if row and wanted[row]:
                 parent = tree.parents[row]
-                # The probability of a row that somebody else drafted, as long as nothing is known of it. Chosen.
-                paths[row], nodes[row] = (*paths[parent], token), found.add(nodes[parent], token, 0.5)
-                trails[row] = self._trail_of(followed, trails[parent], parent, token)
+                paths[row] = (*paths[parent], token)
+                trails[row] = self._expected.trail_behind(trails[parent], few[parent], token)
         # Rows near the root first: they are the likeliest.
-        for row in sorted(range(len(few)), key=lambda row: len(paths[row])):
-            behind = self._few_behind(followed, row)
-            if behind and len(found.token_ids) < most:
-                known, masks = self._expected.behind(trails[row], behind, self._matcher, paths[row], masks)
-                if known is not None:
-                    found.add_below(nodes[row], known)
+        for row in sorted([row for row in range(1, len(few)) if wanted[row]], key=lambda row: len(paths[row])):
+            above, token = nodes[tree.parents[row]], tree.token_ids[row]
+            nodes[row] = found.child(above, token)
+            if nodes[row] < 0:
+                found = found.copy() if found is known else found
+                # The probability of a row that somebody else drafted, as long as nothing is known of it. Chosen.
+                nodes[row] = found.add(above, token, 0.5)
+            # Where text behind a row was expected above it, that is the same.
+            if few[row] and len(found) < most and not found.has_children(nodes[row]):
+                behind, masks = self._expected.behind(trails[row], few[row], self._matcher, paths[row], masks)
+                if behind is not None and len(behind):
+                    found = found.copy() if found is known else found
+                    found.add_below(nodes[row], behind)
         return found, masks
 
     def _complexity(self, rows: int) -> TreeMasks:
@@ -309,15 +311,11 @@ class FollowedGrammar:
         return bool(mask[token // _WORD] >> (token % _WORD) & 1) and token not in self._ends
 
 
-@dataclass(frozen=True, slots=True, eq=False)
-class _MaskedTree:
-    """Rows of a tree, with their masks as long as `room` has them: until the next step is masked."""
+class _MaskedTree(NamedTuple):
+    """Rows of a tree, and the tokens that may follow each: none where they are many, or no walk reaches the row."""
 
     tree: TreeRows
-    places: NDArray[np.int32]  # [rows] as in `ReachedRows`
-    room: NDArray[np.int32]
-    few: list[bool]  # whether about as many tokens as `MOST_CHILDREN` or fewer may follow each
-    listed: dict[int, tuple[int, ...]] = field(default_factory=dict)  # the tokens that may, by row
+    few: list[tuple[int, ...]]
 
 
 class _FollowedRow(NamedTuple):
@@ -327,8 +325,7 @@ class _FollowedRow(NamedTuple):
     words: NDArray[np.int32]  # what may come next
 
 
-@dataclass(frozen=True, slots=True, eq=False)
-class FollowedTree:
+class FollowedTree(NamedTuple):
     """A tree of one output, of which `masks_of` computes the masks."""
 
     grammar: FollowedGrammar
@@ -336,20 +333,17 @@ class FollowedTree:
     kept: TreeMasks | None = None  # where they are known
 
 
-def masks_of(
-    trees: Sequence[FollowedTree], room: NDArray[np.int32], *, timed: bool = False
-) -> tuple[list[TreeMasks], int]:
+def masks_of(trees: Sequence[FollowedTree], room: NDArray[np.int32]) -> tuple[list[TreeMasks], int]:
     """The masks of each tree, of outputs of one model; of each output the last tree that was followed. They are written
-    to `room` [1 + rows, words], and how many of its places have one is returned too. `timed` finds the grammars that
-    are `slow`, also of so many rows that threads would compute them at once."""
+    to `room` [1 + rows, words], and how many of its places have one is returned too."""
     if not trees:
         return [], 0
     room[0] = trees[0].grammar._end_alone
     computed = [tree.rows for tree in trees if tree.rows is not None]
-    reached, free = compute_masks(computed, room, timed=timed)
+    reached, free = compute_masks(computed, room)
     masks, first, whole = list[TreeMasks](), 0, bool(reached.words.all())
     # Of all at once: a call of numpy takes longer than what it does with the rows of one.
-    few = _are_few(reached.words)
+    few = reached.few() if whole else []
     for tree in trees:
         if tree.rows is None:
             assert tree.kept is not None, "they are known"
@@ -359,17 +353,19 @@ def masks_of(
             free += count
         else:
             end = first + len(tree.rows.tree.token_ids)
-            own = ReachedRows(reached.places[first:end], reached.words[first:end])
+            own = reached.part(first, end)
             made, free = tree.grammar._masked(tree.rows, own, room, free, few[first:end] if whole else None)
             masks.append(made if made.error is None else made._replace(found=room))
             first = end
     return masks, free
 
 
-def _are_few(words: NDArray[np.int32]) -> list[bool]:
-    """Whether masks with so many `words` [rows] that allow any token allow few. Where many tokens may come, more words
-    than those of few have some."""
-    return [0 < count <= MOST_CHILDREN for count in words.tolist()]
+def _child_of(tree: TreeRows, row: int, token: int) -> int:
+    """The first row below another one that has a token; -1 if none has."""
+    for below in range(row + 1, len(tree.token_ids)):
+        if tree.parents[below] == row and tree.token_ids[below] == token:
+            return below
+    return -1
 
 
 def _most_seconds(rows: int) -> float:

@@ -1,8 +1,9 @@
-"""Masks of the rows of many trees, computed by several threads at once: one after the other they took the host longer
-than a pass takes the device."""
+"""Masks of the rows of many trees, computed by the engine's thread and by others that help it: one after the other they
+may take the host longer than a pass takes the device."""
 
 from __future__ import annotations
 
+import itertools
 import os
 import time
 from collections.abc import Sequence
@@ -18,17 +19,17 @@ from numpy.typing import NDArray
 from target_service.compiling import compiled
 
 if TYPE_CHECKING:
-    from llguidance import LLExecutor, LLMatcher
+    from llguidance import LLMatcher
 
 Ints = NDArray[np.int32]
-# Threads that compute masks. Chosen: a mask takes 10 to 100 us, and a step some hundred of them.
-_MOST_THREADS = 16
-# Masks from which on waking threads pays: on busy processors that takes longer than some masks. Chosen.
-_WORTH_THREADS = 24
-# Rows of each chain whose masks several threads compute first, and up to which row next, as long as all before took no
-# longer than so many seconds. What takes long is found so before the long rest of a chain is begun. Chosen: chains of
-# many sequences are no longer, and passes take twice as long.
-_FIRST_ROWS, _UNHURRIED = (4, 16), 4e-3
+# Threads that compute masks beside the engine's, of as many processors at most. Chosen: a mask takes 10 to 30 us, up to
+# 150 near the end of a string of bounded length, and a step has some hundred of them.
+_MOST_HELPERS = min(15, (os.cpu_count() or 1) - 1)
+# Masks for each thread that is woken. Chosen: to wake it takes as long as some masks, and on busy processors longer
+# than all. So the engine's thread begins itself, and waits for no thread that has not begun: llguidance's own threads,
+# which were waited for, took two and three times as long on two busy cores
+# (`benchmarks/results/2026-11-28-cpu-form-passes.md`).
+_MASKS_EACH = 16
 # A path of expected text ends where more tokens than these may come. Chosen: ten digits and what may follow them are
 # still listed.
 MOST_CHILDREN = 16
@@ -56,7 +57,7 @@ class MaskedRows:
     Attributes:
         tree: the rows.
         chains: all of them but those behind text that the grammar forbids, as far as that was seen.
-        seconds: of a processor that its masks took; 0 where several threads computed them.
+        seconds: of a processor that its masks took.
         most_seconds: after which no further mask is begun, if masks may be late.
         late: whether some masks were not computed for that reason.
     """
@@ -71,8 +72,9 @@ class MaskedRows:
     def of(cls, matcher: LLMatcher, tree: TreeRows) -> MaskedRows:
         """Cut a tree into chains. Copies of the matcher read them: a copy takes a microsecond, and what it meets stays
         its own."""
-        if len(tree.token_ids) == 1:
-            return cls(tree, [RowChain(matcher.deep_copy(), [0], [])])
+        rows = list(range(len(tree.token_ids)))
+        if list(tree.parents[1:]) == rows[:-1]:
+            return cls(tree, [RowChain(matcher.deep_copy(), rows, list(tree.token_ids[1:]))])
         children: list[list[int]] = [[] for _ in tree.token_ids]
         for row in range(1, len(tree.token_ids)):
             children[tree.parents[row]].append(row)
@@ -99,39 +101,55 @@ class ReachedRows(NamedTuple):
         places: [rows] where the mask of each row is; 0 for rows that no walk reaches, as their grammars forbid them.
         words: [rows] words of the mask that allow any token, at most one more than `MOST_CHILDREN`; 0 where no mask
             was computed, and -1 for rows that no walk reaches.
+        counts: [rows] how many tokens the mask allows, if those are no more than `MOST_CHILDREN`; else 0.
+        listed: [rows, MOST_CHILDREN] these tokens; what lies behind them is undefined.
     """
 
     places: Ints
     words: Ints
+    counts: Ints
+    listed: Ints
+
+    @classmethod
+    def empty(cls, rows: int) -> ReachedRows:
+        """Of so many rows, none of which has a mask."""
+        places, words, counts = np.zeros((3, rows), np.int32)
+        return cls(places, words, counts, np.zeros((rows, MOST_CHILDREN), np.int32))
+
+    def part(self, first: int, end: int) -> ReachedRows:
+        """The rows from one on, up to another."""
+        return ReachedRows(
+            self.places[first:end], self.words[first:end], self.counts[first:end], self.listed[first:end]
+        )
+
+    def few(self) -> list[tuple[int, ...]]:
+        """The tokens that may follow each row; none where they are many, or no walk reaches it."""
+        counts, listed = self.counts.tolist(), self.listed.tolist()
+        return [tuple(tokens[:count]) if count else () for count, tokens in zip(counts, listed, strict=True)]
 
 
-def compute_masks(trees: Sequence[MaskedRows], room: Ints, *, timed: bool) -> tuple[ReachedRows, int]:
+def compute_masks(trees: Sequence[MaskedRows], room: Ints) -> tuple[ReachedRows, int]:
     """Write the masks of trees to `room` [1 + rows, words] from its second place on; in the first stands the mask that
     allows the end tokens alone. Returns the rows, and the first place behind the masks. A matcher that has met a limit
-    is in error. `timed`: each tree by one thread alone, however many they are."""
-    chains = [chain for tree in trees for chain in tree.chains]
-    count = sum([len(chain.rows) for chain in chains])
-    found = room[1 : 1 + count]
+    is in error."""
+    counts = [sum([len(chain.rows) for chain in tree.chains]) for tree in trees]
+    firsts = list(itertools.accumulate(counts, initial=1))
     # Nothing is computed where a grammar ends.
-    found.fill(0)
-    if count >= _WORTH_THREADS and not timed:
-        _compute_at_once(trees, found)
-    elif count < _WORTH_THREADS:
-        for job in _jobs(trees, found):
-            _compute_in_turn(*job)
-    else:
-        list(_threads().map(_compute_in_turn, *zip(*_jobs(trees, found), strict=True)))
-    return _reached(trees, room), 1 + count
+    room[1 : firsts[-1]].fill(0)
+    address, mask_bytes, next_tree = room.ctypes.data, room.strides[0], itertools.count()
 
+    def compute() -> None:
+        # A count is taken by one thread alone.
+        while (number := next(next_tree)) < len(trees):
+            _compute_in_turn(trees[number], address + firsts[number] * mask_bytes, mask_bytes)
 
-def _jobs(trees: Sequence[MaskedRows], found: Ints) -> list[tuple[MaskedRows, Ints]]:
-    """Each tree with its part of the masks."""
-    first, jobs = 0, list[tuple[MaskedRows, Ints]]()
-    for tree in trees:
-        own = sum([len(chain.rows) for chain in tree.chains])
-        jobs.append((tree, found[first : first + own]))
-        first += own
-    return jobs
+    most = min(len(trees) - 1, (firsts[-1] - 1) // _MASKS_EACH, _MOST_HELPERS)
+    helpers = [_helpers().submit(compute) for _ in range(most)]
+    compute()
+    for helper in helpers:
+        if not helper.cancel():
+            helper.result()
+    return _reached(trees, room), firsts[-1]
 
 
 def _reached(trees: Sequence[MaskedRows], room: Ints) -> ReachedRows:
@@ -141,37 +159,51 @@ def _reached(trees: Sequence[MaskedRows], room: Ints) -> ReachedRows:
         parents += [-1, *[first + parent for parent in tree.tree.parents[1:]]]
         rows += [first + row for chain in tree.chains for row in chain.rows]
         first += len(tree.tree.token_ids)
-    reached = ReachedRows(np.zeros(first, np.int32), np.zeros(first, np.int32))
+    reached = ReachedRows.empty(first)
     reached.places[rows] = np.arange(1, 1 + len(rows))
     find_reached(np.array(token_ids, np.int32), np.array(parents, np.int32), room, *reached)
     return reached
 
 
 @compiled
-def find_reached(token_ids: Ints, parents: Ints, room: Ints, places: Ints, words: Ints) -> None:
-    """Write to `places` and `words` what `ReachedRows` has of rows, each behind its parent; -1 is the parent of a root.
-    `places` has those of all masks that were computed."""
+def find_reached(
+    token_ids: Ints, parents: Ints, room: Ints, places: Ints, words: Ints, counts: Ints, listed: Ints
+) -> None:
+    """Write to `places`, `words`, `counts` and `listed` what `ReachedRows` has of rows, each behind its parent; -1 is
+    the parent of a root. `places` has those of all masks that were computed."""
     for row in range(len(token_ids)):
         parent, token = parents[row], token_ids[row]
+        counts[row] = 0
         if parent >= 0:
             word, bit = token >> 5, token & 31
             if words[parent] <= 0 or not (room[places[parent], word] >> bit) & 1 or (room[0, word] >> bit) & 1:
                 places[row], words[row] = 0, -1
                 continue
-        count, place = 0, places[row]
+        count, found, place = 0, 0, places[row]
         if place > 0:
             for word in range(room.shape[1]):
-                count += room[place, word] != 0
-                if count > MOST_CHILDREN:
-                    break
+                bits = room[place, word]
+                if bits != 0:
+                    count += 1
+                    if count > MOST_CHILDREN:
+                        break
+                    for bit in range(32):
+                        if (bits >> bit) & 1:
+                            if found < MOST_CHILDREN:
+                                listed[row, found] = 32 * word + bit
+                            found += 1
         words[row] = count
+        if count <= MOST_CHILDREN and found <= MOST_CHILDREN:
+            counts[row] = found
 
 
 @cache
 def warm_up() -> None:
     """Compile what the first masks would wait for."""
     room, places = np.zeros((1, 1), np.int32), np.zeros(1, np.int32)
-    find_reached(places, places - 1, room, places.copy(), places.copy())
+    find_reached(places, places - 1, room, *ReachedRows.empty(1))
+    # As parts of larger arrays too.
+    find_reached(places, places - 1, room, *ReachedRows.empty(2).part(0, 1))
     list_tokens(room[0], places)
 
 
@@ -190,75 +222,22 @@ def list_tokens(words: Ints, tokens: Ints) -> int:
     return count
 
 
-def _compute_in_turn(tree: MaskedRows, found: Ints, read: int = 0, done: int = 0) -> None:
-    """Write the masks of a tree's chains, one behind the other, and note how long that took. Those of the first `done`
-    rows of each chain are there, and its matcher has read the tokens up to row `read`."""
+def _compute_in_turn(tree: MaskedRows, address: int, mask_bytes: int) -> None:
+    """Write the masks of a tree's chains, one behind the other from an address on, and note how long that took."""
     begin, place = time.thread_time(), 0
     for chain in tree.chains:
-        first, at = place, read
+        matcher, first = chain.matcher, place
         place += len(chain.rows)
-        for row in range(done, len(chain.rows)):
+        for row in range(len(chain.rows)):
             if first + row and time.thread_time() - begin > tree.most_seconds:
                 tree.late = True
                 break
-            tokens = chain.token_ids[at:row]
-            if tokens and chain.matcher.try_consume_tokens(tokens) < len(tokens):
+            if row and not matcher.try_consume_tokens([chain.token_ids[row - 1]]):
                 break
-            at = row
-            mask = found[first + row]
-            chain.matcher.unsafe_compute_mask_ptr(mask.ctypes.data, mask.nbytes)
+            matcher.unsafe_compute_mask_ptr(address + (first + row) * mask_bytes, mask_bytes)
     tree.seconds = time.thread_time() - begin
 
 
-def _compute_at_once(trees: Sequence[MaskedRows], found: Ints) -> None:
-    """The same by several threads, which take turns in a tree. Once that takes long, what is left is computed tree by
-    tree, so that those which take long are found."""
-    chains, place = list[tuple[RowChain, int]](), 0
-    for chain in [chain for tree in trees for chain in tree.chains]:
-        chains.append((chain, place))
-        place += len(chain.rows)
-    begin, read, done, longest = time.perf_counter(), 0, 0, max([len(chain.rows) for chain, _ in chains])
-    while done < longest:
-        if done and time.perf_counter() - begin > _UNHURRIED:
-            jobs = [(*job, read, done) for job in _jobs(trees, found)]
-            list(_threads().map(_compute_in_turn, *zip(*jobs, strict=True)))
-            return
-        until = next((count for count in _FIRST_ROWS if count > done), longest)
-        chains = [(chain, place) for chain, place in chains if _read_up_to(chain, read, done)]
-        _compute_parts(
-            [(chain.matcher, place + done, chain.token_ids[done : until - 1]) for chain, place in chains], found
-        )
-        read, done = done, until
-
-
-def _read_up_to(chain: RowChain, read: int, row: int) -> bool:
-    """Have a chain's matcher, which has read the tokens up to row `read`, read those up to another one. False where the
-    chain has no such row, or they are forbidden."""
-    if row >= len(chain.rows):
-        return False
-    tokens = chain.token_ids[read:row]
-    return not tokens or chain.matcher.try_consume_tokens(tokens) == len(tokens)
-
-
-def _compute_parts(parts: Sequence[tuple[LLMatcher, int, list[int]]], found: Ints) -> None:
-    """Write masks: of each matcher the next one at a place, and behind it those of the rows of its tokens."""
-    single = [(matcher, place) for matcher, place, token_ids in parts if not token_ids]
-    longer = [part for part in parts if part[2]]
-    where = found.ctypes.data, found[0].nbytes, len(found)
-    beside = _threads().submit(_executor().unsafe_compute_mask_ptr, single, *where) if single else None
-    if longer:
-        _executor().unsafe_compute_mask_ptr_with_draft_token(longer, *where)
-    if beside is not None:
-        beside.result()
-
-
 @cache
-def _executor() -> LLExecutor:
-    from llguidance import LLExecutor
-
-    return LLExecutor(min(_MOST_THREADS, os.cpu_count() or 1))
-
-
-@cache
-def _threads() -> ThreadPoolExecutor:
-    return ThreadPoolExecutor(min(_MOST_THREADS, os.cpu_count() or 1), thread_name_prefix="masks")
+def _helpers() -> ThreadPoolExecutor:
+    return ThreadPoolExecutor(max(1, _MOST_HELPERS), thread_name_prefix="masks")

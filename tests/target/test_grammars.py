@@ -5,7 +5,10 @@ from __future__ import annotations
 import json
 import random
 import sys
+import threading
+from collections import Counter
 from collections.abc import Sequence
+from concurrent.futures import ThreadPoolExecutor
 from math import inf
 
 import numpy as np
@@ -14,12 +17,14 @@ from llguidance import LLMatcher
 from numpy.typing import NDArray
 from structured_forms import VOCABULARY, trained_tokenizer
 from tokenizers import Tokenizer, decoders, models, normalizers, pre_tokenizers
+from waits import HUNG_SECONDS
 
 from outrider.errors import InvalidField, NotSupported
 from outrider.structured_output import StructuredOutput
 from outrider.tree import TokenTree
 from target_service.grammars import compiling, following, row_masks
 from target_service.grammars.compiling import GRAMMARS_PER_TENANT, Grammars
+from target_service.grammars.expected_text import ExpectedNodes
 from target_service.grammars.following import FollowedGrammar, FollowedTree, TreeMasks, masks_of
 from target_service.grammars.row_masks import TreeRows
 from target_service.grammars.vocabulary import TokenWords, grammar_tokenizer
@@ -42,10 +47,10 @@ def allowed(masks: TreeMasks, row: int) -> set[int]:
     return set(np.flatnonzero(bits).tolist())
 
 
-def masked(trees: Sequence[FollowedTree], *, timed: bool = False) -> list[TreeMasks]:
+def masked(trees: Sequence[FollowedTree]) -> list[TreeMasks]:
     # Every row of them may need a mask; what lies there before is of an earlier step.
     room = np.full((1 + 9 * len(trees), -(-VOCABULARY // 32)), -1, np.int32)
-    masks, count = masks_of(trees, room, timed=timed)
+    masks, count = masks_of(trees, room)
     assert count <= len(room)
     return masks
 
@@ -59,10 +64,34 @@ def expected_texts(followed: FollowedGrammar, tree: TreeRows, output: Sequence[i
     masked([followed.follow(tree, output)])
     found, _ = followed.expected(100, masks)
     paths = list[list[int]]()
-    for token, parent, score in zip(*found, strict=True):
+    for token, parent, score in zip(found.token_ids, found.parents, found.scores, strict=True):
         assert 0 < score <= 1 and parent < len(paths)
         paths.append([*(paths[parent] if parent >= 0 else []), token])
     return {str(trained_tokenizer().decode(path)) for path in paths}
+
+
+class CountedMatcher:
+    """Counts calls of a matcher and of its copies: copies, masks, and tokens that are read."""
+
+    def __init__(self, matcher: LLMatcher, calls: Counter[str]) -> None:
+        self._matcher, self._calls = matcher, calls
+        self.is_error = matcher.is_error
+
+    def deep_copy(self) -> CountedMatcher:
+        self._calls["deep_copy"] += 1
+        return CountedMatcher(self._matcher.deep_copy(), self._calls)
+
+    def consume_tokens(self, tokens: list[int]) -> bool:
+        self._calls["consume"] += len(tokens)
+        return self._matcher.consume_tokens(tokens)
+
+    def try_consume_tokens(self, tokens: list[int]) -> int:
+        self._calls["consume"] += len(tokens)
+        return self._matcher.try_consume_tokens(tokens)
+
+    def unsafe_compute_mask_ptr(self, address: int, size: int) -> None:
+        self._calls["mask"] += 1
+        self._matcher.unsafe_compute_mask_ptr(address, size)
 
 
 class TestExpectedText:
@@ -108,6 +137,29 @@ class TestExpectedText:
             # Of another tenant's nothing is known.
             assert texts == (known if tenant == "t" else {"#"})
 
+    def test_digits_that_were_chosen_share_what_follows(self) -> None:
+        """Each would be looked for anew otherwise, and every output has others."""
+        own = Grammars(trained_tokenizer(), VOCABULARY, (END,))
+        form = StructuredOutput(regex="number=[0-9]{3}; the end")
+        for digits, masks in (("345", 24), ("987", 0)):
+            followed, output = own.followed(form, "t"), list[int]()
+            for token in tokens_of(f"number={digits}"):
+                expected_texts(followed, TreeRows((9,), (0,)), output, masks)
+                output.append(token)
+            texts = expected_texts(followed, TreeRows((9,), (0,)), output, masks)
+            assert "; the end" in texts
+
+    def test_outputs_share_what_is_expected_behind_them(self) -> None:
+        """Forced text is made ready once, also where rows of it are drafted already."""
+        own, found = Grammars(trained_tokenizer(), VOCABULARY, (END,)), list[ExpectedNodes]()
+        whole = tokens_of("yes, no and null")
+        for rows in (1, 3):
+            followed = own.followed(StructuredOutput(choices=("yes, no and null",)), "t")
+            masked([followed.follow(TreeRows((9, *whole[: rows - 1]), (0, *range(rows - 1))), ())])
+            found.append(followed.expected(100, 9)[0])
+        assert found[0] is found[1] and found[0].token_ids == whole
+        assert found[0].packed() is found[1].packed()
+
     def test_what_was_chosen_before_is_told_apart(self) -> None:
         own = Grammars(trained_tokenizer(), VOCABULARY, (END,))
         form = StructuredOutput(grammar='start: "a" /[0-9a-z]{2}/ "=left" | "b" /[0-9a-z]{2}/ "=right"')
@@ -139,15 +191,13 @@ class TestMasks:
         assert allowed(followed.masks(chain(b, [d, e]), (b,)), 1) == {e, END}
         assert allowed(followed.masks(chain(d, []), (b, d)), 0) == {e, END}
 
-    @pytest.mark.parametrize(
-        ("worth", "timed", "unhurried"), [(1, False, inf), (1, False, -1.0), (1, True, inf), (999, False, inf)]
-    )
+    @pytest.mark.parametrize("each", [1, 999])
     def test_masks_of_many_trees_are_those_of_each(
-        self, grammars: Grammars, worth: int, timed: bool, unhurried: float, monkeypatch: pytest.MonkeyPatch
+        self, grammars: Grammars, each: int, monkeypatch: pytest.MonkeyPatch
     ) -> None:
-        monkeypatch.setattr(row_masks, "_WORTH_THREADS", worth)
-        monkeypatch.setattr(row_masks, "_FIRST_ROWS", (1, 2))
-        monkeypatch.setattr(row_masks, "_UNHURRIED", unhurried)
+        """By threads that help, and without."""
+        monkeypatch.setattr(row_masks, "_MASKS_EACH", each)
+        monkeypatch.setattr(row_masks, "_MOST_HELPERS", 15)
         forms, dice = [StructuredOutput(regex="[ab](c|d)e?"), StructuredOutput(regex="(ab|ac)*d")], random.Random(2)
         tokens = [tokens_of(letter)[0] for letter in "abcde"] + [END]
         trees, alone = list[FollowedTree](), list[NDArray[np.int32]]()
@@ -168,16 +218,43 @@ class TestMasks:
                 )
                 words.append(follows.masks(chain(9, []), path).words[0] if legal and END not in path else end_alone)
             alone.append(np.stack(words))
-        for masks, expected in zip(masked(trees, timed=timed), alone, strict=True):
+        for masks, expected in zip(masked(trees), alone, strict=True):
             assert masks.error is None
             assert (masks.words == expected).all()
 
-    @pytest.mark.parametrize("worth", [1, 999])
-    def test_what_takes_long_is_left(self, grammars: Grammars, worth: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    def test_no_thread_is_waited_for_that_has_not_begun(
+        self, grammars: Grammars, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        monkeypatch.setattr(row_masks, "_MASKS_EACH", 1)
+        monkeypatch.setattr(row_masks, "_MOST_HELPERS", 15)
+        busy, done = threading.Event(), threading.Event()
+        with ThreadPoolExecutor(1) as helpers:
+            monkeypatch.setattr(row_masks, "_helpers", lambda: helpers)
+            helpers.submit(lambda: (busy.set(), done.wait(HUNG_SECONDS)))
+            assert busy.wait(HUNG_SECONDS)
+            follows = [grammars.followed(StructuredOutput(regex="[ab]c"), "t") for _ in range(4)]
+            masks = masked([each.follow(chain(9, tokens_of("ac")), ()) for each in follows])
+            done.set()
+        a, b, c = (tokens_of(letter)[0] for letter in "abc")
+        assert [[allowed(each, row) for row in range(3)] for each in masks] == [[{a, b}, {c}, {END}]] * 4
+
+    def test_each_row_is_masked_once_and_each_chain_copied_once(self, grammars: Grammars) -> None:
+        """The work of a pass, counted: what it takes grows with its rows, and not with what they follow."""
+        form, calls = StructuredOutput(regex="[ab]{40}"), Counter[str]()
+        followed = grammars.followed(form, "t")
+        followed._matcher = CountedMatcher(followed._matcher, calls)  # type: ignore[assignment]
+        a, b = (tokens_of(letter)[0] for letter in "ab")
+        # Three chains: of four rows, of two and of one.
+        tree, output = TreeRows((a, a, b, a, b, a, b), (0, 0, 1, 2, 1, 4, 0)), [a] * 20
+        masked([followed.follow(tree, output)])
+        assert calls == {"deep_copy": 3, "mask": 7, "consume": 20 + 3 + 2 + 1 + 1}
+        calls.clear()
+        # Two of its rows were accepted, and one token follows.
+        masked([followed.follow(TreeRows((a,), (0,)), [*output, a, b, a])])
+        assert calls == {"deep_copy": 1, "mask": 1, "consume": 3}
+
+    def test_what_takes_long_is_left(self, grammars: Grammars, monkeypatch: pytest.MonkeyPatch) -> None:
         """Of one tree, and not of those beside it."""
-        monkeypatch.setattr(row_masks, "_WORTH_THREADS", worth)
-        monkeypatch.setattr(row_masks, "_FIRST_ROWS", (1, 2))
-        monkeypatch.setattr(row_masks, "_UNHURRIED", -1.0)
         form, letters = StructuredOutput(regex="[ab]{9}"), tokens_of("abababab")
         slow, other = (grammars.followed(form, "t") for _ in range(2))
         monkeypatch.setattr(following, "_most_seconds", lambda rows: -1.0 if rows > 5 else inf)

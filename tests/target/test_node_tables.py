@@ -16,7 +16,7 @@ from preorder_tables import preorder
 
 from outrider.errors import InvalidField
 from outrider.wire.frames import SequenceGrowth
-from target_service.execution.node_tables import NodeTables, owner_of
+from target_service.execution.node_tables import ExpectedTree, NodeTables, owner_of
 from tree_kernels.node_table import Mailboxes
 from tree_kernels.node_table.layout import COST_OF_HALVING, MOST_COST, NODES
 from tree_kernels.node_table.mailboxes import LAST_NUMBER, TURNS
@@ -156,6 +156,31 @@ def test_a_growth_becomes_the_table_of_its_tree(
     for path, (depth, cost) in nodes.nodes.items():
         above = nodes.nodes[path[:-1]][1] if path else 0
         assert depth == len(path) and (not path or 1 <= cost - above <= MOST_COST)
+
+
+@examples(100)
+@given(trees(), st.integers(0, 3))
+def test_expected_nodes_are_published_as_a_draft_with_them_would_be(
+    tree: tuple[list[int], list[int], list[float]], committed: int
+) -> None:
+    """Alone they are written without a tree of the sequence; `committed` tokens follow those that they begin behind."""
+    parents, tokens, scores = tree
+    nodes = np.array([tokens, [parent - 1 for parent in parents]], np.int32)
+    tables, _ = entered(7)
+    text = [1, 2, 3, 90]
+    expected = ExpectedTree.of(4, nodes, np.array(scores, np.float64), text)
+    text += tokens[:committed]
+    tables.expect(7, expected)
+    tables.publish()
+    found = Table.of(tables.mail.tables[0, int(tables.mail.newest[0])].tolist())
+    costs = [0]
+    for parent, score in zip(parents, scores, strict=True):
+        costs.append(costs[parent] + cost_of(score))
+    assert found == Table.of(preorder([90, *tokens], [0, *parents], costs, 4))
+    # A draft that has nothing but their root.
+    tables.grow(growth(1, [], [], [], replaces=True), 4, text)
+    tables.publish()
+    assert Table.of(tables.mail.tables[0, int(tables.mail.newest[0])].tolist()) == found
 
 
 @dataclass

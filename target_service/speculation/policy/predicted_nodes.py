@@ -56,7 +56,7 @@ def graft_expected(sequences: Iterable[Sequence], live: Mapping[int, LiveSequenc
         if grammar is None or (known is not None and known.left() >= enough):
             continue
         (nodes, masks), text = grammar.expected(_EXPECTED_NODES, masks), sequence.token_ids
-        tables.expect(sequence.sequence_id, ExpectedTree.of(len(text), *nodes, text) if nodes.token_ids else None)
+        tables.expect(sequence.sequence_id, ExpectedTree.of(len(text), *nodes.packed(), text) if nodes else None)
 
 
 def _drafts_of_form(sequence: Sequence, live: Mapping[int, LiveSequence]) -> bool:
