@@ -106,11 +106,18 @@ class PostPass:
                 log.warning("no memory to capture what follows a pass with %s", work)
 
     def launches(self) -> Iterator[Callable[[], object]]:
-        """What follows each captured pass, to be launched; and behind the smallest what only some requests need."""
+        """What follows each captured pass, to be launched; and what only some requests need behind the smallest of one
+        row, and the smallest of more: those are captured before the first request, or soon after."""
         tables = self._runner.node_table is not None
+        rows = [(len(done.token_ids), number) for number, done in enumerate(self._runner.empty_passes())]
+        smallest = {
+            min(kind)[1]
+            for kind in ([one for one in rows if (one[0] > 1) is drafts] for drafts in (False, True))
+            if kind
+        }
         for number, done in enumerate(self._runner.empty_passes()):
             works = list(_all_work(drafts=len(done.token_ids) > 1, tables=tables, typical=self._typical))
-            if not number:
+            if number in smallest:
                 works += _work_of_some(drafts=len(done.token_ids) > 1, tables=tables)
             for work in works:
                 yield partial(self._launch, work, done, None)
@@ -127,8 +134,10 @@ class PostPass:
         if sizes:
             log.info("captured what follows steps of %d sizes in %.1f s", sizes, time.monotonic() - start)
         self._rest = self._capture_rest()
-        # Of the first size at least, which compiles the kernels.
+        # Of the smallest size at least, which compiles the kernels that were not compiled ahead.
+        start = time.monotonic()
         next(self._rest, None)
+        log.info("captured what some requests need in %.1f s", time.monotonic() - start)
 
     def capture_behind(self, done: ForwardPass) -> None:
         """Capture what follows this pass, which has no sequences."""
