@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import errno
+import gc
 import os
 import signal
 import sys
@@ -19,6 +20,7 @@ from supervised import SECONDS, Lines, failing, restart_soon, service
 from waits import until
 
 from outrider_client.connection import Tls
+from outrider_client.local import process
 from outrider_client.local.process import Child, ServiceDied, ServiceSlow, wait_serving
 from outrider_client.local.supervisor import ServiceCommand, Supervisor
 
@@ -260,3 +262,20 @@ asyncio.run(main())
         await parent.wait()
         while child.is_running() and child.status() != psutil.STATUS_ZOMBIE:
             await asyncio.sleep(0.05)
+
+
+@pytest.mark.parametrize("enabled", [True, False])
+async def test_nothing_is_collected_between_a_fork_and_its_program(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, enabled: bool
+) -> None:
+    """What is collected there may wait for threads that the child does not have."""
+    seen = tmp_path / "seen"
+    monkeypatch.setattr(process, "_end_with_parent", lambda: seen.write_text(str(gc.isenabled())))
+    before = gc.isenabled()
+    try:
+        (gc.enable if enabled else gc.disable)()
+        child = await process.Child.start("child", ["true"], lambda _line: None)
+        assert await child.wait() == 0
+        assert seen.read_text() == "False" and gc.isenabled() is enabled
+    finally:
+        (gc.enable if before else gc.disable)()

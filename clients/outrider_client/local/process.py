@@ -6,11 +6,12 @@ import asyncio
 import codecs
 import contextlib
 import ctypes
+import gc
 import os
 import re
 import signal
 import sys
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import IO, Any
 
@@ -60,15 +61,16 @@ class Child:
         the line end; a very long one comes in parts. `environment` is added to this process's; None removes a
         variable."""
         merged = {**os.environ, **(environment or {})}
-        process = await asyncio.create_subprocess_exec(
-            *argv,
-            stdin=stdin,
-            stdout=asyncio.subprocess.PIPE,
-            stderr=asyncio.subprocess.STDOUT,
-            env={name: value for name, value in merged.items() if value is not None},
-            start_new_session=True,
-            preexec_fn=_end_with_parent if sys.platform == "linux" else None,
-        )
+        with _without_collection():
+            process = await asyncio.create_subprocess_exec(
+                *argv,
+                stdin=stdin,
+                stdout=asyncio.subprocess.PIPE,
+                stderr=asyncio.subprocess.STDOUT,
+                env={name: value for name, value in merged.items() if value is not None},
+                start_new_session=True,
+                preexec_fn=_end_with_parent if sys.platform == "linux" else None,
+            )
         assert process.stdout is not None
         return cls(name, process, asyncio.create_task(_read_lines(process.stdout, on_line)))
 
@@ -114,6 +116,20 @@ async def _read_lines(stream: asyncio.StreamReader, on_line: Callable[[str], Non
     rest += decoder.decode(b"", final=True)
     if rest:
         on_line(rest)
+
+
+@contextlib.contextmanager
+def _without_collection() -> Iterator[None]:
+    """While the block runs, Python's garbage collector does not, nor in a child between its fork and its program, where
+    handlers of libraries make objects: a collection there may end what belongs to threads that only the parent has.
+    gRPC's queue then waits for its thread for ever, and the parent for the child."""
+    enabled = gc.isenabled()
+    gc.disable()
+    try:
+        yield
+    finally:
+        if enabled:
+            gc.enable()
 
 
 def _end_with_parent() -> None:
