@@ -28,7 +28,7 @@ Ints = npt.NDArray[np.int32]
 
 
 class LookupComparison(NamedTuple):
-    """Passes that made stretches of text at a load, and those that lookup alone would have needed for them."""
+    """Passes that made a stretch of text at a load, and those that lookup alone would have needed for it."""
 
     load: int
     passes: float
@@ -101,21 +101,18 @@ class LookupBaseline:
         if not self._texts:
             self._load, self._with_draft, self._texts = load, with_draft, list(texts)
 
-    def follow(self, load: int, *, with_draft: bool) -> LookupComparison | None:
-        """Observe a pass with a draft or without; returns the running comparison once all its stretches are made.
-        Passes of another kind, or at another load as `load_size` has it, end it without a result."""
+    def follow(self, load: int, *, with_draft: bool) -> list[LookupComparison]:
+        """Observe a pass with a draft or without; returns the running comparisons once all their stretches are made.
+        Passes of another kind, or at another load as `load_size` has it, end them without a result."""
         if (load_size(load), with_draft) != (load_size(self._load), self._with_draft):
             self._texts = []
-        if not self._texts:
-            return None
         for one in self._texts:
             one.follow()
         if not all([one.is_known for one in self._texts]):
-            return None
+            return []
         texts, self._texts = self._texts, []
-        passes = sum([one.passes() for one in texts])
-        by_lookup = sum([one.by_lookup(self.lookup_tokens) for one in texts])
-        return LookupComparison(self._load, passes / len(texts), by_lookup / len(texts), with_draft) if passes else None
+        made = [(one.passes(), one.by_lookup(self.lookup_tokens)) for one in texts]
+        return [LookupComparison(self._load, passes, other, with_draft) for passes, other in made if passes]
 
 
 def compile_loops() -> None:
