@@ -42,6 +42,9 @@ class Captured:
         self.buckets: Sequence[int] = [1]
         self.cache = KVCache(4, 16, [(2, 8, 8)] * 2, torch.float32, torch.device("cpu"))
 
+    def compile_ahead(self, *_: object) -> None:
+        """Nothing has to be."""
+
     def capture(self, wanted: Sequence[int], **_: Any) -> int:
         self._device.capture()
         return len(wanted)
