@@ -69,12 +69,11 @@ test-chaos: install
 test-install: install
 	$(BIN)/python -m pytest -o cache_dir=build/.pytest-install --rerun-failed-alone -m install tests/install
 
-# One worker has what Go builds, the other all else: tests/sdk/conftest.py.
 # make test-sdk      the TypeScript and Go clients against the real services
 .PHONY: test-sdk
 test-sdk: install
 	tests/sdk/install_toolchains.sh
-	PATH=$(CURDIR)/$(BIN):$$PATH $(BIN)/python -m pytest -n 2 -o cache_dir=build/.pytest-sdk --rerun-failed-alone --durations 8 -m sdk tests/sdk
+	PATH=$(CURDIR)/$(BIN):$$PATH $(BIN)/python -m pytest -o cache_dir=build/.pytest-sdk --rerun-failed-alone -m sdk tests/sdk
 
 # make test-ray      clusters of Ray on this machine: kills, scaling, weights; installs outrider[ray]
 .PHONY: test-ray

@@ -18,24 +18,10 @@ from sdk.toolchains import BUILDS, Toolchain, go, typescript
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 from transformers import PreTrainedModel, PreTrainedTokenizerFast
 from waits import HUNG_SECONDS
-from xdist.scheduler import LoadScopeScheduling
 
 from outrider.ports import free_port
 from outrider.v1 import target_pb2 as pb
 from outrider_client.local.stack import Stack, private_directory
-
-
-class ByToolchain(LoadScopeScheduling):
-    """Tests that build with Go are one worker's and all others another's, so that nothing is built twice at once."""
-
-    def _split_scope(self, nodeid: str) -> str:
-        return "go" if "[go" in nodeid or "test_go_modules" in nodeid else "others"
-
-
-@pytest.hookimpl(optionalhook=True)
-def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> LoadScopeScheduling | None:
-    """Of these tests alone, as `make test-sdk` runs them."""
-    return ByToolchain(config, log) if config.option.markexpr == "sdk" else None
 
 
 @dataclass(frozen=True)
