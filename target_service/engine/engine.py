@@ -92,13 +92,14 @@ class Engine(EngineFront):
                 self._wake.notify_all()
                 return sequence_id
             self._compiling[sequence_id] = live
-            if self._loop.grammars.has_spare(request.grammar, request.tenant):
+            form = request.grammar, request.tenant
+            if self._loop.grammars.has_matcher(*form):
                 self._constrain(live)
             else:
                 self._compilers.submit(self._constrain, live)
-            if self._loop.grammars.keeps(request.grammar, request.tenant):
+            if self._loop.grammars.keeps(*form) and not self._loop.grammars.has_matcher(*form):
                 # For the next one that asks for it.
-                self._compilers.submit(self._loop.grammars.prepare, request.grammar, request.tenant)
+                self._compilers.submit(self._loop.grammars.prepare, *form)
         return sequence_id
 
     def _constrain(self, live: LiveSequence) -> None:

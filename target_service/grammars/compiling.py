@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import json
 import threading
+import time
 from collections import OrderedDict
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING
+from functools import partial
+from typing import TYPE_CHECKING, NamedTuple
 
 from outrider.errors import InvalidField, NotSupported
 from outrider.structured_output import StructuredOutput
@@ -25,8 +27,11 @@ if TYPE_CHECKING:
 # Grammars kept for each tenant, and tenants that have some. Chosen: an application has a few forms.
 GRAMMARS_PER_TENANT = 32
 MOST_TENANTS = 256
-# Matchers that were made for requests to come, of all tenants. Chosen: as many sequences as run by default.
-_MOST_SPARE = 64
+# Matchers that are kept at their beginning, of all tenants. Chosen: as many sequences as run by default.
+_MOST_MATCHERS = 64
+# Of a processor, to compile a form whose outputs share a lexer: an output that has to leave it compiles the form again
+# while others wait. Chosen: usual forms take 1 to 5 ms.
+_SHARED_SECONDS = 0.02
 # llguidance's own limits, by work and not by time: they refuse the same grammars on every machine. A tenth to a half of
 # its defaults. The schemas and expressions of the tests, and ones for addresses, dates and words, need less; of hostile
 # ones that are taken, none took more than 2 ms of a processor for a mask of 49,152 tokens, or 1.3 s to compile.
@@ -46,14 +51,23 @@ class _Kept:
     expected: ExpectedText | None = None
 
 
+class _Beginning(NamedTuple):
+    """A matcher at its beginning: of those that are `shared` outputs use copies, another is of one output."""
+
+    matcher: LLMatcher
+    shared: bool
+
+
 @dataclass(eq=False)
 class Grammars:
     """The grammars of one model, for use from any thread.
 
     Compiling takes milliseconds for usual forms, and up to about a second for the largest: never do it where others
-    wait. Kept are grammars, and not their matchers: copies of a matcher share its lexer, whose states count against one
-    limit, so that an output would fail by what others of its tenant made. Of forms that are asked for again and again
-    a matcher may be made before the next request (`prepare`), which then begins a millisecond sooner.
+    wait. Copies of a matcher share its lexer, which finds its states as texts come to them: the first mask at a state
+    takes ten times as long as others. So all outputs of a tenant's form use copies of one matcher. The lexer's states
+    count against one limit; an output for which it is met goes on by a matcher of its own, and fails by what its own
+    text needs alone, and later outputs use another lexer. A form that takes long to compile is shared by no outputs;
+    of those that are asked for again and again a matcher may be made before the next request (`prepare`).
     """
 
     # None where only token ids are taken.
@@ -61,8 +75,8 @@ class Grammars:
     vocabulary_size: int
     end_token_ids: tuple[int, ...]
     _kept: OrderedDict[str, OrderedDict[StructuredOutput, _Kept]] = field(default_factory=OrderedDict, init=False)
-    # At their beginning, the one that was made first in front.
-    _spare: OrderedDict[tuple[str, StructuredOutput], LLMatcher] = field(default_factory=OrderedDict, init=False)
+    # By tenant and form, the one that was used last at the end.
+    _beginnings: OrderedDict[tuple[str, StructuredOutput], _Beginning] = field(default_factory=OrderedDict, init=False)
     _lock: threading.Lock = field(default_factory=threading.Lock, init=False)
 
     def keeps(self, form: StructuredOutput, tenant: str) -> bool:
@@ -78,10 +92,7 @@ class Grammars:
 
     def followed(self, form: StructuredOutput, tenant: str) -> FollowedGrammar:
         """A form to follow along one output. Raises what `check` does."""
-        with self._lock:
-            matcher = self._spare.pop((tenant, form), None)
-        if matcher is None:
-            matcher = self._compiled(form, tenant, _FIELD)
+        beginning = self._taken(form, tenant)
         # Late: the serving process compiles grammars, and imports no PyTorch.
         from target_service.grammars import row_masks
         from target_service.grammars.following import FollowedGrammar
@@ -89,23 +100,60 @@ class Grammars:
         assert self.tokenizer is not None, "a form is compiled"
         row_masks.warm_up()
         words = token_words(self.tokenizer, self.vocabulary_size, self.end_token_ids)
-        expected = self._expected_text(form, tenant, words)
-        return FollowedGrammar(matcher, form, self.vocabulary_size, self.end_token_ids, words, expected)
+        followed = FollowedGrammar(
+            beginning.matcher.deep_copy() if beginning.shared else beginning.matcher,
+            form,
+            self.vocabulary_size,
+            self.end_token_ids,
+            words,
+            self._expected_text(form, tenant, words),
+        )
+        if beginning.shared:
+            followed.share(beginning.matcher, partial(self._compiled_anew, form, tenant, beginning))
+        return followed
 
-    def has_spare(self, form: StructuredOutput, tenant: str) -> bool:
+    def has_matcher(self, form: StructuredOutput, tenant: str) -> bool:
         """Whether `followed` compiles nothing."""
         with self._lock:
-            return (tenant, form) in self._spare
+            return (tenant, form) in self._beginnings
 
     def prepare(self, form: StructuredOutput, tenant: str) -> None:
         """Compile a kept form for the next request that asks for it, unless that was done."""
-        if not self.keeps(form, tenant) or self.has_spare(form, tenant):
-            return
-        matcher = self._compiled(form, tenant, _FIELD)
+        if self.keeps(form, tenant) and not self.has_matcher(form, tenant):
+            self._keep(form, tenant, self._begun(form, tenant))
+
+    def _taken(self, form: StructuredOutput, tenant: str) -> _Beginning:
+        """What the next output of a form begins with."""
         with self._lock:
-            self._spare[tenant, form] = matcher
-            if len(self._spare) > _MOST_SPARE:
-                self._spare.popitem(last=False)
+            beginning = self._beginnings.get((tenant, form))
+            if beginning is not None and beginning.shared:
+                self._beginnings.move_to_end((tenant, form))
+            elif beginning is not None:
+                del self._beginnings[tenant, form]
+        if beginning is None:
+            beginning = self._begun(form, tenant)
+            if beginning.shared:
+                self._keep(form, tenant, beginning)
+        return beginning
+
+    def _begun(self, form: StructuredOutput, tenant: str) -> _Beginning:
+        begin = time.thread_time()
+        matcher = self._compiled(form, tenant, _FIELD)
+        return _Beginning(matcher, time.thread_time() - begin <= _SHARED_SECONDS)
+
+    def _keep(self, form: StructuredOutput, tenant: str, beginning: _Beginning) -> None:
+        with self._lock:
+            self._beginnings[tenant, form] = beginning
+            self._beginnings.move_to_end((tenant, form))
+            if len(self._beginnings) > _MOST_MATCHERS:
+                self._beginnings.popitem(last=False)
+
+    def _compiled_anew(self, form: StructuredOutput, tenant: str, shared: _Beginning) -> LLMatcher:
+        """A matcher for an output that leaves a `shared` lexer, which no further outputs use."""
+        with self._lock:
+            if self._beginnings.get((tenant, form)) is shared:
+                del self._beginnings[tenant, form]
+        return self._compiled(form, tenant, _FIELD)
 
     def trigger(self, triggered: TriggeredForm, tenant: str) -> FormTrigger:
         """What looks for the beginning of a form in one output. Raises what `check` does."""

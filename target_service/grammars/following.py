@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
+from itertools import count
 from typing import TYPE_CHECKING, NamedTuple
 
 import numpy as np
@@ -69,10 +70,16 @@ class FollowedGrammar:
         """`matcher` is at its beginning, and nothing else uses it; `tokens` are those of the model, and `expected` is
         shared by the form's outputs. Symbols: V is the vocabulary size."""
         self._matcher = matcher
+        # Outputs whose `lexer` is the same object share one: no two threads compute masks of it at once.
+        self.lexer: object = matcher
+        # Makes a matcher with a lexer of its own; None where the output has one.
+        self._make_own: Callable[[], LLMatcher] | None = None
         self._tokens_of, self._expected = tokens.marked, expected
         self._form = form
-        # Tokens of the output that the matcher has read.
-        self._length = 0
+        # The output, of whose tokens the matcher has read so many, behind others: see `begin_behind`.
+        self._output: Sequence[int] = ()
+        self._length = self._began_at = 0
+        self._begun: Sequence[int] = ()
         self.words = -(-vocabulary_size // _WORD)
         self._ends = frozenset(end_token_ids)
         bits = np.zeros(self.words * _WORD, bool)
@@ -94,14 +101,32 @@ class FollowedGrammar:
 
     def begin_behind(self, output: Sequence[int], text: bytes) -> None:
         """Begin behind an output, which has the form's first `text` at its end. Once, before anything else."""
-        self._matcher.consume_tokens(self._tokens_of(text))
-        self._length = len(output)
+        self._begun = self._tokens_of(text)
+        self._matcher.consume_tokens(list(self._begun))
+        self._length = self._began_at = len(output)
+
+    def share(self, lexer: object, make_own: Callable[[], LLMatcher]) -> None:
+        """The matcher shares a `lexer` with others of the same form; `make_own` makes one at its beginning that shares
+        none. Once, before anything else."""
+        self.lexer, self._make_own = lexer, make_own
+
+    def _leave_lexer(self) -> bool:
+        """Read the output with a matcher of its own from now on: what other outputs brought a lexer to counts against
+        its limits. False where it has one already."""
+        if self._make_own is None:
+            return False
+        self._matcher, self._make_own = self._make_own(), None
+        self.lexer = self._matcher
+        self._matcher.consume_tokens([*self._begun, *self._output[self._began_at : self._length]])
+        return True
 
     def constrained(self, tree: TokenTree, output: Sequence[int], most: int) -> TokenTree:
         """A tree of up to `most` rows below its root, made of one that has no more: without the rows that the grammar
         forbids, and with those that it forces where the tree ends. Its masks are kept for the next call of `masks`.
         Takes what `masks` does, and no draft distributions, which a row that is left out would make wrong."""
         rows = self._follow(tree, output, most)
+        if rows is None and self._leave_lexer():
+            rows = self._follow(tree, output, most)
         if rows is None:
             self._kept = tree, self._complexity(len(tree))
             return tree
@@ -126,7 +151,7 @@ class FollowedGrammar:
         if self._kept is not None and self._keeps(tree, output):
             return FollowedTree(self, None, self._kept[1])
         self._read(output)
-        rows = MaskedRows.of(self._matcher, TreeRows(tree.token_ids, tree.parents))
+        rows = MaskedRows.of(self._matcher, TreeRows(tree.token_ids, tree.parents), self.lexer)
         if may_be_late:
             rows.most_seconds = _most_seconds(len(tree.token_ids))
         return FollowedTree(self, rows)
@@ -138,6 +163,8 @@ class FollowedGrammar:
     def compute_ahead(self, tree: TokenTree, output: Sequence[int]) -> None:
         """Compute the masks of a tree and keep them for the step that has it. In any thread; nothing else may use the
         grammar meanwhile."""
+        # Others would wait for the lexer as long as the mask takes.
+        self._leave_lexer()
         masks = self.masks(tree, output)
         self._kept = tree, masks
 
@@ -152,7 +179,7 @@ class FollowedGrammar:
         self._matcher.consume_tokens(tokens)
         if self._followed is not None:
             self._trail = self._trail_behind(self._followed, tokens)
-        self._length, self._kept, self._followed = len(output), None, None
+        self._output, self._length, self._kept, self._followed = output, len(output), None, None
 
     def _trail_behind(self, followed: _MaskedTree, tokens: Sequence[int]) -> Trail:
         """The trail behind tokens that follow the root of a tree, as far as its rows show it."""
@@ -179,30 +206,33 @@ class FollowedGrammar:
         self.late = masked.late
         if self.late:
             return TreeMasks(room, np.zeros(len(tree.token_ids), np.int32)), free
-        if any([chain.matcher.is_error() and reached.words[chain.rows[0]] >= 0 for chain in masked.chains]):
-            return self._complexity(len(tree.token_ids)), free
-        if few is None:
-            lacking = self._compute_lacking(tree, reached, room, free)
-            if lacking is None:
+        failed = any([chain.matcher.is_error() and reached.words[chain.rows[0]] >= 0 for chain in masked.chains])
+        if failed or few is None:
+            end = None if failed else self._compute_lacking(tree, reached, room, count(free))
+            if end is None and self._leave_lexer():
+                end = self._compute_lacking(tree, masked.without_masks(reached), room, masked.places_from(free))
+            if end is None:
                 return self._complexity(len(tree.token_ids)), free
-            few, free = reached.few(), lacking
+            few, free = reached.few(), max(free, end)
         self._followed = _MaskedTree(tree, few)
         return TreeMasks(room, reached.places), free
 
-    def _compute_lacking(self, tree: TreeRows, reached: ReachedRows, room: NDArray[np.int32], free: int) -> int | None:
-        """Compute what was not: nothing is where a grammar ends, nor behind that. Returns the first free place of
-        `room`, which is `free` now; None where the grammar has met a limit."""
+    def _compute_lacking(
+        self, tree: TreeRows, reached: ReachedRows, room: NDArray[np.int32], places: Iterator[int]
+    ) -> int | None:
+        """Compute what was not: nothing is where a grammar ends, nor behind that. Returns the next of the `places` of
+        `room` that are free now; None where the grammar has met a limit."""
         while len(lacking := np.flatnonzero(reached.words == 0)):
             row = int(lacking[0])
             words = self._words_behind(_path_to(tree, row))
             if words is None:
                 return None
             if not reached.places[row]:
-                reached.places[row], free = free, free + 1
+                reached.places[row] = next(places)
             room[reached.places[row]] = words
             parents = np.array([-1, *tree.parents[1:]], np.int32)
             find_reached(np.array(tree.token_ids, np.int32), parents, room, *reached)
-        return free
+        return next(places)
 
     def _words_behind(self, path: Sequence[int]) -> NDArray[np.int32] | None:
         """The mask behind tokens that follow the output; None where there is none."""

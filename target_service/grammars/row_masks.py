@@ -6,7 +6,7 @@ from __future__ import annotations
 import itertools
 import os
 import time
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from functools import cache
@@ -56,25 +56,29 @@ class MaskedRows:
 
     Attributes:
         tree: the rows.
+        lexer: what the masks of other trees may share with these: no two threads compute masks of one at once.
         chains: all of them but those behind text that the grammar forbids, as far as that was seen.
         seconds: of a processor that its masks took.
         most_seconds: after which no further mask is begun, if masks may be late.
         late: whether some masks were not computed for that reason.
+        first: the place of its first mask.
     """
 
     tree: TreeRows
+    lexer: object
     chains: list[RowChain]
     seconds: float = 0.0
     most_seconds: float = inf
     late: bool = False
+    first: int = 0
 
     @classmethod
-    def of(cls, matcher: LLMatcher, tree: TreeRows) -> MaskedRows:
+    def of(cls, matcher: LLMatcher, tree: TreeRows, lexer: object) -> MaskedRows:
         """Cut a tree into chains. Copies of the matcher read them: a copy takes a microsecond, and what it meets stays
         its own."""
         rows = list(range(len(tree.token_ids)))
         if list(tree.parents[1:]) == rows[:-1]:
-            return cls(tree, [RowChain(matcher.deep_copy(), rows, list(tree.token_ids[1:]))])
+            return cls(tree, lexer, [RowChain(matcher.deep_copy(), rows, list(tree.token_ids[1:]))])
         children: list[list[int]] = [[] for _ in tree.token_ids]
         for row in range(1, len(tree.token_ids)):
             children[tree.parents[row]].append(row)
@@ -91,7 +95,17 @@ class MaskedRows:
                 rows.append(row)
                 token_ids.append(tree.token_ids[row])
             chains.append(RowChain(own, rows, token_ids))
-        return cls(tree, chains)
+        return cls(tree, lexer, chains)
+
+    def without_masks(self, reached: ReachedRows) -> ReachedRows:
+        """The rows of this tree, `reached` until now, as if no mask of theirs was computed."""
+        reached.places[:] = reached.words[:] = reached.counts[:] = 0
+        return reached
+
+    def places_from(self, free: int) -> Iterator[int]:
+        """Places for masks that are computed again: those of this tree, and then those that are free."""
+        rows = sum([len(chain.rows) for chain in self.chains])
+        return itertools.chain(range(self.first, self.first + rows), itertools.count(free))
 
 
 class ReachedRows(NamedTuple):
@@ -134,16 +148,21 @@ def compute_masks(trees: Sequence[MaskedRows], room: Ints) -> tuple[ReachedRows,
     is in error."""
     counts = [sum([len(chain.rows) for chain in tree.chains]) for tree in trees]
     firsts = list(itertools.accumulate(counts, initial=1))
+    groups: dict[int, list[MaskedRows]] = {}
+    for tree, first in zip(trees, firsts[:-1], strict=True):
+        tree.first = first
+        groups.setdefault(id(tree.lexer), []).append(tree)
     # Nothing is computed where a grammar ends.
     room[1 : firsts[-1]].fill(0)
-    address, mask_bytes, next_tree = room.ctypes.data, room.strides[0], itertools.count()
+    address, mask_bytes, left = room.ctypes.data, room.strides[0], iter([*groups.values()])
 
     def compute() -> None:
-        # A count is taken by one thread alone.
-        while (number := next(next_tree)) < len(trees):
-            _compute_in_turn(trees[number], address + firsts[number] * mask_bytes, mask_bytes)
+        # A group is taken by one thread alone.
+        while group := next(left, None):
+            for tree in group:
+                _compute_in_turn(tree, address + tree.first * mask_bytes, mask_bytes)
 
-    most = min(len(trees) - 1, (firsts[-1] - 1) // _MASKS_EACH, _MOST_HELPERS)
+    most = min(len(groups) - 1, (firsts[-1] - 1) // _MASKS_EACH, _MOST_HELPERS)
     helpers = [_helpers().submit(compute) for _ in range(most)]
     compute()
     for helper in helpers:

@@ -232,11 +232,12 @@ class TestMasks:
             monkeypatch.setattr(row_masks, "_helpers", lambda: helpers)
             helpers.submit(lambda: (busy.set(), done.wait(HUNG_SECONDS)))
             assert busy.wait(HUNG_SECONDS)
-            follows = [grammars.followed(StructuredOutput(regex="[ab]c"), "t") for _ in range(4)]
+            follows = [grammars.followed(StructuredOutput(regex="[ab]c" + "d*" * place), "t") for place in range(4)]
             masks = masked([each.follow(chain(9, tokens_of("ac")), ()) for each in follows])
             done.set()
-        a, b, c = (tokens_of(letter)[0] for letter in "abc")
-        assert [[allowed(each, row) for row in range(3)] for each in masks] == [[{a, b}, {c}, {END}]] * 4
+        a, b, c, d = (tokens_of(letter)[0] for letter in "abcd")
+        ends = [{END}, *[{END, d}] * 3]
+        assert [[allowed(each, row) for row in range(3)] for each in masks] == [[{a, b}, {c}, end] for end in ends]
 
     def test_each_row_is_masked_once_and_each_chain_copied_once(self, grammars: Grammars) -> None:
         """The work of a pass, counted: what it takes grows with its rows, and not with what they follow."""
@@ -317,16 +318,46 @@ class TestMasks:
         for later in (other, own.followed(form, "t")):
             assert later.masks(chain(a, [c]), (a,)).error is None
 
-    def test_a_limit_that_one_output_meets_is_that_outputs_own(self, monkeypatch: pytest.MonkeyPatch) -> None:
-        """Of states of the lexer, which outputs of one matcher would share."""
+    @pytest.mark.parametrize("as_in_a_pass", [True, False])
+    def test_a_limit_that_one_output_meets_is_that_outputs_own(
+        self, as_in_a_pass: bool, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        """Of states of the lexer, which the outputs of a form share."""
         monkeypatch.setattr(compiling, "_LEXER_STATES", 300)
-        own, form = Grammars(trained_tokenizer(), VOCABULARY, (END,)), StructuredOutput(regex="[ab]*a[ab]{14}c")
-        broken, other = own.followed(form, "t"), own.followed(form, "t")
+        form = StructuredOutput(regex="[ab]*a[ab]{14}c")
+        own, apart = (Grammars(trained_tokenizer(), VOCABULARY, (END,)) for _ in range(2))
         letters = [tokens_of(letter)[0] for letter in random.Random(1).choices("ab", k=400)]
-        errors = [broken.masks(chain(0, []), letters[:length]).error for length in range(len(letters))]
-        assert errors[0] is None and errors[-1] is not None
+
+        def masks_at(followed: FollowedGrammar, length: int) -> TreeMasks:
+            tree = TreeRows([letters[length]] * 4, [0, 0, 1, 0])
+            if as_in_a_pass:
+                return masked([followed.follow(tree, letters[:length])])[0]
+            return followed.masks(chain(0, []), letters[:length])
+
+        broken, other = own.followed(form, "t"), own.followed(form, "t")
+        assert broken.lexer is other.lexer
+        results = [masks_at(broken, length).error for length in range(len(letters) - 1)]
+        assert results[0] is None and results[-1] is not None
+        assert broken.lexer is not other.lexer
         for fine in (other, own.followed(form, "t")):
-            assert fine.masks(chain(0, []), letters[:20]).error is None
+            for length in (1, 10, 20):
+                masks, expected = masks_at(fine, length), masks_at(apart.followed(form, "t"), length)
+                assert masks.error is None
+                assert (masks.words == expected.words).all()
+        assert other.lexer is not broken.lexer
+
+    def test_what_an_output_began_with_is_read_again(self) -> None:
+        """By the matcher of an output that leaves a shared lexer."""
+        own, form = Grammars(trained_tokenizer(), VOCABULARY, (END,)), StructuredOutput(regex="xy[ab]c")
+        followed, (a,), (c,) = own.followed(form, "t"), tokens_of("a"), tokens_of("c")
+        followed.begin_behind([7, 7], b"xy")
+        lexer = followed.lexer
+        assert allowed(followed.masks(chain(9, []), [7, 7, a]), 0) == {c}
+        # As a slow one's are computed.
+        tree = chain(9, [])
+        followed.compute_ahead(tree, [7, 7, a, c])
+        assert followed.lexer is not lexer
+        assert allowed(followed.masks(tree, [7, 7, a, c]), 0) == {END}
 
     def test_without_its_library_a_form_is_refused_with_what_to_install(self, monkeypatch: pytest.MonkeyPatch) -> None:
         monkeypatch.setitem(sys.modules, "llguidance", None)
@@ -394,28 +425,33 @@ class TestCompiling:
         grammars.check(forms[-1], "a")
         assert [grammars.keeps(form, "a") for form in forms[:3]] == [True, False, True]
 
-    def test_a_matcher_that_was_prepared_is_used_once(self, monkeypatch: pytest.MonkeyPatch) -> None:
+    @pytest.mark.parametrize("shared", [True, False])
+    def test_what_was_compiled_is_used_again(self, shared: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+        """Of forms that take long to compile a matcher that was prepared is used once."""
+        monkeypatch.setattr(compiling, "_SHARED_SECONDS", inf if shared else -1.0)
         grammars, form, tree = (
             Grammars(trained_tokenizer(), VOCABULARY, (END,)),
             StructuredOutput(regex="ab"),
             chain(9, []),
         )
         grammars.prepare(form, "t")
-        assert not grammars.has_spare(form, "t"), "it is not known to compile"
+        assert not grammars.has_matcher(form, "t"), "it is not known to compile"
         grammars.check(form, "t")
         grammars.prepare(form, "t")
-        assert grammars.has_spare(form, "t") and not grammars.has_spare(form, "other")
+        assert grammars.has_matcher(form, "t") and not grammars.has_matcher(form, "other")
         first = grammars.followed(form, "t")
-        assert not grammars.has_spare(form, "t")
+        assert grammars.has_matcher(form, "t") == shared
         second, (a,), (b,) = grammars.followed(form, "t"), tokens_of("a"), tokens_of("b")
+        assert (first.lexer is second.lexer) == shared
+        assert first.lexer is not grammars.followed(form, "other").lexer
         assert allowed(first.masks(chain(a, []), (a,)), 0) == {b}
         assert allowed(second.masks(tree, ()), 0) == {a}
-        monkeypatch.setattr(compiling, "_MOST_SPARE", 2)
+        monkeypatch.setattr(compiling, "_MOST_MATCHERS", 2)
         forms = [StructuredOutput(regex="ab" * (1 + number)) for number in range(3)]
         for each in forms:
             grammars.check(each, "t")
             grammars.prepare(each, "t")
-        assert [grammars.has_spare(each, "t") for each in forms] == [False, True, True]
+        assert [grammars.has_matcher(each, "t") for each in forms] == [False, True, True]
 
     def test_tenants_are_bounded_too(self, monkeypatch: pytest.MonkeyPatch) -> None:
         monkeypatch.setattr(compiling, "MOST_TENANTS", 2)
