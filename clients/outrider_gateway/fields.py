@@ -1,85 +1,74 @@
-"""Reading the fields of a JSON object one by one: typed, bounded, and none left over."""
+"""Reading a JSON object into msgspec structs, field by field: typed, bounded, and none left over."""
 
 from __future__ import annotations
 
-import math
-from collections.abc import Collection, Iterable, Mapping, Sequence
+import re
+from collections.abc import Iterable, Mapping
 from difflib import get_close_matches
-from typing import Any, TypeVar
+from typing import Any, ClassVar, TypeVar
 
+import msgspec
 import orjson
+from msgspec import inspect
 
 from outrider_gateway.failures import BadField
 from outrider_gateway.request_fields import RequestField, Use
 
-Json = TypeVar("Json")
-Sized = TypeVar("Sized", bound=Collection[Any])
-# Of a name. Chosen: a path of a file system.
-_MOST_CHARACTERS = 4096
-# What a value must be, by the type that the JSON reader makes of it.
-_KINDS = {bool: "true or false", int: "a whole number", str: "a string", dict: "an object", list: "a list"}
+Read = TypeVar("Read")
+# What a value must be, by msgspec's names of types.
+_KINDS = {
+    "bool": "true or false", "int": "a whole number", "float": "a number", "str": "a string", "object": "an object",
+    "array": "a list",
+}  # fmt: skip
+# What msgspec says of a value, and the steps of its place.
+_EXPECTED, _MISSING = re.compile("Expected `(.+?)`"), re.compile(r"Object missing required field `(\w+)`")
+_STEP = re.compile(r"\[\d+\]|\w+")
+
+
+class BodyObject(msgspec.Struct, kw_only=True):
+    """An object of a body, of which a field that is null counts as not given. Fields named in `ignored` change
+    nothing."""
+
+    ignored: ClassVar[tuple[str, ...]] = ()
+
+
+Kind = TypeVar("Kind", bound=msgspec.Struct)
+Nested = TypeVar("Nested", bound=BodyObject)
 
 
 class Fields:
-    """A JSON object whose fields are taken one after the other. A field that is null counts as not given. Raises
-    `BadField`, which names the field with its path."""
+    """The fields of a JSON object that were not read yet. A field that is null counts as not given. Raises `BadField`,
+    which names the field with its path."""
 
     def __init__(self, values: Mapping[str, Any], path: str = "") -> None:
         self._values = {name: value for name, value in values.items() if value is not None}
         # What was asked for: the object's fields, once it is read.
         self._known: set[str] = set()
-        self._path = f"{path}." if path else ""
+        self._path = path
 
     def path(self, name: str) -> str:
         """How the field is called in messages."""
-        return self._path + name
+        return f"{self._path}.{name}" if self._path else name
 
-    def pop(self, name: str, default: Any = None) -> Any:
-        self._known.add(name)
-        return self._values.pop(name, default)
-
-    def flag(self, name: str, default: bool = False) -> bool:
-        return typed(self.pop(name, default), bool, self.path(name))
-
-    def whole(self, name: str, low: int, high: int) -> int | None:
-        value = self.pop(name)
-        return None if value is None else whole(value, self.path(name), low, high)
-
-    def number(self, name: str, default: float, low: float, high: float) -> float:
-        """A finite number in [low, high]."""
-        return number(self.pop(name, default), self.path(name), low, high)
-
-    def positive(self, name: str, default: float, high: float) -> float:
-        """A finite number in (0, high]."""
-        return number(self.pop(name, default), self.path(name), 0.0, high, open_low=True)
-
-    def text(self, name: str, default: str = "") -> str:
-        return typed(self.pop(name, default), str, self.path(name))
-
-    def short_text(self, name: str, default: str = "") -> str:
-        """A name, which goes into calls, messages and traces."""
-        found = self.text(name, default)
-        if len(found) > _MOST_CHARACTERS:
-            raise BadField(self.path(name), f"has more than {_MOST_CHARACTERS} characters", "invalid_value")
-        return found
-
-    def inner(self, name: str) -> Fields | None:
-        """An object as fields of its own."""
-        value = self.pop(name)
-        return None if value is None else Fields(typed(value, dict, self.path(name)), self.path(name))
-
-    def rest(self) -> dict[str, Any]:
-        """The fields that were not taken yet, which are taken by this."""
-        rest, self._values = self._values, {}
-        return rest
+    def read(self, kind: type[Kind]) -> Kind:
+        """The fields that `kind` has."""
+        names = kind.__struct_fields__
+        self._known.update(names)
+        values = {name: self._values.pop(name) for name in names if name in self._values}
+        for name, value in values.items():
+            # JSON has one kind of number, and some languages write 2 as 2.0.
+            if type(value) is float and value.is_integer():
+                values[name] = int(value)
+        return converted(values, kind, self._path)
 
     def ignore(self, names: Iterable[str]) -> None:
         """Take fields that change nothing here."""
         for name in names:
-            self.pop(name)
+            self._known.add(name)
+            self._values.pop(name, None)
 
     def end(self, table: Mapping[str, RequestField] | None = None) -> None:
-        """Refuse whatever was not taken, but for what the table ignores, and harmless values of what it refuses."""
+        """Refuse whatever was not read, but for what the table ignores, and harmless values of what it refuses."""
         table = table or {}
         for name, value in self._values.items():
             field = table.get(name)
@@ -87,15 +76,17 @@ class Fields:
                 raise BadField(self.path(name), self._unknown({*self._known, *table}, name), "unknown_parameter")
             self._dispose(field, value)
 
-    def refuse(self, table: Mapping[str, RequestField], names: Iterable[str]) -> None:
-        """Dispose of fields now, as `end` does, that what is read next would take."""
-        for name in names:
-            if (value := self.pop(name)) is not None:
+    def refuse(self, table: Mapping[str, RequestField], kind: type[msgspec.Struct]) -> None:
+        """Dispose of fields now, as `end` does, that `kind` has and the table does not take."""
+        for name in kind.__struct_fields__:
+            if table[name].use is not Use.TAKEN and (value := self._values.pop(name, None)) is not None:
                 self._dispose(table[name], value)
 
     def _dispose(self, field: RequestField, value: Any) -> None:
         if field.use is not Use.IGNORED and not any(_same(value, one) for one in field.harmless):
-            raise BadField(self.path(field.name), f"is not supported: {field.note}", "unsupported_parameter")
+            # A field that is taken is left where an endpoint makes no answer.
+            why = "it shapes answers" if field.use is Use.TAKEN else field.note
+            raise BadField(self.path(field.name), f"is not supported: {why}", "unsupported_parameter")
 
     def _unknown(self, known: Iterable[str], name: str) -> str:
         # A name may be as long as the body.
@@ -103,38 +94,21 @@ class Fields:
         return "is no field that is known here" + (f"; did you mean {self.path(near[0])}?" if near else "")
 
 
-def _same(value: Any, other: Any) -> bool:
-    """Whether two values of JSON are the same. In Python 1 is true, but 1.0 may stand for 1."""
-    return value == other and isinstance(value, bool) is isinstance(other, bool)
-
-
-def typed(value: Any, kind: type[Json], path: str) -> Json:
-    """`value` as one of `_KINDS`."""
-    # Not `isinstance`: true and false are no numbers.
-    if type(value) is not kind:
-        raise BadField(path, f"must be {_KINDS[kind]}", "invalid_type")
-    return value
-
-
-def whole(value: Any, path: str, low: int, high: int) -> int:
-    """`value` as a whole number in [low, high]. JSON has one kind of number, and some languages write 2 as 2.0."""
-    if type(value) is float and value.is_integer():
-        value = int(value)
-    if not low <= (found := typed(value, int, path)) <= high:
-        raise BadField(path, f"must be in {low}..{high}", "invalid_value")
+def read_object(kind: type[Nested], value: Any, path: str) -> Nested:
+    """A value as an object that has these fields and no others. Raises `BadField`."""
+    fields = Fields(value if type(value) is dict else converted(value, dict[str, Any], path), path)
+    found = fields.read(kind)
+    fields.ignore(kind.ignored)
+    fields.end()
     return found
 
 
-def whole_numbers(values: Sequence[Any], path: str, low: int, high: int) -> tuple[int, ...]:
-    """A list of whole numbers in [low, high]; a refusal names the first that is none."""
-    # A prompt may have thousands. Not `isinstance`: true and false are no numbers.
-    if set(map(type, values)) <= {int} and low <= min(values, default=low) and max(values, default=high) <= high:
-        return tuple(values)
-    for index, value in enumerate(values):
-        # A path for each of a million would take seconds.
-        if type(value) is not int or not low <= value <= high:
-            whole(typed(value, int, f"{path}[{index}]"), f"{path}[{index}]", low, high)
-    return tuple(values)
+def converted(value: Any, kind: type[Read], path: str) -> Read:
+    """`value` as `kind`, of msgspec's types. Raises `BadField` for the first part of it that is no such value."""
+    try:
+        return msgspec.convert(value, kind)
+    except msgspec.ValidationError as error:
+        raise _bad_field(error, kind, path) from None
 
 
 def json_bytes(value: Any, path: str) -> bytes:
@@ -145,17 +119,56 @@ def json_bytes(value: Any, path: str) -> bytes:
         raise BadField(path, str(error), "invalid_value") from None
 
 
-def bounded(values: Sized, most: int, path: str) -> Sized:
-    """A list or an object of at most so many entries, of which none has been looked at."""
-    if len(values) > most:
-        raise BadField(path, f"has more than {most} entries", "invalid_value")
-    return values
+def _same(value: Any, other: Any) -> bool:
+    """Whether two values of JSON are the same. In Python 1 is true, but 1.0 may stand for 1."""
+    return value == other and isinstance(value, bool) is isinstance(other, bool)
 
 
-def number(value: Any, path: str, low: float, high: float, *, open_low: bool = False) -> float:
-    """`value` as a finite number in [low, high]; in (low, high] if it is `open_low`."""
-    if isinstance(value, bool) or not isinstance(value, int | float):
-        raise BadField(path, "must be a number", "invalid_type")
-    if not (math.isfinite(value) and low <= value <= high) or (open_low and value == low):
-        raise BadField(path, f"must be in {'(' if open_low else '['}{low:g}, {high:g}]", "invalid_value")
-    return float(value)
+def _bad_field(error: msgspec.ValidationError, kind: Any, path: str) -> BadField:
+    """What msgspec says of a value, in words of JSON, with all that would be taken."""
+    message, _, place = str(error).partition(" - at ")
+    # As in `$.stop[1]`; the keys of an object have no place of their own.
+    inner = place.rpartition("`$")[2].rstrip("`").removesuffix("[...]")
+    at = (path + inner).removeprefix(".")
+    if missing := _MISSING.fullmatch(message):
+        return BadField(f"{at}.{missing[1]}".removeprefix("."), "is missing", "missing_required_parameter")
+    expected = _EXPECTED.match(message)
+    if expected and message.startswith(",", expected.end()):
+        kinds = " or ".join([_KINDS[name] for name in expected[1].split(" | ") if name in _KINDS])
+        return BadField(at, f"must be {kinds}", "invalid_type")
+    found = _flat(inspect.type_info(kind))
+    for step in _STEP.findall(inner):
+        found = [one for each in found for one in _inside(each, step)]
+    name = expected[1] if expected else "literal"
+    return BadField(at, next(filter(None, (_limits(one, name) for one in found)), message), "invalid_value")
+
+
+def _flat(found: inspect.Type) -> list[inspect.Type]:
+    """The types of a union, or one."""
+    if isinstance(found, inspect.Metadata):
+        return _flat(found.type)
+    return [one for each in found.types for one in _flat(each)] if isinstance(found, inspect.UnionType) else [found]
+
+
+def _inside(found: inspect.Type, step: str) -> list[inspect.Type]:
+    """The types of a struct's field, or of a list's entries."""
+    if isinstance(found, inspect.StructType):
+        return [one for field in found.fields if field.name == step for one in _flat(field.type)]
+    return _flat(found.item_type) if isinstance(found, inspect.ListType | inspect.VarTupleType) else []
+
+
+def _limits(found: inspect.Type, name: str) -> str:
+    """What values a type takes that msgspec calls by this name; empty for another type."""
+    match name, found:
+        case "literal", inspect.LiteralType(values=values):
+            return f"must be {'one of ' * (len(values) > 1)}{', '.join(map(str, values))}"
+        case "int", inspect.IntType(ge=low, le=high):
+            return f"must be at least {low}" if high is None else f"must be in {low}..{high}"
+        case "float", inspect.FloatType(gt=above, ge=low, le=high):
+            return f"must be in {f'[{low:g}' if above is None else f'({above:g}'}, {high:g}]"
+        case "str", inspect.StrType(max_length=most):
+            return "is empty" if most is None else f"has more than {most} characters"
+        case "array" | "object", inspect.ListType() | inspect.VarTupleType() | inspect.DictType():
+            least, most = found.min_length, found.max_length
+            return f"must have {least} to {most} entries" if least else f"has more than {most} entries"
+    return ""

@@ -2,115 +2,123 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
-from typing import Any
+from collections.abc import Mapping
+from typing import Any, ClassVar, Literal
 
-from outrider.admission.prompt_limits import MAX_MESSAGES
+import msgspec
+
 from outrider_client.answers import ToolCall
 from outrider_client.messages import ChatTurn
+from outrider_gateway.bodies import Entries, Object
+from outrider_gateway.chat_messages import Messages
 from outrider_gateway.failures import BadField
-from outrider_gateway.fields import Fields, bounded, json_bytes, typed
+from outrider_gateway.fields import BodyObject, converted, json_bytes, read_object
 
-# Hints to a cache, and what comes back with an answer.
-_IGNORED = ("cache_control", "citations", "signature", "caller", "is_error")
+
+class BlockMessage(BodyObject):
+    """One of Anthropic's messages."""
+
+    role: Literal["user", "assistant"]
+    content: str | Entries
+
+
+class AnthropicBlock(BodyObject):
+    """A block of a content. Ignored are hints to a cache, and what comes back with an answer."""
+
+    ignored: ClassVar[tuple[str, ...]] = ("cache_control", "citations", "signature", "caller", "is_error")
+    type: str
+
+
+class TextBlock(AnthropicBlock):
+    """Text of either role."""
+
+    text: str = ""
+
+
+class ResultBlock(AnthropicBlock):
+    """What a tool returned."""
+
+    tool_use_id: str = ""
+    content: str | Entries = ""
+
+
+class UseBlock(AnthropicBlock):
+    """A call of a tool."""
+
+    id: str = ""
+    name: str = ""
+    input: Object = msgspec.field(default_factory=dict)
+
+
+class ThinkingBlock(AnthropicBlock):
+    """The assistant's reasoning."""
+
+    thinking: str = ""
+
+
+class RedactedBlock(AnthropicBlock):
+    """Another server's reasoning, which nobody else can read."""
+
+    data: Any = None
+
+
+_TEXT: Mapping[str, type[AnthropicBlock]] = {"text": TextBlock}
+_BLOCKS: Mapping[str, Mapping[str, type[AnthropicBlock]]] = {
+    "user": {**_TEXT, "tool_result": ResultBlock},
+    "assistant": {**_TEXT, "tool_use": UseBlock, "thinking": ThinkingBlock, "redacted_thinking": RedactedBlock},
+}
 
 
 def message_turns(messages: Any, system: Any) -> tuple[ChatTurn, ...]:
     """The turns of a body's `system` and `messages`. Raises `Refused`."""
     if messages is None:
         raise BadField("messages", "is missing", "missing_required_parameter")
-    entries = typed(messages, list, "messages")
-    if not 1 <= len(entries) <= MAX_MESSAGES:
-        raise BadField("messages", f"must have 1 to {MAX_MESSAGES} entries", "invalid_value")
-    instructions = "" if system is None else _texts(system, "system")
+    entries = converted(messages, Messages, "messages")
+    instructions = "" if system is None else _text(system, "system")
     turns = [ChatTurn("system", instructions)] if instructions else []
     for index, entry in enumerate(entries):
         turns += _turns(entry, f"messages[{index}]")
     return tuple(turns)
 
 
-def _turns(message: Any, path: str) -> list[ChatTurn]:
-    fields = Fields(typed(message, dict, path), path)
-    role, content, at = fields.text("role"), fields.pop("content"), fields.path("content")
-    if role not in ("user", "assistant"):
-        raise BadField(fields.path("role"), "must be user or assistant", "invalid_value")
-    fields.end()
+def _turns(value: Any, path: str) -> list[ChatTurn]:
+    message, path = read_object(BlockMessage, value, path), f"{path}.content"
+    role, content = message.role, message.content
     if isinstance(content, str):
         return [ChatTurn(role, content)]
-    blocks = bounded(typed(content, list, at), MAX_MESSAGES, at)
-    read = _AssistantBlocks() if role == "assistant" else _UserBlocks()
-    for index, block in enumerate(blocks):
-        read.add(block, f"{at}[{index}]")
-    return read.turns()
+    turns, texts, thoughts, calls = list[ChatTurn](), list[str](), list[str](), list[ToolCall]()
+    for index, block in enumerate(_read_blocks(content, path, _BLOCKS[role])):
+        at = f"{path}[{index}]"
+        match block:
+            case TextBlock(text=text):
+                texts.append(text)
+            case ResultBlock(content=returned, tool_use_id=called):
+                turns.append(ChatTurn("tool", _text(returned, f"{at}.content"), tool_call_id=called))
+            case UseBlock(id=called, name=name, input=arguments):
+                calls.append(ToolCall(called, name, json_bytes(arguments, f"{at}.input").decode()))
+            case ThinkingBlock(thinking=thought):
+                thoughts.append(thought)
+    # What tools returned comes first, and a user need not say anything beside it.
+    if role == "assistant" or texts or not turns:
+        turns.append(ChatTurn(role, "\n".join(texts), tuple(calls), reasoning="\n".join(thoughts)))
+    return turns
 
 
-class _Blocks:
-    """The blocks of one message; `kinds` are those that its role has."""
-
-    def __init__(self, kinds: Mapping[str, Callable[[Fields], None]]) -> None:
-        self._kinds = {"text": self._text, **kinds}
-        self.texts: list[str] = []
-
-    def add(self, block: Any, path: str) -> None:
-        fields = Fields(typed(block, dict, path), path)
-        kind = fields.text("type")
-        if kind not in self._kinds:
-            problem = f"must be {', '.join(self._kinds)}: this server reads no images or files"
-            raise BadField(fields.path("type"), problem, "invalid_value")
-        self._kinds[kind](fields)
-        fields.ignore(_IGNORED)
-        fields.end()
-
-    def _text(self, fields: Fields) -> None:
-        self.texts.append(fields.text("text"))
+def _read_blocks(content: list[Any], path: str, kinds: Mapping[str, type[AnthropicBlock]]) -> list[AnthropicBlock]:
+    blocks = []
+    for index, value in enumerate(content):
+        at = f"{path}[{index}]"
+        kind = converted(value, Object, at).get("type")
+        if not isinstance(kind, str) or kind not in kinds:
+            problem = f"must be {', '.join(kinds)}: this server reads no images or files"
+            raise BadField(f"{at}.type", problem, "invalid_value")
+        blocks.append(read_object(kinds[kind], value, at))
+    return blocks
 
 
-class _UserBlocks(_Blocks):
-    """What a user says, and what tools returned, which comes first."""
-
-    def __init__(self) -> None:
-        super().__init__({"tool_result": self._result})
-        self._results: list[ChatTurn] = []
-
-    def _result(self, fields: Fields) -> None:
-        content = fields.pop("content", "")
-        text = _texts(content, fields.path("content"))
-        self._results.append(ChatTurn("tool", text, tool_call_id=fields.text("tool_use_id")))
-
-    def turns(self) -> list[ChatTurn]:
-        texts = [ChatTurn("user", "\n".join(self.texts))] if self.texts or not self._results else []
-        return [*self._results, *texts]
-
-
-class _AssistantBlocks(_Blocks):
-    """Reasoning, text and calls of the assistant."""
-
-    def __init__(self) -> None:
-        super().__init__({"tool_use": self._use, "thinking": self._thinking, "redacted_thinking": self._redacted})
-        self._calls: list[ToolCall] = []
-        self._thoughts: list[str] = []
-
-    def _use(self, fields: Fields) -> None:
-        arguments = json_bytes(typed(fields.pop("input", {}), dict, fields.path("input")), fields.path("input"))
-        self._calls.append(ToolCall(fields.text("id"), fields.text("name"), arguments.decode()))
-
-    def _thinking(self, fields: Fields) -> None:
-        self._thoughts.append(fields.text("thinking"))
-
-    def _redacted(self, fields: Fields) -> None:
-        # Another server's, which nobody else can read.
-        fields.ignore(("data",))
-
-    def turns(self) -> list[ChatTurn]:
-        thoughts = "\n".join(self._thoughts)
-        return [ChatTurn("assistant", "\n".join(self.texts), tuple(self._calls), reasoning=thoughts)]
-
-
-def _texts(content: Any, path: str) -> str:
+def _text(content: Any, path: str) -> str:
     """A string, or blocks of text, which stand on lines of their own."""
     if isinstance(content, str):
         return content
-    blocks = _Blocks({})
-    for index, block in enumerate(bounded(typed(content, list, path), MAX_MESSAGES, path)):
-        blocks.add(block, f"{path}[{index}]")
-    return "\n".join(blocks.texts)
+    blocks = _read_blocks(converted(content, Entries, path), path, _TEXT)
+    return "\n".join([block.text for block in blocks if isinstance(block, TextBlock)])

@@ -2,23 +2,63 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from dataclasses import replace
-from typing import Any
+from typing import Any, ClassVar, Literal
 
-from outrider.admission.prompt_limits import MAX_MESSAGES
 from outrider_client.answers import ToolCall
 from outrider_client.messages import ChatTurn
-from outrider_gateway.chat_messages import content_text
+from outrider_gateway.bodies import Object
+from outrider_gateway.chat_messages import TEXT_PARTS, Messages, content_text
 from outrider_gateway.failures import BadField
-from outrider_gateway.fields import Fields, typed
+from outrider_gateway.fields import BodyObject, converted, read_object
 
-_ROLES = {"system": "system", "developer": "system", "user": "user", "assistant": "assistant"}
-# What an item has from an answer, or for a provider's own books.
-_IGNORED = ("id", "status", "phase", "namespace", "caller", "async")
-# Parts that are text, by the field that has it.
-_TEXTS = {"input_text": "text", "output_text": "text", "text": "text", "refusal": "refusal", "reasoning_text": "text"}
-_PART_IGNORED = ("annotations", "logprobs", "prompt_cache_breakpoint")
+_PARTS = (*TEXT_PARTS, "reasoning_text")
+
+
+class ResponseItem(BodyObject):
+    """An item of `input`. Ignored is what it has from an answer, or for a provider's own books."""
+
+    ignored: ClassVar[tuple[str, ...]] = ("id", "status", "phase", "namespace", "caller", "async")
+    type: str = "message"
+
+
+class MessageItem(ResponseItem, kw_only=True):
+    """A message."""
+
+    role: Literal["system", "developer", "user", "assistant"]
+    content: Any = None
+
+
+class CallItem(ResponseItem):
+    """A call of a function."""
+
+    call_id: str = ""
+    name: str = ""
+    arguments: str = ""
+
+
+class CallOutputItem(ResponseItem):
+    """What a function returned."""
+
+    call_id: str = ""
+    output: Any = None
+
+
+class ReasoningItem(ResponseItem):
+    """Reasoning. A summary is of the same thoughts, and what is encrypted is another server's."""
+
+    content: Any = None
+    summary: Any = None
+    encrypted_content: Any = None
+
+
+_ITEMS: Mapping[str, type[ResponseItem]] = {
+    "message": MessageItem,
+    "function_call": CallItem,
+    "function_call_output": CallOutputItem,
+    "reasoning": ReasoningItem,
+}
 
 
 def input_turns(value: Any) -> tuple[ChatTurn, ...]:
@@ -29,12 +69,10 @@ def input_turns(value: Any) -> tuple[ChatTurn, ...]:
         return (ChatTurn("user", value),)
     if not isinstance(value, list):
         raise BadField("input", "must be a text or a list of items", "invalid_type")
-    if not 1 <= len(value) <= MAX_MESSAGES:
-        raise BadField("input", f"must have 1 to {MAX_MESSAGES} entries", "invalid_value")
-    reader = _ItemReader()
-    for index, item in enumerate(value):
-        reader.add(item, f"input[{index}]")
-    return tuple(reader.turns)
+    turns = list[ChatTurn]()
+    for index, item in enumerate(converted(value, Messages, "input")):
+        _add_item(turns, item, f"input[{index}]")
+    return tuple(turns)
 
 
 def joined_turns(before: tuple[ChatTurn, ...], after: tuple[ChatTurn, ...]) -> tuple[ChatTurn, ...]:
@@ -45,72 +83,26 @@ def joined_turns(before: tuple[ChatTurn, ...], after: tuple[ChatTurn, ...]) -> t
     return before + after
 
 
-class _ItemReader:
-    """Makes turns of items: what the assistant thinks, says and calls one after the other is one turn."""
-
-    def __init__(self) -> None:
-        self.turns: list[ChatTurn] = []
-
-    def add(self, item: Any, path: str) -> None:
-        fields = Fields(typed(item, dict, path), path)
-        kind = fields.text("type", "message")
-        read: Mapping[str, Callable[[Fields], None]] = {
-            "message": self._message,
-            "function_call": self._function_call,
-            "function_call_output": self._function_output,
-            "reasoning": self._reasoning,
-        }
-        if kind not in read:
-            reason = "items are not kept by id: send the item" if kind == "item_reference" else "is not known here"
-            raise BadField(fields.path("type"), f"{reason}; it must be {', '.join(read)}", "invalid_value")
-        read[kind](fields)
-        fields.ignore(_IGNORED)
-        fields.end()
-
-    def _message(self, fields: Fields) -> None:
-        role = fields.text("role")
-        if role not in _ROLES:
-            raise BadField(fields.path("role"), f"must be one of {', '.join(_ROLES)}", "invalid_value")
-        content = _content(fields.pop("content"), fields.path("content"))
-        if role == "assistant" and self._open() and not self.turns[-1].content and not self.turns[-1].tool_calls:
-            self.turns[-1] = replace(self.turns[-1], content=content)
-        else:
-            self.turns.append(ChatTurn(_ROLES[role], content))
-
-    def _function_call(self, fields: Fields) -> None:
-        call = ToolCall(fields.text("call_id"), fields.text("name"), fields.text("arguments"))
-        last = self.turns[-1] if self._open() else None
-        if last is None:
-            self.turns.append(ChatTurn("assistant", "", (call,)))
-        else:
-            self.turns[-1] = replace(last, tool_calls=(*last.tool_calls, call))
-
-    def _function_output(self, fields: Fields) -> None:
-        output = _content(fields.pop("output"), fields.path("output"))
-        self.turns.append(ChatTurn("tool", output, tool_call_id=fields.text("call_id")))
-
-    def _reasoning(self, fields: Fields) -> None:
-        # A summary is of the same thoughts, and what is encrypted is another server's.
-        fields.ignore(("summary", "encrypted_content"))
-        content = fields.pop("content")
-        text = "" if content is None else _content(content, fields.path("content"))
-        self.turns.append(ChatTurn("assistant", reasoning=text))
-
-    def _open(self) -> bool:
-        """Whether the last turn is the assistant's."""
-        return bool(self.turns) and self.turns[-1].role == "assistant"
-
-
-def _content(content: Any, path: str) -> str:
-    return content_text(content, path, _part)
-
-
-def _part(part: Any, path: str) -> str:
-    fields = Fields(typed(part, dict, path), path)
-    kind = fields.text("type")
-    if kind not in _TEXTS:
-        raise BadField(f"{path}.type", "must be text: this server reads no images, audio or files", "invalid_value")
-    text = typed(fields.pop(_TEXTS[kind]), str, fields.path(_TEXTS[kind]))
-    fields.ignore(_PART_IGNORED)
-    fields.end()
-    return text
+def _add_item(turns: list[ChatTurn], value: Any, path: str) -> None:
+    """Add an item to the turns: what the assistant thinks, says and calls one after the other is one turn."""
+    kind = converted(value, Object, path).get("type") or "message"
+    if not isinstance(kind, str) or kind not in _ITEMS:
+        reason = "items are not kept by id: send the item" if kind == "item_reference" else "is not known here"
+        raise BadField(f"{path}.type", f"{reason}; it must be {', '.join(_ITEMS)}", "invalid_value")
+    open_turn = turns[-1] if turns and turns[-1].role == "assistant" else None
+    match read_object(_ITEMS[kind], value, path):
+        case MessageItem(role=role, content=content):
+            said = content_text(content, f"{path}.content", _PARTS)
+            if role == "assistant" and open_turn and not open_turn.content and not open_turn.tool_calls:
+                turns[-1] = replace(open_turn, content=said)
+            else:
+                turns.append(ChatTurn("system" if role == "developer" else role, said))
+        case CallItem(call_id=called, name=name, arguments=arguments):
+            if open_turn is None:
+                turns.append(open_turn := ChatTurn("assistant", ""))
+            turns[-1] = replace(open_turn, tool_calls=(*open_turn.tool_calls, ToolCall(called, name, arguments)))
+        case CallOutputItem(call_id=called, output=output):
+            turns.append(ChatTurn("tool", content_text(output, f"{path}.output", _PARTS), tool_call_id=called))
+        case ReasoningItem(content=content):
+            text = "" if content is None else content_text(content, f"{path}.content", _PARTS)
+            turns.append(ChatTurn("assistant", reasoning=text))

@@ -4,19 +4,18 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
-from typing import Any
+from typing import Any, ClassVar
 
 from outrider.admission.prompt_limits import MOST_CONTEXT, check_bytes
-from outrider.admission.tool_limits import MAX_TOOLS
-from outrider.sampling import MAX_LOGPROBS
 from outrider_client.messages import ChatTurn
+from outrider_gateway.bodies import GenerationFields, Object, ResponsesFields, TemplateFields, Tools
 from outrider_gateway.failures import BadField
-from outrider_gateway.fields import Fields, bounded, json_bytes, typed
+from outrider_gateway.fields import BodyObject, Fields, converted, json_bytes, read_object
 from outrider_gateway.generation_request import CHAT_NAMES, GenerationRequest, Prompt
 from outrider_gateway.request_fields import RESPONSES_FIELDS
 from outrider_gateway.responses_input import input_turns, joined_turns
 from outrider_gateway.structured import json_form, structured_output
-from outrider_gateway.translation import MAX_UINT32, chat_options, completed, fitting, sampling_params
+from outrider_gateway.translation import chat_options, completed, fitting, sampling_params
 
 # What this endpoint calls the contract's fields.
 RESPONSES_NAMES = {
@@ -26,10 +25,22 @@ RESPONSES_NAMES = {
     "logprobs": "top_logprobs",
     "max_tokens": "max_output_tokens",
 }
-# Of OpenAI's: a conversation has no more.
-_MOST_INCLUDED, _MOST_METADATA = 32, 16
-# Characters of an entry's name and its value, of OpenAI's too.
+# Characters of the name and the value of an entry of metadata, as at OpenAI.
 _MOST_NAME, _MOST_VALUE = 64, 512
+
+
+class TextOptions(BodyObject):
+    """`text`."""
+
+    format: Any = None
+    verbosity: Any = None
+
+
+class ReasoningOptions(BodyObject):
+    """`reasoning`, which is shown as it is."""
+
+    ignored: ClassVar[tuple[str, ...]] = ("summary", "generate_summary")
+    effort: Any = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -62,60 +73,50 @@ def responses_request(body: Mapping[str, Any], max_choices: int, max_prompt: int
     """The body of /v1/responses. Raises `Refused`, also for a text that cannot have as few as `max_prompt` tokens."""
     del max_choices
     fields = Fields(body)
-    # What the readers of chats would take.
-    fields.refuse(RESPONSES_FIELDS, ("n", "prompt_logprobs", "response_format"))
-    turns = input_turns(fields.pop("input"))
-    instructions = fields.text("instructions")
-    size = sum(len(turn.content.encode()) for turn in turns) + len(instructions.encode())
+    fields.refuse(RESPONSES_FIELDS, GenerationFields)
+    asked, given = fields.read(ResponsesFields), fields.read(GenerationFields)
+    turns = input_turns(asked.input)
+    size = sum(len(turn.content.encode()) for turn in turns) + len(asked.instructions.encode())
     fitting(check_bytes, size, max_prompt, "input")
-    text = fields.inner("text") or Fields({}, "text")
-    form, verbosity = json_form(text, "format"), text.pop("verbosity")
-    text.end()
-    other = structured_output(fields)
+    text = read_object(TextOptions, asked.text, "text")
+    form, other = json_form(text.format, "text.format"), structured_output(given)
     if form is not None and other is not None:
         raise BadField(other[1], f"is one form too many beside {form[1]}", "invalid_value")
-    reasoning = fields.inner("reasoning") or Fields({}, "reasoning")
-    effort = reasoning.pop("effort")
-    # Reasoning is shown as it is.
-    reasoning.ignore(("summary", "generate_summary"))
-    reasoning.end()
-    options = chat_options(_chat_fields(fields, verbosity, effort))
-    include = bounded(typed(fields.pop("include", []), list, "include"), _MOST_INCLUDED, "include")
-    top = fields.whole("top_logprobs", 0, MAX_LOGPROBS)
+    template = TemplateFields(
+        tools=[_tool(tool, f"tools[{i}]") for i, tool in enumerate(asked.tools)],
+        tool_choice=_tool_choice(asked.tool_choice),
+        parallel_tool_calls=asked.parallel_tool_calls,
+        chat_template_kwargs=asked.chat_template_kwargs,
+        enable_thinking=asked.enable_thinking,
+        reasoning_effort=read_object(ReasoningOptions, asked.reasoning, "reasoning").effort,
+        verbosity=text.verbosity,
+    )
     # Other things that may be included are of tools that are not here.
-    logprobs = (top or 0) if "message.output_text.logprobs" in include or top else None
-    sampling = sampling_params(fields, fields.whole("max_output_tokens", 1, MAX_UINT32), logprobs)
+    listed = bool(asked.top_logprobs) or "message.output_text.logprobs" in asked.include
     request = ResponsesRequest(
         True,
         (Prompt(messages=turns),),
-        sampling,
-        logprobs=logprobs is not None,
-        chat_options=options,
-        instructions=instructions,
+        sampling_params(given, asked.max_output_tokens, asked.top_logprobs if listed else None),
+        logprobs=listed,
+        chat_options=chat_options(template),
+        instructions=asked.instructions,
         turns=turns,
-        previous=fields.short_text("previous_response_id"),
-        store=fields.flag("store", True),
-        shown=_shown(fields, body),
+        previous=asked.previous_response_id,
+        store=asked.store,
+        shown=_shown(_metadata(asked.metadata), body),
     )
-    return completed(request, fields, 1, "max_output_tokens", RESPONSES_FIELDS, form or other)._with(turns)
+    return completed(request, given, fields, 1, "max_output_tokens", RESPONSES_FIELDS, form or other)._with(turns)
 
 
-def _chat_fields(fields: Fields, verbosity: Any, effort: Any) -> Fields:
-    """What shapes the prompt, under the names that /v1/chat/completions has for it."""
-    given = bounded(typed(fields.pop("tools", []), list, "tools"), MAX_TOOLS, "tools")
-    tools = [_tool(tool, f"tools[{i}]") for i, tool in enumerate(given)]
-    choice = fields.pop("tool_choice")
+def _tool_choice(choice: str | Object | None) -> str | Object | None:
+    """The choice as chats have it."""
     if isinstance(choice, dict) and choice.get("type") == "allowed_tools" and "allowed_tools" not in choice:
         allowed = {name: value for name, value in choice.items() if name != "type"}
-        if isinstance(tools_of := allowed.get("tools"), list):
-            allowed["tools"] = [_named(tool) for tool in bounded(tools_of, MAX_TOOLS, "tool_choice.tools")]
-        choice = {"type": "allowed_tools", "allowed_tools": allowed}
-    choice = _named(choice)
-    moved = ("chat_template_kwargs", "parallel_tool_calls", "enable_thinking")
-    return Fields(
-        {name: fields.pop(name) for name in moved}
-        | {"tools": tools, "tool_choice": choice, "verbosity": verbosity, "reasoning_effort": effort}
-    )
+        if "tools" in allowed:
+            allowed["tools"] = [_named(tool) for tool in converted(allowed["tools"], Tools, "tool_choice.tools")]
+        return {"type": "allowed_tools", "allowed_tools": allowed}
+    found: str | Object | None = _named(choice)
+    return found
 
 
 def _named(choice: Any) -> Any:
@@ -127,17 +128,16 @@ def _named(choice: Any) -> Any:
 
 def _tool(tool: Any, path: str) -> dict[str, Any]:
     """A tool as chats have it: there the function is an object of its own."""
-    definition = dict(typed(tool, dict, path))
+    definition = dict(converted(tool, Object, path))
     kind = definition.pop("type", None)
     return {"type": kind, "function": {name: value for name, value in definition.items() if value is not None}}
 
 
-def _metadata(value: Any) -> dict[str, str]:
+def _metadata(metadata: Object) -> dict[str, str]:
     """What comes back with a response, and is kept with it."""
-    metadata: dict[str, str] = bounded(typed(value, dict, "metadata"), _MOST_METADATA, "metadata")
     for name, text in metadata.items():
         path = f"metadata.{name[:_MOST_NAME]}"
-        if len(name) > _MOST_NAME or len(typed(text, str, path)) > _MOST_VALUE:
+        if len(name) > _MOST_NAME or len(converted(text, str, path)) > _MOST_VALUE:
             raise BadField(
                 path,
                 f"has more than {_MOST_NAME} characters in its name or {_MOST_VALUE} in its value",
@@ -146,11 +146,8 @@ def _metadata(value: Any) -> dict[str, str]:
     return metadata
 
 
-def _shown(fields: Fields, body: Mapping[str, Any]) -> Mapping[str, Any]:
+def _shown(metadata: Mapping[str, str], body: Mapping[str, Any]) -> Mapping[str, Any]:
     """Settings that a response repeats, with the values that are in force."""
-    metadata = _metadata(fields.pop("metadata", {}))
-    if fields.text("truncation", "disabled") not in ("disabled", "auto"):
-        raise BadField("truncation", "must be auto or disabled", "invalid_value")
     # They stand deeper in a response and its events than in the body, and JSON is written to a limited depth.
     json_bytes([[[[body.get("tools")]]]], "tools")
     text, reasoning = body.get("text") or {}, body.get("reasoning") or {}

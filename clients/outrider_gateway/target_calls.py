@@ -14,15 +14,16 @@ from outrider_client.client import Client
 from outrider_client.failures import AWAY, ServiceUnreachable
 from outrider_client.messages import ChatOptions, ChatTurn
 from outrider_client.results import TargetInfo
+from outrider_gateway.bodies import DetokenizeFields, TemplateFields, TokenId, TokenizeFields
 from outrider_gateway.chat_messages import chat_turns
 from outrider_gateway.endpoint import Endpoint, HttpCall
 from outrider_gateway.failures import BadField, refusal
-from outrider_gateway.fields import Fields, typed, whole_numbers
+from outrider_gateway.fields import Fields, converted
 from outrider_gateway.generation_request import CHAT_NAMES, COMPLETION_NAMES
 from outrider_gateway.http import while_connected
 from outrider_gateway.request_fields import DETOKENIZE_FIELDS, TOKENIZE_FIELDS
 from outrider_gateway.targets import Target
-from outrider_gateway.translation import MAX_TOKEN_ID, chat_options, fitting, special_tokens
+from outrider_gateway.translation import chat_options, fitting, unsplit
 
 
 class TargetCall(Protocol):
@@ -136,27 +137,23 @@ class DetokenizeCall:
 def tokenize_call(body: Mapping[str, Any], max_prompt: int) -> TokenizeCall:
     """The body of /tokenize. Raises `Refused`."""
     fields = Fields(body)
-    text, messages = fields.pop("prompt"), fields.pop("messages")
-    if (text is None) is (messages is None):
+    asked = fields.read(TokenizeFields)
+    if (asked.prompt is None) is (asked.messages is None):
         raise BadField("prompt", "is needed, or else messages", "missing_required_parameter")
     common = partial(
-        TokenizeCall,
-        fields.short_text("model"),
-        strings=fields.flag("return_token_strs"),
-        special_tokens=special_tokens(fields),
+        TokenizeCall, asked.model, strings=asked.return_token_strs, special_tokens=unsplit(asked.split_special_tokens)
     )
-    if text is not None:
-        prompt = typed(text, str, "prompt")
-        if not prompt:
+    if asked.prompt is not None:
+        if not asked.prompt:
             raise BadField("prompt", "is empty", "invalid_value")
-        fitting(check_bytes, len(prompt.encode()), max_prompt, "prompt")
-        call = common(text=prompt, add_special_tokens=fields.flag("add_special_tokens", True))
+        fitting(check_bytes, len(asked.prompt.encode()), max_prompt, "prompt")
+        call = common(text=asked.prompt, add_special_tokens=asked.add_special_tokens is not False)
     else:
-        if fields.flag("add_special_tokens"):
+        if asked.add_special_tokens:
             raise BadField("add_special_tokens", "is for prompt: the chat template decides", "unsupported_parameter")
-        turns = chat_turns(messages)
+        turns = chat_turns(asked.messages)
         fitting(check_bytes, sum(len(turn.content.encode()) for turn in turns), max_prompt, "messages")
-        call = common(messages=turns, chat_options=chat_options(fields))
+        call = common(messages=turns, chat_options=chat_options(fields.read(TemplateFields)))
     fields.end(TOKENIZE_FIELDS)
     return call
 
@@ -164,9 +161,9 @@ def tokenize_call(body: Mapping[str, Any], max_prompt: int) -> TokenizeCall:
 def detokenize_call(body: Mapping[str, Any], max_prompt: int) -> DetokenizeCall:
     """The body of /detokenize. Raises `Refused`."""
     fields = Fields(body)
-    tokens = typed(fields.pop("tokens", []), list, "tokens")
-    if tokens:
-        fitting(check_tokens, len(tokens), max_prompt, "tokens")
-    call = DetokenizeCall(fields.short_text("model"), whole_numbers(tokens, "tokens", 0, MAX_TOKEN_ID))
+    asked = fields.read(DetokenizeFields)
+    if asked.tokens:
+        fitting(check_tokens, len(asked.tokens), max_prompt, "tokens")
+    call = DetokenizeCall(asked.model, converted(asked.tokens, tuple[TokenId, ...], "tokens"))
     fields.end(DETOKENIZE_FIELDS)
     return call

@@ -4,90 +4,125 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from dataclasses import replace
-from typing import Any, TypeVar
+from typing import Any, ClassVar, Literal, TypeVar
 
 from outrider.admission.prompt_limits import MAX_TEMPLATE_BYTES, MOST_CONTEXT, check_bytes, check_tokens
 from outrider.errors import InvalidField, PositionOutOfRange
-from outrider.sampling import (
-    MAX_LOGIT_BIAS,
-    MAX_LOGPROBS,
-    MAX_STOP_STRINGS,
-    MAX_STOP_TOKENS,
-    SamplingParams,
-    VerificationMode,
-)
+from outrider.sampling import SamplingParams, VerificationMode
 from outrider_client.generation import Speculation
 from outrider_client.messages import ChatOptions
+from outrider_gateway.bodies import (
+    MAX_TOKEN_ID,
+    ChatFields,
+    CompletionFields,
+    Count,
+    GenerationFields,
+    Name,
+    TemplateFields,
+    TokenId,
+)
 from outrider_gateway.chat_messages import chat_turns, content_text
 from outrider_gateway.failures import BadField, refusal
-from outrider_gateway.fields import Fields, bounded, json_bytes, number, typed, whole, whole_numbers
+from outrider_gateway.fields import BodyObject, Fields, converted, json_bytes, read_object
 from outrider_gateway.generation_request import GenerationRequest, Prompt
 from outrider_gateway.request_fields import CHAT_FIELDS, COMPLETION_FIELDS, RequestField
 from outrider_gateway.structured import Form, structured_output
 from outrider_gateway.tools import tool_options
 
 Request = TypeVar("Request", bound=GenerationRequest)
-# As OpenAI: the answers of /v1/completions are short unless asked to be long.
-_COMPLETION_TOKENS = 16
-MAX_UINT32 = 2**32 - 1
-MAX_TOKEN_ID = 2**31 - 1
-# Kinds of `thinking`; of the last the model decides.
-THINKING = ("enabled", "disabled", "adaptive")
+
+
+class StreamOptions(BodyObject):
+    """`stream_options`. Padding against traffic analysis is not added here."""
+
+    ignored: ClassVar[tuple[str, ...]] = ("include_obfuscation",)
+    include_usage: bool = False
+    continuous_usage_stats: bool = False
+
+
+class DraftingOptions(BodyObject):
+    """Our own object `outrider`: how drafts are used, and whether the answer shows what was drafted."""
+
+    mode: Literal["auto", "greedy", "coupled", "rejection", "typical"] = "auto"
+    speculation: bool = True
+    max_nodes: Count | None = None
+    corpus: Name = ""
+    trees: bool = False
+    drafts: bool = False
+
+
+class Prediction(BodyObject):
+    """The text that the caller expects."""
+
+    type: Literal["content"] = "content"
+    content: Any = None
+
+
+class ThinkingSwitch(BodyObject):
+    """`thinking` of Anthropic's, DeepSeek's, GLM's and Kimi's APIs. Of the last type the model decides; how long it
+    thinks, and whether that is shown, too."""
+
+    ignored: ClassVar[tuple[str, ...]] = ("budget_tokens", "display", "clear_thinking")
+    type: Literal["enabled", "disabled", "adaptive"]
+
+
+class ReasoningSwitches(BodyObject):
+    """`reasoning` of OpenRouter's API and of Responses."""
+
+    ignored: ClassVar[tuple[str, ...]] = ("summary", "generate_summary", "max_tokens")
+    effort: Any = None
+    enabled: bool | None = None
 
 
 def chat_request(body: Mapping[str, Any], max_choices: int, max_prompt: int = MOST_CONTEXT) -> GenerationRequest:
     """The body of /v1/chat/completions. Raises `Refused`, also for a text that cannot have as few as `max_prompt`
     tokens."""
     fields = Fields(body)
-    prompt = Prompt(messages=chat_turns(fields.pop("messages")))
+    chat = fields.read(ChatFields)
+    prompt = Prompt(messages=chat_turns(chat.messages))
     size = sum(len(turn.content.encode()) for turn in prompt.messages)
     fitting(check_bytes, size, max_prompt, "messages")
-    template = chat_options(fields)
-    longest = "max_completion_tokens" if body.get("max_completion_tokens") is not None else "max_tokens"
-    max_tokens = fields.whole("max_completion_tokens", 1, MAX_UINT32)
-    # Deprecated at OpenAI, and what most clients send; the newer name wins.
-    older = fields.whole("max_tokens", 1, MAX_UINT32)
-    logprobs = fields.flag("logprobs")
-    top = fields.whole("top_logprobs", 0, MAX_LOGPROBS)
-    if top and not logprobs:
+    template, given = chat_options(fields.read(TemplateFields)), fields.read(GenerationFields)
+    # The older name is deprecated at OpenAI, and what most clients send; the newer one wins.
+    older, newer = given.max_tokens, chat.max_completion_tokens
+    longest = "max_tokens" if newer is None else "max_completion_tokens"
+    if chat.top_logprobs and not chat.logprobs:
         raise BadField("top_logprobs", "needs logprobs to be true", "invalid_value")
-    sampling = sampling_params(fields, older if max_tokens is None else max_tokens, (top or 0) if logprobs else None)
+    max_tokens = older if newer is None else newer
     request = GenerationRequest(
         True,
         (prompt,),
-        sampling,
-        logprobs=logprobs,
-        prediction=_prediction(fields),
+        sampling_params(given, max_tokens, chat.top_logprobs if chat.logprobs else None),
+        logprobs=chat.logprobs,
+        prediction=_prediction(chat.prediction),
         chat_options=template,
-        shows_reasoning=fields.flag("include_reasoning", True),
+        shows_reasoning=chat.include_reasoning,
     )
-    return completed(request, fields, max_choices, longest, CHAT_FIELDS, structured_output(fields))
+    return completed(request, given, fields, max_choices, longest, CHAT_FIELDS, structured_output(given))
 
 
 def completion_request(body: Mapping[str, Any], max_choices: int, max_prompt: int = MOST_CONTEXT) -> GenerationRequest:
     """The body of /v1/completions. Raises `Refused`, also for a prompt that cannot have as few as `max_prompt`
     tokens."""
     fields = Fields(body)
-    prompts = _prompts(fields.pop("prompt"), max_choices, max_prompt)
-    max_tokens = fields.whole("max_tokens", 0, MAX_UINT32)
-    logprobs = fields.whole("logprobs", 0, MAX_LOGPROBS)
-    echo = fields.flag("echo")
+    asked, given = fields.read(CompletionFields), fields.read(GenerationFields)
+    prompts = _prompts(asked.prompt, max_choices, max_prompt)
+    max_tokens, logprobs, echo = given.max_tokens, asked.logprobs, asked.echo
     if max_tokens == 0 and not echo:
         raise BadField("max_tokens", "0 is for echo: nothing would be returned", "invalid_value")
     if echo and logprobs is None and not all(prompt.text for prompt in prompts):
         raise BadField("echo", "of token ids needs logprobs", "unsupported_parameter")
-    best_of = fields.whole("best_of", 1, max_choices)
-    # One token comes of the pass that ends a prompt, asked for or not.
-    longest = _COMPLETION_TOKENS if max_tokens is None else max(1, max_tokens)
-    sampling = sampling_params(fields, longest, logprobs)
+    # As OpenAI: answers are short unless asked to be long. One token comes of the pass that ends a prompt, asked for or
+    # not.
+    sampling = sampling_params(given, 16 if max_tokens is None else max(1, max_tokens), logprobs)
     if echo and logprobs is not None:
         sampling = replace(sampling, prompt_logprobs=logprobs)
     request = GenerationRequest(
         False, prompts, sampling, logprobs=logprobs is not None, echo=echo, prompt_only=max_tokens == 0
     )
-    form = structured_output(fields)
-    request = completed(request, fields, max_choices, "max_tokens", COMPLETION_FIELDS, form)
-    return _best_of(request, best_of, max_choices)
+    form = structured_output(given)
+    request = completed(request, given, fields, max_choices, "max_tokens", COMPLETION_FIELDS, form)
+    return _best_of(request, asked.best_of, max_choices)
 
 
 def _best_of(request: GenerationRequest, made: int | None, max_choices: int) -> GenerationRequest:
@@ -107,42 +142,55 @@ def _best_of(request: GenerationRequest, made: int | None, max_choices: int) -> 
 
 def completed(
     request: Request,
+    given: GenerationFields,
     fields: Fields,
     max_choices: int,
     longest: str,
     table: Mapping[str, RequestField],
     form: Form | None,
 ) -> Request:
-    """The request with what all endpoints have in common; nothing of the body is left afterwards. `longest` is the
-    name by which the request bounds its answers, and `form` the form of its answer."""
-    choices = fields.whole("n", 1, max_choices) or 1
-    if len(request.prompts) * choices > max_choices:
+    """The request with what all endpoints have in common; nothing of the body is left in `fields` afterwards. `longest`
+    is the name by which the request bounds its answers, and `form` the form of its answer."""
+    if given.n > max_choices:
+        raise BadField("n", f"must be in 1..{max_choices}", "invalid_value")
+    if len(request.prompts) * given.n > max_choices:
         raise BadField("prompt", f"asks for more than {max_choices} answers, n to each entry", "invalid_value")
-    stream = fields.flag("stream")
-    include_usage, continuous_usage = _stream_options(fields, stream)
-    speculation, drafts = _extension(fields)
-    prompt_logprobs = fields.whole("prompt_logprobs", 0, MAX_LOGPROBS)
-    if prompt_logprobs is not None and (stream or request.echo):
+    usage = read_object(StreamOptions, given.stream_options, "stream_options")
+    if (usage.include_usage or usage.continuous_usage_stats) and not given.stream:
+        raise BadField("stream_options", "needs stream to be true", "invalid_value")
+    drafting = read_object(DraftingOptions, given.outrider, "outrider")
+    if drafting.trees and not drafting.drafts:
+        raise BadField("outrider.trees", "needs drafts to be true", "invalid_value")
+    if given.prompt_logprobs is not None and (given.stream or request.echo):
         raise BadField("prompt_logprobs", "is for answers that are not streamed, without echo", "invalid_value")
-    listed = request.logprobs or prompt_logprobs is not None
+    listed = request.logprobs or given.prompt_logprobs is not None
     if request.sampling.prompt_logprobs is None:
-        request = replace(request, sampling=replace(request.sampling, prompt_logprobs=prompt_logprobs))
+        request = replace(request, sampling=replace(request.sampling, prompt_logprobs=given.prompt_logprobs))
     structured, form_name = form or (None, "")
     request = replace(
         request,
         sampling=replace(request.sampling, structured_output=structured),
         form_name=form_name,
-        speculation=replace(speculation, token_texts=listed or drafts),
-        drafts=drafts,
-        model=fields.short_text("model"),
-        choices=choices,
-        stream=stream,
-        include_usage=include_usage,
-        continuous_usage=continuous_usage,
-        show_special_tokens=not fields.flag("skip_special_tokens", True),
-        special_tokens=special_tokens(fields),
-        cache_key=fields.short_text("prompt_cache_key"),
-        user=_user(fields.pop("user")),
+        speculation=Speculation(
+            # Not set where drafts are wanted: a target without a draft then simply has none.
+            enabled=None if drafting.speculation else False,
+            mode=None if drafting.mode == "auto" else VerificationMode(drafting.mode),
+            max_nodes=drafting.max_nodes,
+            corpus=drafting.corpus,
+            trees=drafting.trees,
+            token_texts=listed or drafting.drafts,
+        ),
+        drafts=drafting.drafts,
+        model=given.model,
+        choices=given.n,
+        stream=given.stream,
+        include_usage=usage.include_usage,
+        # As vLLM: the one is a part of the other.
+        continuous_usage=usage.include_usage and usage.continuous_usage_stats,
+        show_special_tokens=not given.skip_special_tokens,
+        special_tokens=unsplit(given.split_special_tokens),
+        cache_key=given.prompt_cache_key,
+        user=given.user if isinstance(given.user, str) else "",
     )
     fields.end(table)
     # Every limit that does not depend on the model: the target checks the rest.
@@ -153,62 +201,35 @@ def completed(
     return request
 
 
-def special_tokens(fields: Fields) -> bool | None:
-    """Whether the text of a special token in a prompt is that token; None for the target's rule."""
-    split = fields.pop("split_special_tokens")
-    return None if split is None else not typed(split, bool, "split_special_tokens")
-
-
-def _user(value: Any) -> str:
-    """Whom the caller names. What is no text, as of pipelines of Open WebUI, names nobody here."""
-    return value if isinstance(value, str) else ""
-
-
-def chat_options(fields: Fields) -> ChatOptions:
+def chat_options(given: TemplateFields) -> ChatOptions:
     """How the chat template renders the messages."""
-    arguments = dict(typed(fields.pop("chat_template_kwargs", {}), dict, "chat_template_kwargs"))
+    arguments = dict(given.chat_template_kwargs)
     # Fields of the top level that are given to the chat template under their own names.
     for name in ("reasoning_effort", "verbosity", "enable_thinking"):
-        value = fields.pop(name)
         # The field that is made for it wins.
-        if value is not None:
+        if (value := getattr(given, name)) is not None:
             arguments.setdefault(name, value)
-    _read_thinking(fields, arguments)
+    if given.thinking is not None:
+        kind = read_object(ThinkingSwitch, given.thinking, "thinking").type
+        if kind != "adaptive":
+            arguments.setdefault("enable_thinking", kind == "enabled")
+    if given.reasoning is not None:
+        switches = read_object(ReasoningSwitches, given.reasoning, "reasoning")
+        for name, value in (("reasoning_effort", switches.effort), ("enable_thinking", switches.enabled)):
+            if value is not None:
+                arguments.setdefault(name, value)
     if arguments.get("reasoning_effort") == "none":
         # Templates without efforts have this switch.
         arguments.setdefault("enable_thinking", False)
     # The target counts exactly; this is before anything is made of it.
     if arguments and len(json_bytes(arguments, "chat_template_kwargs")) > 2 * MAX_TEMPLATE_BYTES:
         raise BadField("chat_template_kwargs", f"has more than {MAX_TEMPLATE_BYTES} bytes", "invalid_value")
-    goes_on = fields.flag("continue_final_message")
-    begins = fields.pop("add_generation_prompt")
     return ChatOptions(
-        add_generation_prompt=None if begins is None else typed(begins, bool, "add_generation_prompt"),
-        continue_final_message=goes_on,
+        add_generation_prompt=given.add_generation_prompt,
+        continue_final_message=given.continue_final_message,
         template_arguments=arguments,
-        tools=tool_options(fields),
+        tools=tool_options(given),
     )
-
-
-def _read_thinking(fields: Fields, arguments: dict[str, Any]) -> None:
-    """Add to a template's arguments what others than OpenAI call its switches: `thinking` of Anthropic's, DeepSeek's,
-    GLM's and Kimi's APIs, `reasoning` of OpenRouter's and of Responses."""
-    if (thinking := fields.inner("thinking")) is not None:
-        kind = thinking.text("type")
-        if kind not in THINKING:
-            raise BadField(thinking.path("type"), f"must be one of {', '.join(THINKING)}", "invalid_value")
-        # How long, and whether it is shown, is the model's to decide.
-        thinking.ignore(("budget_tokens", "display", "clear_thinking"))
-        thinking.end()
-        if kind != "adaptive":
-            arguments.setdefault("enable_thinking", kind == "enabled")
-    if (reasoning := fields.inner("reasoning")) is not None:
-        if (effort := reasoning.pop("effort")) is not None:
-            arguments.setdefault("reasoning_effort", effort)
-        if (enabled := reasoning.pop("enabled")) is not None:
-            arguments.setdefault("enable_thinking", typed(enabled, bool, reasoning.path("enabled")))
-        reasoning.ignore(("summary", "generate_summary", "max_tokens"))
-        reasoning.end()
 
 
 def _prompts(value: Any, max_choices: int, max_prompt: int) -> tuple[Prompt, ...]:
@@ -236,7 +257,12 @@ def _prompt(value: Any, path: str, max_prompt: int) -> Prompt:
         fitting(check_bytes, len(value.encode()), max_prompt, path)
         return Prompt(text=value)
     fitting(check_tokens, len(value), max_prompt, path)
-    return Prompt(token_ids=whole_numbers(value, path, 0, MAX_TOKEN_ID))
+    return Prompt(token_ids=converted(value, tuple[TokenId, ...], path))
+
+
+def unsplit(split: bool | None) -> bool | None:
+    """Whether the text of a special token in a prompt is that token; None for the target's rule."""
+    return None if split is None else not split
 
 
 def fitting(check: Callable[[int, int, str], None], size: int, most_tokens: int, path: str) -> None:
@@ -247,94 +273,41 @@ def fitting(check: Callable[[int, int, str], None], size: int, most_tokens: int,
         raise refusal(error, {"input": path.partition("[")[0]}) from None
 
 
-def sampling_params(fields: Fields, max_tokens: int | None, logprobs: int | None) -> SamplingParams:
+def sampling_params(given: GenerationFields, max_tokens: int | None, logprobs: int | None) -> SamplingParams:
     """OpenAI's sampling parameters, at its defaults, and the contract's further ones under the names vLLM gave them."""
-    seed = fields.whole("seed", -(2**63), 2**64 - 1)
-    stop_ids = typed(fields.pop("stop_token_ids", []), list, "stop_token_ids")
-    bounded(stop_ids, MAX_STOP_TOKENS, "stop_token_ids")
+    # An empty field of a form asks for none.
+    stop = given.stop if isinstance(given.stop, list) else [given.stop] * bool(given.stop)
     return SamplingParams(
-        temperature=fields.number("temperature", 1.0, 0.0, 1e6),
+        temperature=given.temperature,
         # -1 is what other servers take for "off".
-        top_k=max(fields.whole("top_k", -1, MAX_UINT32) or 0, 0),
-        top_p=fields.positive("top_p", 1.0, 1.0),
-        min_p=fields.number("min_p", 0.0, 0.0, 1.0),
-        repetition_penalty=fields.positive("repetition_penalty", 1.0, 1e6),
-        presence_penalty=fields.number("presence_penalty", 0.0, -2.0, 2.0),
-        frequency_penalty=fields.number("frequency_penalty", 0.0, -2.0, 2.0),
-        logit_bias=_logit_bias(fields.pop("logit_bias", {})),
-        min_tokens=fields.whole("min_tokens", 0, MAX_UINT32) or 0,
+        top_k=max(given.top_k, 0),
+        top_p=given.top_p,
+        min_p=given.min_p,
+        repetition_penalty=given.repetition_penalty,
+        presence_penalty=given.presence_penalty,
+        frequency_penalty=given.frequency_penalty,
+        logit_bias=_logit_bias(given.logit_bias),
+        min_tokens=given.min_tokens,
         max_tokens=max_tokens,
-        stop=_stop(fields.pop("stop", [])),
-        stop_token_ids=tuple(whole(i, "stop_token_ids", 0, MAX_TOKEN_ID) for i in stop_ids),
-        ignore_eos=fields.flag("ignore_eos"),
+        stop=tuple(stop),
+        stop_token_ids=tuple(given.stop_token_ids),
+        ignore_eos=given.ignore_eos,
         # The contract's seeds have no sign.
-        seed=None if seed is None else seed % 2**64,
+        seed=given.seed if given.seed is None or given.seed >= 0 else given.seed % 2**64,
         logprobs=logprobs,
     )
 
 
-def _stop(value: Any) -> tuple[str, ...]:
-    if isinstance(value, str):
-        # An empty field of a form asks for none.
-        return (value,) if value else ()
-    if not isinstance(value, list):
-        raise BadField("stop", "must be a string or a list of strings", "invalid_type")
-    stops = bounded(value, MAX_STOP_STRINGS, "stop")
-    return tuple(typed(stop, str, f"stop[{i}]") for i, stop in enumerate(stops))
-
-
-def _logit_bias(value: Any) -> dict[int, float]:
+def _logit_bias(given: Mapping[str, float]) -> dict[int, float]:
     """A map of token ids, which JSON writes as strings."""
-    bias = {}
-    for token, amount in bounded(typed(value, dict, "logit_bias"), MAX_LOGIT_BIAS, "logit_bias").items():
+    for token in given:
         if not token.isdecimal() or len(token) > 10 or int(token) > MAX_TOKEN_ID:
             raise BadField("logit_bias", f"{token[:20]!r} is not a token id", "invalid_value")
-        bias[int(token)] = number(amount, f"logit_bias.{token}", -100.0, 100.0)
-    return bias
+    return {int(token): amount for token, amount in given.items()}
 
 
-def _stream_options(fields: Fields, stream: bool) -> tuple[bool, bool]:
-    """Whether a last event has the usage, and whether every event has what it is so far."""
-    inner = fields.inner("stream_options") or Fields({}, "stream_options")
-    include_usage, continuous = inner.flag("include_usage"), inner.flag("continuous_usage_stats")
-    if (include_usage or continuous) and not stream:
-        raise BadField("stream_options", "needs stream to be true", "invalid_value")
-    # Padding against traffic analysis, which this server does not add.
-    inner.ignore(("include_obfuscation",))
-    inner.end()
-    # As vLLM: the one is a part of the other.
-    return include_usage, include_usage and continuous
-
-
-def _extension(fields: Fields) -> tuple[Speculation, bool]:
-    """Our own object `outrider`: how drafts are used, and whether the answer shows what was drafted."""
-    inner = fields.inner("outrider") or Fields({})
-    mode = inner.text("mode", "auto")
-    modes = {mode.value: mode for mode in VerificationMode}
-    if mode != "auto" and mode not in modes:
-        raise BadField(inner.path("mode"), f"must be auto, {', '.join(modes)}", "invalid_value")
-    speculation = Speculation(
-        # Not set where drafts are wanted: a target without a draft then simply has none.
-        enabled=None if inner.flag("speculation", True) else False,
-        mode=modes.get(mode),
-        max_nodes=inner.whole("max_nodes", 0, MAX_UINT32),
-        corpus=inner.short_text("corpus"),
-        trees=inner.flag("trees"),
-    )
-    drafts = inner.flag("drafts")
-    if speculation.trees and not drafts:
-        raise BadField(inner.path("trees"), "needs drafts to be true", "invalid_value")
-    inner.end()
-    return speculation, drafts
-
-
-def _prediction(fields: Fields) -> str | None:
+def _prediction(given: Any) -> str | None:
     """The text that the caller expects; None when there is none."""
-    inner = fields.inner("prediction")
-    if inner is None:
+    if given is None:
         return None
-    if inner.text("type", "content") != "content":
-        raise BadField(inner.path("type"), "must be content", "invalid_value")
-    expected = content_text(inner.pop("content"), inner.path("content"))
-    inner.end()
-    return expected
+    return content_text(read_object(Prediction, given, "prediction").content, "prediction.content")

@@ -176,7 +176,7 @@ def test_switches_of_reasoning_by_the_names_of_other_apis() -> None:
     assert chat(thinking={"type": "enabled", "budget_tokens": 9}) == chat(enable_thinking=True)
     assert chat(reasoning={"effort": "low"}) == chat(reasoning_effort="low")
     assert chat(reasoning={"enabled": False}) == chat(enable_thinking=False)
-    with pytest.raises(Refused, match=r"thinking\.type: must be one of enabled, disabled, adaptive"):
+    with pytest.raises(Refused, match=r"thinking\.type: must be one of adaptive, disabled, enabled"):
         chat(thinking={"type": "on"})
 
 
@@ -344,7 +344,7 @@ def test_template_arguments_have_one_place() -> None:
         ({"logit_bias": []}, "logit_bias"),
         ({"logit_bias": {"word": 1}}, "logit_bias"),
         ({"logit_bias": {"\u00b2": 1}}, "logit_bias"),
-        ({"logit_bias": {"5": 101}}, "logit_bias.5"),
+        ({"logit_bias": {"5": 101}}, "logit_bias[5]"),
         ({"logit_bias": {str(i): 1 for i in range(1025)}}, "logit_bias"),
         ({"max_tokens": 0}, "max_tokens"),
         ({"max_completion_tokens": 0}, "max_completion_tokens"),
@@ -357,7 +357,7 @@ def test_template_arguments_have_one_place() -> None:
         ({"stop": ["a", 5]}, "stop[1]"),
         ({"stop": [""]}, "stop[0]"),
         ({"stop": ["a"] * 17}, "stop"),
-        ({"stop_token_ids": ["a"]}, "stop_token_ids"),
+        ({"stop_token_ids": ["a"]}, "stop_token_ids[0]"),
         ({"logprobs": 1}, "logprobs"),
         ({"top_logprobs": 3}, "top_logprobs"),
         ({"logprobs": True, "top_logprobs": 21}, "top_logprobs"),
@@ -369,7 +369,8 @@ def test_template_arguments_have_one_place() -> None:
         ({"tool_choice": "required"}, "tool_choice"),
         ({"tool_choice": "any", "tools": [TOOL]}, "tool_choice"),
         ({"tool_choice": {"type": "custom"}, "tools": [TOOL]}, "tool_choice.type"),
-        ({"tool_choice": {"type": "function"}, "tools": [TOOL]}, "tool_choice.function.name"),
+        ({"tool_choice": {"type": "function"}, "tools": [TOOL]}, "tool_choice.function"),
+        ({"tool_choice": {"type": "function", "function": {}}, "tools": [TOOL]}, "tool_choice.function.name"),
         ({"parallel_tool_calls": 1}, "parallel_tool_calls"),
         ({"functions": [{}]}, "functions"),
         ({"response_format": {"type": "structural_tag"}}, "response_format.type"),
@@ -470,6 +471,13 @@ def test_refusals_of_completions(more: dict[str, Any], param: str) -> None:
         ({"prompt": [1.5]}, "prompt[0]: must be a text or a list of token ids"),
         ({"prompt": ["a", 5]}, "prompt[1]: must be a text or a list of token ids"),
         ({"prompt": [5, "a"]}, "prompt[1]: must be a whole number"),
+        ({"prompt_logprobs": 21}, "prompt_logprobs: must be in 0..20"),
+        ({"stop": 5}, "stop: must be a string or a list"),
+        ({"stop": ["a"] * 17}, "stop: has more than 16 entries"),
+        ({"guided_choice": []}, "guided_choice: must have 1 to 1024 entries"),
+        ({"guided_choice": ["a", 5]}, "guided_choice[1]: must be a string"),
+        ({"response_format": {}}, "response_format.type: is missing"),
+        ({"outrider": {"mode": "x"}}, "outrider.mode: must be one of auto, coupled, greedy, rejection, typical"),
     ],
 )
 def test_refusals_name_all_that_is_taken(more: dict[str, Any], message: str) -> None:
