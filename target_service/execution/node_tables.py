@@ -20,8 +20,9 @@ import numpy.typing as npt
 from outrider.errors import InvalidField
 from outrider.wire.frames import ROOT_ID, SequenceGrowth
 from target_service.compiling import compiled
+from target_service.execution.pass_drafting import PassDrafting
 from tree_kernels.node_table import Mailboxes
-from tree_kernels.node_table.layout import COST_OF_HALVING, MOST_COST, NODES, TABLE
+from tree_kernels.node_table.layout import COST_OF_HALVING, MOST_CHANCE, MOST_COST, NODES, TABLE
 
 Ints = npt.NDArray[np.int32]
 Ids = npt.NDArray[np.int64]
@@ -31,8 +32,6 @@ Reals = npt.NDArray[np.float64]
 _TOKEN, _PARENT, _CHILD, _SIBLING = range(4)
 # A parent that is not in the tree: the node and its descendants are left out.
 _MISSING = -1
-# The highest probability of a node: none is certain, whatever its score.
-_MOST_CHANCE = 0.98
 # Growths that a tree keeps the ids of; one more starts it over. Chosen, not measured: a draft sends one or two a step,
 # most of which replace the tree.
 _MAX_GROWTHS = 64
@@ -134,6 +133,8 @@ class NodeTables:
         self._slot_assignment: list[list[int]] = []
         # Scores are multiplied by it: how well they predicted acceptance lately.
         self.trust = 1.0
+        # Writes trees to the device's tables behind passes, if anything does.
+        self.drafting: PassDrafting | None = None
 
     def assign_slot(self, sequence_id: int) -> None:
         """Give a sequence a slot with an empty tree, if one is free."""
@@ -155,6 +156,8 @@ class NodeTables:
     def of_draft(self, sequence_id: int) -> bool:
         """Whether the sequence has nodes, all of them a draft's."""
         tree = self._trees.get(sequence_id)
+        if self.drafting is not None and tree is not None:
+            return self.drafting.grows and tree.predicted is None and tree.expected is None
         return tree is not None and tree.count > 0 and tree.predicted is None and tree.expected is None
 
     def expect(self, sequence_id: int, expected: ExpectedTree | None) -> None:
@@ -231,6 +234,8 @@ class NodeTables:
 
     def publish(self) -> None:
         """Send every tree that changed to the device."""
+        if self.drafting is not None:
+            self.drafting.set_trust(self.trust)
         for tree in self._trees.values():
             if tree.changed:
                 self._publish(tree)
@@ -420,7 +425,7 @@ def build_table(nodes: Ints, scores: Reals, count: int, trust: float, base: int,
         own = following[parents[i]]
         following[parents[i]] += sizes[i]
         place[i], following[i] = own, own + 1
-        chance = min(scores[i] * trust, _MOST_CHANCE)
+        chance = min(scores[i] * trust, MOST_CHANCE)
         cost = MOST_COST
         if chance > 0.0:
             cost = min(MOST_COST, max(1, int(-np.log2(chance) * COST_OF_HALVING + 0.5)))

@@ -19,32 +19,14 @@ from draft_service.drafters.base import DraftSequence
 from draft_service.drafters.grown import GrownTrees
 from draft_service.neural.candidates import temperature_of
 from draft_service.neural.cuda_graphs.attention import StaticIntegers, capacity
+from draft_service.neural.cuda_graphs.level_passes import LevelInputs, LevelPasses
 from draft_service.neural.level_growth import COUPLED, DEPTH, MODE, NODES, TOP_K
-from draft_service.neural.network import RowOutput
 from draft_service.neural.tree_drafting import CacheEntry, TreeDrafting, rules_of
-from tree_kernels.attention import AttentionPlan, AttentionVariant
 from tree_kernels.device_event import DeviceEvent
-from tree_kernels.growth import Children, GumbelMax, grow, gumbel_max_winners, keep, likeliest, make_growth, make_kept
-from tree_models.layers.paged import PagedPass
+from tree_kernels.growth import GumbelMax, keep, make_kept
 
 if TYPE_CHECKING:
     from tree_kernels.attention.triton_backend import TritonAttention
-
-
-class _LevelAttention:
-    """Attention of the rows of one level of all trees, as `tail_attention.NewRowsAttention`: those of other levels keep
-    their queries, and their output is not used."""
-
-    def __init__(self, work: TreePass, rows: slice) -> None:
-        self._work, self._rows = work, rows
-
-    def run(
-        self, plan: AttentionPlan, query: Tensor, keys: Tensor, values: Tensor, scale: float, variant: AttentionVariant
-    ) -> Tensor:
-        queries, rows = self._work.queries_like(query), self._rows
-        queries[:, rows] = query.view(len(queries), -1, *query.shape[1:])
-        output = self._work.attention.run(plan, queries.flatten(0, 1), keys, values, scale, variant)
-        return output.view(*queries.shape[:2], *output.shape[1:])[:, rows].flatten(0, 1)
 
 
 class _PartTrees:
@@ -69,10 +51,9 @@ class TreePass:
         self.sequences, self.coupled = sequences, coupled
         self._network, self._cache = drafting.network, drafting.cache
         self._shape = shape = drafting.shape.for_sequences(sequences)
-        self._states, self.attention = drafting.states, attention
+        self._states = drafting.states
         device, levels, width = drafting.network.device, shape.num_steps, shape.width
-        self._tail = 1 + shape.expanded
-        batch = capacity(sequences, self._tail, drafting.cache, tree=True)
+        batch = capacity(sequences, 1 + shape.expanded, drafting.cache, tree=True)
         self._integers = StaticIntegers(
             {
                 "seeds": (sequences, np.uint64),
@@ -92,17 +73,23 @@ class TreePass:
             device,
         )
         self.plan = self._integers.plan
-        self._growth = make_growth(sequences, levels, width, shape.topk, device)
-        ids = drafting.network.token_ids
-        self._token_ids = None if ids is None else torch.from_numpy(ids).to(device)
+        ids, parts = drafting.network.token_ids, self._integers.device
+        inputs = LevelInputs(
+            parts["limits"].view(2, sequences),
+            parts["positions"].view(levels - 1, sequences * width),
+            parts["slots"].view(levels - 1, sequences * width),
+            parts["temperatures"],
+            GumbelMax(*(parts[name] for name in ("coupled", "top_k", "top_p", "min_p", "seeds", "noise_positions"))),
+        )
+        token_ids = None if ids is None else torch.from_numpy(ids).to(device)
+        self._passes = LevelPasses(sequences, shape, self._network, attention, self.plan, inputs, token_ids)
+        self._growth = self._passes.growth
         self.elsewhere = device.type == "cuda"
         # Levels of the first part, and the trees of each part.
         self._early = shape.early_levels or levels
         self.parts = 1 if self._early >= levels else 2
         sizes = (shape.early_nodes, shape.num_draft_tokens)[-self.parts :]
         self._trees = [_PartTrees(make_kept(self._growth, nodes)) for nodes in sizes]
-        # [B, tail, Hq, D] by the last two sizes, allocated with the first pass.
-        self._queries: dict[torch.Size, Tensor] = {}
         # The state that the early levels pass on to the rest, in their graph's memory.
         self._carried: Tensor | None = None
         # Number of loads, which identifies the trees that it holds.
@@ -125,7 +112,7 @@ class TreePass:
         host["noise_positions"][:count] = [len(sequence.token_ids) for sequence in sequences]
         integers.fill("states", [entry.slot for entry in entries], self._states.unused)
         prefixes = np.array([entry.entries - 1 for entry in entries], np.int32)
-        integers.write_plan(pages, prefixes, np.full(count, self._tail))
+        integers.write_plan(pages, prefixes, np.full(count, self._passes.tail))
         by_level = (self._shape.num_steps - 1, self.sequences, self._shape.width)
         _place_rows(
             np.array([entry.position for entry in entries], np.int32),
@@ -153,10 +140,10 @@ class TreePass:
         if self.parts > 1:
             # Nodes of the previous trees would count as nodes of these.
             self._growth.path_probs[:, self._growth.first_item(self._early + 1) :] = 0.0
-        self._grow(lm_input, 1)
+        self._passes.add(lm_input, 1, coupled=self.coupled)
         for level in range(1, self._early):
-            carried, lm_input = self._expand_level(level, carried)
-            self._grow(lm_input, level + 1)
+            carried, lm_input = self._passes.expand(level, carried, self._cache)
+            self._passes.add(lm_input, level + 1, coupled=self.coupled)
         self._carried = carried
         keep(self._growth, self._trees[0].device)
 
@@ -165,26 +152,9 @@ class TreePass:
         carried = self._carried
         assert carried is not None, "the early levels come first"
         for level in range(self._early, self._shape.num_steps):
-            carried, lm_input = self._expand_level(level, carried)
-            self._grow(lm_input, level + 1)
+            carried, lm_input = self._passes.expand(level, carried, self._cache)
+            self._passes.add(lm_input, level + 1, coupled=self.coupled)
         keep(self._growth, self._trees[-1].device)
-
-    def _grow(self, lm_input: Tensor, level: int) -> None:
-        """Add the nodes of a level, given the lm_head's input of the level above."""
-        limits = self._integers.device["limits"].view(2, self.sequences)
-        parents = self.plan.parents.view(self.sequences, self._tail)
-        children = self._children(self._network.logits(lm_input), level)
-        grow(self._growth, children, limits, level, self._shape.min_score, parents)
-
-    def _expand_level(self, level: int, carried: Tensor) -> RowOutput:
-        """Read the expanded nodes of a level, given the states `carried` from the level above."""
-        rows = carried.index_select(0, self._growth.sources.flatten())
-        positions = self._integers.device["positions"].view(self._shape.num_steps - 1, -1)[level - 1]
-        # The schedule depends on the parents so far and on this level's rows, so it is computed again.
-        self.plan.schedules.clear()
-        self.plan.output_rows = 1 + (level - 1) * self._shape.width, 1 + level * self._shape.width
-        tokens = self._growth.next_tokens.flatten()
-        return self._network.forward_rows(tokens, rows, positions, self._step(level))
 
     def send_back(self, part: int) -> None:
         """Copy the trees of a part to the host once they are grown, asynchronously."""
@@ -203,30 +173,6 @@ class TreePass:
         sizes = np.minimum(found[:, :1], 1 + self._integers.host["limits"][:count, None]).astype(np.int64)
         trees[:, 0, 0] = self._roots
         return GrownTrees(trees, scores, sizes)
-
-    def _children(self, logits: Tensor, level: int) -> Children:
-        parts, shape = self._integers.device, self._shape
-        common = logits, parts["temperatures"], shape.topk, self._token_ids
-        if not self.coupled:
-            return likeliest(*common)
-        gumbel_max = GumbelMax(
-            *(parts[name] for name in ("coupled", "top_k", "top_p", "min_p", "seeds", "noise_positions"))
-        )
-        return gumbel_max_winners(*common, gumbel_max, level, shape.gumbel_candidates, shape.gumbel_sharpness)
-
-    def _step(self, level: int) -> PagedPass:
-        """The pass over the rows of one level, [B * W, ..]."""
-        sequences, width = self.sequences, self._shape.width
-        slots = self._integers.device["slots"].view(-1, sequences * width)[level - 1]
-        rows = _LevelAttention(self, slice(1 + (level - 1) * width, 1 + level * width))
-        return PagedPass(rows, self.plan, slots, self._cache)
-
-    def queries_like(self, query: Tensor) -> Tensor:
-        """[B, tail, Hq, D]: the queries of all rows, kept from pass to pass, for layers of this shape."""
-        heads = query.shape[1:]
-        if heads not in self._queries:
-            self._queries[heads] = query.new_zeros(self.sequences, self._tail, *heads)
-        return self._queries[heads]
 
 
 def compile_loops() -> None:

@@ -46,6 +46,8 @@ MAX_PATH = 47
 COST_OF_HALVING = 4096
 # A path that costs this much or more is never chosen.
 MOST_COST = 1 << 16
+# The highest probability of a node: none is certain, whatever its score.
+MOST_CHANCE = 0.98
 KEYS_PER_COST = 1024
 # Above the key of whatever may be chosen.
 NO_KEY = MOST_COST * KEYS_PER_COST

@@ -33,7 +33,7 @@ _MASK = 2**64 - 1
 _FIELDS = {
     "first_row": "i", "rows": "i", "mode": "i", "is_chain": "i", "seed": "Q", "position": "Q", "top_k": "i",
     "filtered": "i", "temperature": "d", "top_p": "d", "min_p": "d", "begins": "Q", "epsilon": "d", "delta": "d",
-    "shaping": "i", "logprobs": "i",
+    "shaping": "i", "logprobs": "i", "following": "i", "room": "i", "drafts": "i",
 }  # fmt: skip
 _RECORD_TYPE = np.dtype([(name, f"<{kind}") for name, kind in _FIELDS.items()])
 # The same for one record. For a few sequences an array of records costs several times as much.
@@ -42,7 +42,8 @@ _INTEGER_BYTES = 4
 # Where each field begins in a record, and where the record ends, in integers.
 *PLACES, RECORD = accumulate((struct.calcsize(kind) // _INTEGER_BYTES for kind in _FIELDS.values()), initial=0)
 FIRST_ROW, ROWS, MODE, IS_CHAIN, SEED, POSITION, TOP_K, FILTERED = PLACES[:8]
-TEMPERATURE, TOP_P, MIN_P, BEGINS, EPSILON, DELTA, SHAPING, LOGPROBS = PLACES[8:]
+TEMPERATURE, TOP_P, MIN_P, BEGINS, EPSILON, DELTA, SHAPING, LOGPROBS = PLACES[8:16]
+FOLLOWING, ROOM, DRAFTS = PLACES[16:]
 
 
 class Mode(IntEnum):
@@ -91,6 +92,11 @@ class RowsToVerify(NamedTuple):
     shaping: int = 0
     # How many log-probabilities are returned for each of its tokens beside the token's own, counted from 1; 0: none.
     logprobs: int = 0
+    # Where a network drafts behind the pass (`tree_kernels.pass_trees`): the token after the sequence's rows, where
+    # none is to be verified; the keys that its pages hold; and 1 where it gets a tree.
+    following: int = 0
+    room: int = 0
+    drafts: int = 0
 
     @property
     def filtered(self) -> bool:

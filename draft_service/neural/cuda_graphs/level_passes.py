@@ -1,0 +1,102 @@
+"""Grows the trees of several sequences level by level, all on the device, over tails whose rows have fixed places."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, NamedTuple
+
+from torch import Tensor
+
+from draft_service.neural.network import Network, RowOutput
+from draft_service.neural.tree_config import TreeShape
+from tree_kernels.attention import AttentionPlan, AttentionVariant, TreeAttention
+from tree_kernels.growth import Children, GumbelMax, grow, gumbel_max_winners, likeliest, make_growth
+from tree_models.layers.paged import PagedPass
+
+if TYPE_CHECKING:
+    from typing import Any
+
+    from tree_kernels.attention.triton_backend import TritonAttention
+    from tree_kernels.attention.triton_planning import TritonPlan
+
+
+class LevelInputs(NamedTuple):
+    """What every level reads. B sequences, L levels of which L - 1 are expanded, W nodes of each."""
+
+    limits: Tensor  # [2, B] int32, most nodes and most depth of each tree
+    positions: Tensor  # [L - 1, B * W] int32
+    slots: Tensor  # [L - 1, B * W] int32, where keys go
+    temperatures: Tensor  # [B] float32
+    gumbel_max: GumbelMax
+
+
+class _LevelAttention:
+    """Attention of the rows of one level of all trees, as `tail_attention.NewRowsAttention`: those of other levels keep
+    their queries, and their output is not used."""
+
+    def __init__(self, passes: LevelPasses, rows: slice) -> None:
+        self._passes, self._rows = passes, rows
+
+    def run(
+        self, plan: AttentionPlan, query: Tensor, keys: Tensor, values: Tensor, scale: float, variant: AttentionVariant
+    ) -> Tensor:
+        queries, rows = self._passes.queries_like(query), self._rows
+        queries[:, rows] = query.view(len(queries), -1, *query.shape[1:])
+        output = self._passes.attention.run(plan, queries.flatten(0, 1), keys, values, scale, variant)
+        return output.view(*queries.shape[:2], *output.shape[1:])[:, rows].flatten(0, 1)
+
+
+class LevelPasses:
+    """The passes over the levels of trees, and the trees that they grow (`tree_kernels.growth`)."""
+
+    def __init__(
+        self,
+        sequences: int,
+        shape: TreeShape,
+        network: Network,
+        attention: TritonAttention | TreeAttention,
+        plan: TritonPlan,
+        inputs: LevelInputs,
+        token_ids: Tensor | None,
+    ) -> None:
+        """`plan` is that of tails of 1 + (L - 1) * W rows; `token_ids` are those of the network on its device."""
+        self.shape, self.attention, self.plan = shape, attention, plan
+        self.tail = 1 + shape.expanded
+        self._sequences, self._network, self._inputs, self._token_ids = sequences, network, inputs, token_ids
+        self.growth = make_growth(sequences, shape.num_steps, shape.width, shape.topk, network.device)
+        # [B, tail, Hq, D] by the last two sizes, allocated with the first pass.
+        self._queries: dict[tuple[int, ...], Tensor] = {}
+
+    def add(self, lm_input: Tensor, level: int, *, coupled: bool) -> None:
+        """Add the nodes of a level, given the lm_head's input of the level above; `coupled` if some sequences may
+        be."""
+        parents = self.plan.parents.view(self._sequences, self.tail)
+        children = self._children(self._network.logits(lm_input), level, coupled=coupled)
+        grow(self.growth, children, self._inputs.limits, level, self.shape.min_score, parents)
+
+    def expand(self, level: int, carried: Tensor, cache: Any) -> RowOutput:
+        """Read the expanded nodes of a level, given the states `carried` from the level above; `cache` as in
+        `PagedPass`."""
+        rows = carried.index_select(0, self.growth.sources.flatten())
+        positions = self._inputs.positions[level - 1]
+        # The schedule depends on the parents so far and on this level's rows, so it is computed again.
+        self.plan.schedules.clear()
+        first = 1 + (level - 1) * self.shape.width
+        self.plan.output_rows = first, first + self.shape.width
+        own = _LevelAttention(self, slice(first, first + self.shape.width))
+        step = PagedPass(own, self.plan, self._inputs.slots[level - 1], cache)
+        return self._network.forward_rows(self.growth.next_tokens.flatten(), rows, positions, step)
+
+    def queries_like(self, query: Tensor) -> Tensor:
+        """[B, tail, Hq, D]: the queries of all rows, kept from pass to pass, for layers of this shape."""
+        heads = tuple(query.shape[1:])
+        if heads not in self._queries:
+            self._queries[heads] = query.new_zeros(self._sequences, self.tail, *heads)
+        return self._queries[heads]
+
+    def _children(self, logits: Tensor, level: int, *, coupled: bool) -> Children:
+        shape = self.shape
+        common = logits, self._inputs.temperatures, shape.topk, self._token_ids
+        if not coupled:
+            return likeliest(*common)
+        draw = self._inputs.gumbel_max
+        return gumbel_max_winners(*common, draw, level, shape.gumbel_candidates, shape.gumbel_sharpness)
