@@ -15,6 +15,8 @@ MOST_LOOKED_UP = 15
 MOST_DRAFTED = 255
 # `outrider.drafting.link.INPROCESS_SCHEME`, whose import would load gRPC.
 _INPROCESS = "inprocess:"
+# `outrider.drafting.link.IN_PASS_SCHEME`, likewise.
+_IN_PASS = "inpass:"
 # Processes that compile at start: as many as there are cores besides those of target and draft, and so many at most,
 # since each takes some 300 MB. Chosen.
 _MOST_COMPILERS, _OTHER_CORES = 12, 4
@@ -49,7 +51,8 @@ class TargetConfig(ServiceSettings):
     draft: str = setting(
         "",
         "draft service: HOST:PORT, unix:PATH, several with commas between them, file:PATH for a file with one on each "
-        "line that may change, or inprocess:DRAFTER, with the drafter's flags behind its name; none when empty",
+        "line that may change, inprocess:DRAFTER, or inpass:eagle for a head that runs behind each of the target's own "
+        "passes on a GPU, with the drafter's flags behind its name; none when empty",
     )
     draft_token: str = setting("", "file with the token for the draft service; none when empty")
     draft_tls_ca: str = setting("", "PEM roots for the draft service's certificate; plain text when empty")
@@ -279,6 +282,11 @@ class TargetConfig(ServiceSettings):
     def speculates(self) -> bool:
         """Whether a draft service is used at all."""
         return self.speculation and bool(self.draft)
+
+    @property
+    def drafts_in_passes(self) -> bool:
+        """Whether the target's own passes draft."""
+        return self.speculation and self.draft.startswith(_IN_PASS)
 
     @property
     def drafting_resumes_at(self) -> int:

@@ -11,7 +11,16 @@ from outrider.admission.prompt_limits import MOST_CONTEXT
 from outrider.checkpoints.folder import Checkpoint, check_tokenizer
 from outrider.checkpoints.formats import DEQUANTISED_FORMATS
 from outrider.devices import check_device_name
-from outrider.drafting.link import INPROCESS_SCHEME, ChannelTls, Connect, LinkOptions, bearer_metadata, prepare_draft
+from outrider.drafting.link import (
+    IN_PASS_SCHEME,
+    INPROCESS_SCHEME,
+    ChannelTls,
+    Connect,
+    LinkOptions,
+    bearer_metadata,
+    prepare_draft,
+    prepare_in_pass,
+)
 from outrider.drafting.listed import FILE_SCHEME
 from outrider.errors import OutriderError
 from outrider.heads import head_source
@@ -42,6 +51,8 @@ def check_settings(config: TargetConfig) -> None:
     check_device_name(config.device)
     if config.lookup_tokens > 0 and not config.captures:
         raise SettingsError("--lookup-tokens: needs captured steps on a GPU; elsewhere there is --draft inprocess:trie")
+    if config.drafts_in_passes:
+        _check_in_pass(config)
     for name in config.served_names:
         # Such as control characters and bytes that are no UTF-8, which no message can carry.
         if config.served_model_name and (not name.isprintable() or len(name) > _MOST_NAME):
@@ -82,8 +93,9 @@ def link_options(config: TargetConfig) -> LinkOptions:
 
 
 def prepared_draft(config: TargetConfig) -> Connect | None:
-    """The function that connects the draft; None without one. Call it before the model is loaded, which takes long: a
-    drafter in this process is created here, so that bad settings or heads are refused at once.
+    """The function that connects the draft; None without one, or where the target's own passes draft. Call it before
+    the model is loaded, which takes long: a drafter in this process is created here, so that bad settings or heads are
+    refused at once.
 
     Raises `EngineRefused`.
     """
@@ -91,6 +103,9 @@ def prepared_draft(config: TargetConfig) -> Connect | None:
         return None
     try:
         options = link_options(config)
+        if config.drafts_in_passes:
+            prepare_in_pass(config.draft)
+            return None
         connect = prepare_draft(config.draft, options)
         if config.link_apart and not config.draft.startswith(INPROCESS_SCHEME):
             from outrider.drafting.link_process import LinkProcess
@@ -129,12 +144,26 @@ def check_head(head: str, model: str) -> None:
         raise EngineRefused(2, f"error: --draft-head: {head}: {error}") from None
 
 
+def _check_in_pass(config: TargetConfig) -> None:
+    """Raise `SettingsError` where no pass can draft."""
+    needed = {
+        "needs captured steps on a GPU; elsewhere there is --draft inprocess:eagle": not config.captures,
+        "not with --batch-invariant, whose drafts are chains that the host cuts": config.batch_invariant,
+        "not with --draft-head: it reads the states itself": bool(config.draft_head),
+    }
+    for problem, is_there in needed.items():
+        if is_there:
+            raise SettingsError(f"--draft {IN_PASS_SCHEME}: {problem}")
+
+
 def _check_draft(draft: str) -> None:
-    """Raise `SettingsError` unless `draft` is a list of addresses with commas, file:PATH, or inprocess:DRAFTER."""
-    if draft.startswith(INPROCESS_SCHEME):
-        if not draft.removeprefix(INPROCESS_SCHEME).strip():
-            raise SettingsError(f"--draft: {draft!r} names no drafter: inprocess:DRAFTER")
-        return
+    """Raise `SettingsError` unless `draft` is a list of addresses with commas, file:PATH, or a drafter behind its
+    scheme."""
+    for scheme in (INPROCESS_SCHEME, IN_PASS_SCHEME):
+        if draft.startswith(scheme):
+            if not draft.removeprefix(scheme).strip():
+                raise SettingsError(f"--draft: {draft!r} names no drafter: {scheme}DRAFTER")
+            return
     if draft.startswith(FILE_SCHEME):
         # `prepare_draft` reads the file.
         return

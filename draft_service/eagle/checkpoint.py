@@ -37,6 +37,7 @@ class EagleCheckpoint:
         *,
         target: TargetCheckpoint | None = None,
         token_map: Sequence[int] | None = None,
+        kept: int = 0,
     ) -> EagleHead:
         """Load the head. Raises `HeadRefused` if it does not fit the target, or needs one and there is none.
 
@@ -45,10 +46,11 @@ class EagleCheckpoint:
             target: gives the token embedding and the lm_head that the head does not have.
             token_map: target ids to limit the draft vocabulary to (FR-Spec, arXiv 2502.14856); those that are not in
                 the head's vocabulary are ignored.
+            kept: layers of others that come before its own in the cache.
         """
         if target is not None:
             target.check_fits(self.config)
-        return make_head(self.config, self._weights.tensors(self._names), place, target, token_map)
+        return make_head(self.config, self._weights.tensors(self._names), place, target, token_map, kept)
 
     def projection_fingerprint(self) -> str:
         """The fingerprint of the weight that fuses hidden states, by which a target identifies its copy of the head."""
@@ -61,16 +63,16 @@ def make_head(
     place: Placement,
     target: TargetCheckpoint | None,
     token_map: Sequence[int] | None,
-    before: Sequence[EagleHead] = (),
+    kept: int = 0,
 ) -> EagleHead:
     """Make a head of weights by neutral name, which are modified. For `place`, `target` and `token_map` see
-    `EagleCheckpoint.load`. The layers of heads `before` it come before its own in the cache. Raises `HeadRefused` for
+    `EagleCheckpoint.load`. `kept` layers of others come before its own in the cache. Raises `HeadRefused` for
     weights that are missing, left over, or of another shape than in the `config`."""
     offsets = tensors.pop("d2t", None)
     token_ids = None if offsets is None else ids_of(offsets)
     config, token_ids = restrict(config, token_ids, token_map, tensors, [LM_HEAD])
     _add_shared_weights(tensors, config, token_ids, target)
-    head = EagleHead(config, token_ids, place, sum(len(other.layers) for other in before))
+    head = EagleHead(config, token_ids, place, kept)
     fill(head.slots(), tensors)
     return head.eval()
 

@@ -59,7 +59,7 @@ class MtpCheckpoint:
             if self._layout.state_first:
                 state, embedding = tensors["fc.weight"].chunk(2, dim=1)
                 tensors["fc.weight"] = torch.cat([embedding, state], dim=1)
-            head = make_head(config, tensors, place, self._target, token_map, heads)
+            head = make_head(config, tensors, place, self._target, token_map, sum(len(one.layers) for one in heads))
             for name, part in ((EMBEDDING, "embedding"), (LM_HEAD, "lm_head")):
                 other = next((i for i, own in enumerate(self._names[: len(heads)]) if name not in own), None)
                 if name not in names and other is not None:

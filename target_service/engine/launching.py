@@ -159,6 +159,8 @@ class StepLauncher:
             clock.draft_wait_ns = self._drafting.wait_for(sequences, most)
         if self._steps.tables is not None:
             self._steps.tables.trust = self._controller.trust
+            if self._steps.tables.drafting is not None:
+                self._steps.tables.drafting.grows = self._drafting.active
         clock.planned = time.monotonic_ns()
 
     def _launch(self, schedule: Schedule, gathered: Gathered, clock: StepClock, *, behind: Step | None = None) -> Step:

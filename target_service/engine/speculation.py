@@ -5,8 +5,9 @@ from __future__ import annotations
 import time
 from collections.abc import Mapping
 
+from outrider import __version__
 from outrider.tree import TokenTree
-from outrider.wire.frames import DraftInfo
+from outrider.wire.frames import DraftInfo, TreeLimits
 from target_service.config import TargetConfig
 from target_service.core.scheduler import Scheduler
 from target_service.core.sequence import Sequence, StepVerdict
@@ -26,6 +27,7 @@ from target_service.speculation.policy.lookup_baseline import LookupBaseline
 from target_service.speculation.policy.predicted_nodes import note_passes
 from target_service.speculation.policy.step_cost import StepCost
 from target_service.speculation.policy.tree_cuts import TreeCutter
+from tree_kernels.pass_trees import NODES as MOST_NODES
 
 # Interval at which a pass that may have ended is polled. A thread takes some 0.1 ms to wake.
 _POLL_NS = 100_000
@@ -71,6 +73,13 @@ class EngineSpeculation:
             lookup_baseline=LookupBaseline(lookup_tokens),
         )
         self._draft: DraftInfo | None = None
+        in_pass = runner.in_pass
+        if in_pass is not None and tables is not None:
+            known = runner.vocabulary_size, runner.tokenizer_fingerprint
+            self.drafting.draft_in_passes(
+                DraftInfo(in_pass.name, *known, TreeLimits(MOST_NODES), runner.max_context, __version__)
+            )
+            self.controller.tail = in_pass.tail
         if config.speculates:
             scheduler.pages.states = SharedPrefixStates(self.features, self._is_drafted, self._rows_worth_a_draft)
 
@@ -98,7 +107,7 @@ class EngineSpeculation:
         """While a step runs, publish drafts as they arrive: the device reads them when it begins the next one, which is
         launched already. `begun_ns`: when the device began the step. Returns whether it was seen to run until about
         its end."""
-        if self.tables is None or not self.drafting.has_open_sequences:
+        if self.tables is None or not self.drafting.awaits_growth:
             return True
         ends = begun_ns + int(step.passes * self.updates.pass_ends.earliest(*step.size) * 1e9)
         self.drafting.listen()

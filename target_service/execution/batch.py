@@ -47,6 +47,7 @@ class DeviceRows:
     # those whose trees it cuts. And the rows of all of them.
     laid_out: int = 0
     laid_out_rows: int = 0
+    tail: int = 0  # keys of each sequence that a tree takes that is grown behind the pass
 
     @cached_property
     def most(self) -> tuple[int, ...]:
@@ -68,9 +69,10 @@ class StepBatch:
 
     def keys(self, passes: int) -> Iterator[tuple[StepItem, int]]:
         """Each item, and the most keys that its sequence has behind `passes` passes of the batch."""
+        tail = self.device_rows.tail if self.device_rows is not None else 0
         for item, limit in zip(self.items, _limits_of(len(self.items), self.device_rows), strict=True):
             rows = item.known + (item.tree.drafted if item.tree is not None else 0)
-            yield item, item.start + keys_of(rows, passes, limit)
+            yield item, item.start + keys_of(rows, passes, limit, tail)
 
     def without(self, sequence: Sequence) -> StepBatch:
         """The batch, of which the outcome for a sequence does not count."""
@@ -95,10 +97,10 @@ def _limits_of(sequences: int, device_rows: DeviceRows | None) -> SequenceOf[int
     return (None,) * device_rows.laid_out + device_rows.most[device_rows.laid_out :]
 
 
-def keys_of(rows: int, passes: int, limit: int | None = None) -> int:
+def keys_of(rows: int, passes: int, limit: int | None = None, tail: int = 0) -> int:
     """Keys that `passes` passes of `rows` may write. Where the device drafts up to `limit` rows in each, with those of
-    one more pass, which is prepared and not run."""
-    return rows + passes - 1 if limit is None else (passes + 1) * (1 + limit)
+    one more pass, which is prepared and not run, or of a tree's `tail` behind the last."""
+    return rows + passes - 1 if limit is None else passes * (1 + limit) + max(1 + limit, tail)
 
 
 def _state_slots(
@@ -129,7 +131,7 @@ def lay_out(
     starts, pages, drafted = [0], list[SequenceOf[int]](), False
     parents: list[tuple[int, ...] | None] = []
     items: list[StepItem] = []
-    limits = _limits_of(len(chunks), device_rows)
+    limits, tail = _limits_of(len(chunks), device_rows), device_rows.tail if device_rows is not None else 0
     end = 0
     for chunk, tree, limit in zip(chunks, trees, limits, strict=True):
         sequence, count = chunk.sequence, chunk.count
@@ -153,7 +155,7 @@ def lay_out(
             logit_rows += range(root_row, end)
         rows = end - first_row
         slots += cache.slots(sequence.pages, start, rows)
-        keys = start + keys_of(rows, passes, limit) + sequence.pending_drafts
+        keys = start + keys_of(rows, passes, limit, tail) + sequence.pending_drafts
         prefixes.append(start)
         starts.append(end)
         pages.append(sequence.pages[: cache.pages_for(keys)])

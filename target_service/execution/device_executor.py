@@ -20,13 +20,14 @@ from torch import Tensor
 
 from outrider.errors import OutriderError
 from target_service.compiling import LOOPS
-from target_service.core.sequence import MAX_PASSES
+from target_service.core.sequence import MAX_PASSES, SequenceRequest
 from target_service.execution import node_tables
 from target_service.execution.batch import StepBatch, StepItem
 from target_service.execution.device_rows import ChosenRows, LaidOut, TableStep
 from target_service.execution.device_time import DeviceSpan, device_spans
 from target_service.execution.host_executor import CopiedLater, HostSteps, Launched, Ready, Steps
 from target_service.execution.node_tables import NodeTables
+from target_service.execution.pass_drafting import PassDrafting
 from target_service.execution.pass_extras import PassExtras, WantedExtras
 from target_service.execution.post_pass import PostPass, PostPassWork, TableWork
 from target_service.execution.pre_pass import PrePass
@@ -123,7 +124,12 @@ class DeviceSteps:
         self._nothing = torch.zeros(max_sequences, dtype=torch.int32, device=runner.device)
         # Drafted rows that it accepts, by place in the batch; None where the device chose its rows.
         self._moves: Tensor | None = self._nothing
-        self._post_pass = PostPass(runner, self._verifier, self._shaper, self._logprobs, backend, typical)
+        self._drafting = None
+        if runner.in_pass is not None:
+            assert table is not None and self.tables is not None, "the device chooses rows where passes draft"
+            self._drafting = self.tables.drafting = PassDrafting(runner, runner.in_pass, table, max_rows)
+        parts = self._verifier, self._shaper, self._logprobs
+        self._post_pass = PostPass(runner, *parts, backend, typical, self._drafting)
 
     def warm_up(self) -> None:
         """Compile every kernel that a request may need, so that none waits for it. Takes seconds for each, once."""
@@ -174,12 +180,20 @@ class DeviceSteps:
         if not masked:
             self._shaped.clear_masks()
         parameters = self._verifier.pack(rows)
+        if self._drafting is not None:
+            self._drafting.sequences = len(batch.items)
+            _note_for_drafting(batch, parameters)
         moves, table = self._moves, self._runner.node_table
         if batch.device_rows is not None:
             # What each sequence may get; the device finds behind every pass how many rows it has.
             records_of(parameters, len(rows))["rows"] += batch.device_rows.limits
             return self._launch_device_rows(batch, verifiers, rows, parameters, passes, ready)
         ready()
+        if self._drafting is not None:
+            assert table is not None and self.tables is not None
+            # Trees behind this pass go where those of its sequences belong, and after what the host has sent.
+            self._assign_slots(batch, table)
+            table.copy_tables(self.tables.mail)
         span = self._begin_span()
         if moves is not self._nothing and min(batch.input.token_ids) < 0:
             assert passes == 1, "only the device has the positions of later passes"
@@ -344,6 +358,22 @@ class DeviceSteps:
         filtered = not greedy and (shaped or any(one.filtered for one in rows))
         drafted = batch.drafted or table is not TableWork.NONE
         self._post_pass.launch(PostPassWork(drafted, greedy, filtered, table, typical, shaped, logprobs), done)
+
+
+def _note_for_drafting(batch: StepBatch, parameters: NDArray[numpy.int32]) -> None:
+    """Note in the records what a drafter behind passes has to know of each sequence."""
+    records, attention, items = records_of(parameters, len(batch.items)), batch.input.attention, batch.items
+    records["room"] = [len(pages) * attention.page_size for pages in attention.pages]
+    records["following"] = [
+        item.sequence.token_ids[item.start + item.known] if item.tree is None else 0 for item in items
+    ]
+    records["drafts"] = [_is_drafted_in_passes(item.sequence.request) for item in items]
+
+
+def _is_drafted_in_passes(request: SequenceRequest) -> bool:
+    """Whether a sequence gets trees that are grown behind passes: where its table has none of the host's nodes."""
+    others = request.external or request.has_form or bool(request.prediction)
+    return request.device_rows and request.speculate and not others and request.max_draft_nodes > 0
 
 
 def _is_typical(rows: RowsToVerify) -> bool:

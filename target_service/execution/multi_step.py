@@ -74,10 +74,11 @@ def _have_pages(
     # Those come first, and have their pages.
     chunks = schedule.chunks[laid_out:]
     limits = device_rows.most[laid_out:] if device_rows is not None else (None,) * len(chunks)
+    tail = device_rows.tail if device_rows is not None else 0
     tokens: list[tuple[Sequence, int]] = []
     for chunk, limit in zip(chunks, limits, strict=True):
         sequence = chunk.sequence
-        more = sequence.pending_drafts + keys_of(1, passes, limit)
+        more = sequence.pending_drafts + keys_of(1, passes, limit, tail)
         if not chunk.takes_tree or sequence.length + more > max_context:
             return False
         tokens.append((sequence, sequence.kv_length + more))

@@ -20,6 +20,7 @@ from weakref import WeakKeyDictionary
 import torch
 from torch import Tensor
 
+from target_service.execution.pass_drafting import PassDrafting
 from target_service.model.cuda_graphs.pass_graphs import PassGraphs
 from target_service.model.forward import ForwardPass
 from target_service.model.runner import ModelRunner
@@ -71,6 +72,7 @@ class PostPass:
     _logprobs: DeviceLogprobs
     _backend: Literal["triton", "torch"] | None  # that of the verifier
     _typical: bool  # capture ahead what typical acceptance needs too
+    _drafting: PassDrafting | None = None  # drafts behind passes
 
     def __post_init__(self) -> None:
         self._graphs = PassGraphs(self._runner.device)
@@ -81,10 +83,29 @@ class PostPass:
     def launch(self, work: PostPassWork, done: ForwardPass, distributions: Tensor | None = None) -> None:
         """Run what follows this pass, captured now if it was not yet. Never captured with `distributions`, which are
         those of `DeviceVerifier.sampled`."""
-        if work.drafted:
+        if work.drafted or self._drafting is not None:
             self._runner.prepare_moves(done, self._verifier.verdicts)
         graph_buffers = done.graph_buffers if distributions is None else None
-        launch = partial(self._launch, work, done, distributions)
+        if self._drafting is None:
+            self._replay(graph_buffers, work, done, partial(self._launch, work, done, distributions))
+            return
+        # Apart from each other: else each kind of verification were captured with each kind of what follows it.
+        verified = work._replace(drafted=False, table=TableWork.NONE)
+        self._replay(graph_buffers, verified, done, partial(self._verify, work, done, distributions))
+        self._launch_drafting(graph_buffers, work, done)
+        conclude = partial(self._conclude, work, done)
+        self._graphs.replay_or_capture(graph_buffers, (work.drafted, work.table), conclude)
+
+    def _launch_drafting(self, graph_buffers: object | None, work: PostPassWork, done: ForwardPass) -> None:
+        assert self._drafting is not None
+        kind, move = self._drafting.kind(greedy=work.greedy), partial(self._move, done)
+        draft = partial(self._drafting.draft_behind, kind, done, self._verifier.verdicts, move)
+        self._graphs.replay_or_capture(graph_buffers, kind, draft)
+
+    def _replay(
+        self, graph_buffers: object | None, work: PostPassWork, done: ForwardPass, launch: Callable[[], object]
+    ) -> None:
+        """Replay what `launch` launches, captured now if it was not yet, or behind large passes once it is usual."""
         if graph_buffers is not None and (work.shaped or work.logprobs) and len(done.token_ids) > _MOST_REST_ROWS:
             self._launch_or_replay(graph_buffers, work, launch)
         else:
@@ -116,6 +137,8 @@ class PostPass:
             if kind
         }
         for number, done in enumerate(self._runner.empty_passes()):
+            if self._drafting is not None:
+                self._drafting.sequences = len(done.texts.prefix_lengths)
             works = list(_all_work(drafts=len(done.token_ids) > 1, tables=tables, typical=self._typical))
             if number in smallest:
                 works += _work_of_some(drafts=len(done.token_ids) > 1, tables=tables)
@@ -141,9 +164,12 @@ class PostPass:
 
     def capture_behind(self, done: ForwardPass) -> None:
         """Capture what follows this pass, which has no sequences."""
-        tables = self._runner.node_table is not None
-        for work in _all_work(drafts=len(done.token_ids) > 1, tables=tables, typical=self._typical):
-            self.launch(work, done)
+        tables, drafting = self._runner.node_table is not None, self._drafting
+        for room in [0] if drafting is None else drafting.rooms(len(done.texts.prefix_lengths)):
+            if drafting is not None:
+                drafting.sequences = room
+            for work in _all_work(drafts=len(done.token_ids) > 1, tables=tables, typical=self._typical):
+                self.launch(work, done)
 
     def capture_more(self) -> bool:
         """Capture more of what some requests need, for some milliseconds, while no step runs. False where there is
@@ -179,6 +205,14 @@ class PostPass:
             log.info("captured %d more kinds of what follows passes", count)
 
     def _launch(self, work: PostPassWork, done: ForwardPass, distributions: Tensor | None) -> None:
+        self._verify(work, done, distributions)
+        if self._drafting is not None:
+            self._launch_drafting(None, work, done)
+        elif work.drafted:
+            self._move(done)
+        self._conclude(work, done)
+
+    def _verify(self, work: PostPassWork, done: ForwardPass, distributions: Tensor | None) -> None:
         rows = done.token_ids, done.parents, done.parameters
         logits = self._shaper.shape(done.logits, *rows, done.texts) if work.shaped else done.logits
         step = (logits, *rows)
@@ -186,11 +220,16 @@ class PostPass:
             self._verifier.greedy(*step)
         else:
             self._verifier.sampled(*step, distributions, filtered=work.filtered, typical=work.typical)
-        cache, verdicts, table = self._runner.cache, self._verifier.verdicts, self._runner.node_table
         if work.logprobs:
-            self._logprobs.gather(done.logits, done.token_ids, done.parameters, verdicts)
+            self._logprobs.gather(done.logits, done.token_ids, done.parameters, self._verifier.verdicts)
+
+    def _move(self, done: ForwardPass) -> None:
+        """Move what the pass wrote of accepted rows."""
+        self._runner.move_accepted(done.written, self._verifier.verdicts, self._backend)
+
+    def _conclude(self, work: PostPassWork, done: ForwardPass) -> None:
+        cache, verdicts, table = self._runner.cache, self._verifier.verdicts, self._runner.node_table
         if work.drafted:
-            self._runner.move_accepted(done.written, verdicts, self._backend)
             keep_accepted(cache.tokens, done.token_ids, done.slots, done.parameters, verdicts, self._backend)
         torch.bitwise_and(verdicts.next_tokens, TOKEN_BITS, out=self._runner.pending[: len(verdicts.next_tokens)])
         if work.table is not TableWork.NONE:

@@ -131,6 +131,9 @@ class ForwardPass:
     graph_buffers: object | None = None  # what owns these tensors, pass after pass; None where they are new each time
     step: StepIntegers | None = None  # the step's integers, of a captured pass or one whose rows were drafted there
     node_slots: Tensor | None = None  # [rows] int32, see `RecurrencePlan`; None where no layer keeps states
+    # Where a drafter runs behind passes: [rows] int32, and the plan of attention.
+    positions: Tensor | None = None
+    plan: AttentionPlan | None = None
 
     @property
     def written(self) -> WrittenRows:

@@ -35,6 +35,7 @@ from tree_kernels.node_table.layout import LOOKUP
 from tree_kernels.recurrence import RecurrenceBackend, RecurrentPass, RecurrentStates, TreeRecurrence
 from tree_kernels.verification import DRAWN_BY_POSITION, RECORD, Verdicts, move_accepted, move_kv, records_of
 from tree_models.building import build
+from tree_models.in_pass import InPassDrafter
 from tree_models.layers.placing import Placement
 from tree_models.reference import published_tensors
 
@@ -73,6 +74,8 @@ class ModelRunner:
         # The hidden states that a drafter reads, and the part of its head that runs here.
         self.hooks: LayerHooks | None = None
         self.draft_head: DraftHead | None = None
+        # Drafts behind each pass.
+        self.in_pass: InPassDrafter | None = None
         # Compiles ahead what captured steps and what follows them launch, if anything does.
         self.ahead = AheadCompiler((), 0)
         self._recurrence: TreeRecurrence | None = None
@@ -133,6 +136,11 @@ class ModelRunner:
         if head is not None and head.projection is not None:
             head.projection.to(device=self.device, dtype=self.dtype)
 
+    def draft_in_passes(self, drafter: InPassDrafter) -> None:
+        """Have a drafter run behind passes from now on, whose layers the cache has behind the model's."""
+        self.in_pass = drafter
+        self.hook(drafter.layers)
+
     def enable_device_row_selection(
         self,
         max_sequences: int,
@@ -180,7 +188,11 @@ class ModelRunner:
             logits = self.compute_logits(batch, token_ids.long(), None, recurrent)
         on_device = torch.from_numpy(parameters).to(self.device)
         nodes = None if recurrent is None else recurrent.plan.node_slots
-        return ForwardPass(logits, token_ids, parents, slots, on_device, self._texts(batch.attention), node_slots=nodes)
+        done = ForwardPass(logits, token_ids, parents, slots, on_device, self._texts(batch.attention), node_slots=nodes)
+        if self.in_pass is None:
+            return done
+        positions = self._to_device(batch.positions).clamp_(max=self._last_position)
+        return replace(done, positions=positions, plan=self.attention.plan(batch.attention))
 
     def run_later(self, first: ForwardInput, passes: int, parameters: NDArray[numpy.int32]) -> ForwardPass:
         """Run `first.advanced_by(passes)` right after the pass before that one, which left the pending tokens.
@@ -364,11 +376,12 @@ def runner_over(
     largest_tree: int = _LARGEST_TREE,
     window_share: float | None = 1.0,
     window_rows: int = 0,
+    in_pass: InPassDrafter | None = None,
 ) -> ModelRunner:
-    """A runner for a network, on its device and in its dtype. Where layers keep states, `state_slots` sequences have
-    one at a time, `kept_states` are kept behind prefixes, and `largest_tree` is the most rows of a sequence that may be
-    dropped. Layers with a window have room for `window_share` of what the others keep, and at least for one
-    window and `window_rows`; None keeps all, without frames."""
+    """A runner for a network, on its device and in its dtype, behind whose passes `in_pass` drafts. Where layers keep
+    states, `state_slots` sequences have one at a time, `kept_states` are kept behind prefixes, and `largest_tree` is
+    the most rows of a sequence that may be dropped. Layers with a window have room for `window_share` of what the
+    others keep, and at least for one window and `window_rows`; None keeps all, without frames."""
     recurrent, of_network = None, (network.dtype, network.device)
     if network.recurrent_layers is not None:
         count, shape = network.recurrent_layers
@@ -376,14 +389,18 @@ def runner_over(
     windows, windowed = {layer: window for layer, window in enumerate(network.windows) if window is not None}, None
     if windows and window_share is not None:
         windowed = WindowedLayers(tuple(windows), max(windows.values()), window_share, window_rows)
-    cache = KVCache(num_pages, page_size, network.cache_shapes, *of_network, recurrent, windowed)
+    shapes = [*network.cache_shapes, *(in_pass.cache_shapes if in_pass is not None else ())]
+    cache = KVCache(num_pages, page_size, shapes, *of_network, recurrent, windowed)
     over_cache: Attention
     if network.latent:
         over_cache = LatentAttention(cast(LatentBackend, attention), network.device)
     else:
         over_cache = TreeAttention(attention, network.device, invariant=invariant)
     longest = max_context or network.longest_context
-    return ModelRunner(network, tokenizer, cache, over_cache, name, longest, end_token_ids, tokenizer_fingerprint)
+    runner = ModelRunner(network, tokenizer, cache, over_cache, name, longest, end_token_ids, tokenizer_fingerprint)
+    if in_pass is not None:
+        runner.draft_in_passes(in_pass)
+    return runner
 
 
 def runner_for(

@@ -60,12 +60,18 @@ class DraftTrees(DraftInbox):
         self._unopened: list[Sequence] = []
         self.latency = DraftLatency(config.draft_failures_to_open)
         self.info: DraftInfo | None = None
+        # Whether the target's own passes draft; see `draft_in_passes`.
+        self.in_pass = False
         # Why there is no draft; empty while one is connected, and before the first.
         self.lost = ""
         self._enabled = self.active = config.speculates
         # Whether drafting stopped because drafts did not pay, and not because of load.
         self._dropped = False
         self.model_version = FIRST_VERSION
+
+    def draft_in_passes(self, info: DraftInfo) -> None:
+        """Have no draft to connect to: this one runs behind the target's own passes, and is asked for nothing."""
+        self.info, self.in_pass = info, True
 
     @property
     def connected(self) -> bool:
@@ -74,7 +80,12 @@ class DraftTrees(DraftInbox):
     @property
     def has_open_sequences(self) -> bool:
         """Whether any sequence is open at a connected draft."""
-        return self.active and self.connected and bool(self._trees)
+        return self.active and self.connected and bool(self._eligible if self.in_pass else self._trees)
+
+    @property
+    def awaits_growth(self) -> bool:
+        """Whether a draft may send more while a pass runs."""
+        return self.has_open_sequences and not self.in_pass
 
     def tree_of(self, sequence: Sequence) -> GrowingTree | None:
         """The sequence's growing tree; None when it is not drafted for."""
@@ -89,6 +100,8 @@ class DraftTrees(DraftInbox):
         return tree
 
     def is_open(self, sequence: Sequence) -> bool:
+        if self.in_pass:
+            return self.active and sequence.request.device_rows and self.is_eligible(sequence)
         return self.connected and sequence.sequence_id in self._trees
 
     def is_eligible(self, sequence: Sequence) -> bool:
@@ -99,6 +112,8 @@ class DraftTrees(DraftInbox):
         """Register a new sequence; the draft gets it with `open_added`, once the load includes it."""
         if self._enabled and sequence.request.speculate and not sequence.request.external:
             self._eligible[sequence.sequence_id] = sequence
+            if self.in_pass and self._tables is not None:
+                self._tables.assign_slot(sequence.sequence_id)
             self._unopened.append(sequence)
 
     def remove(self, sequence_id: int) -> None:

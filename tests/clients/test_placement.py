@@ -28,9 +28,24 @@ def test_nothing_is_placed_without_a_gpu_or_where_the_user_did() -> None:
     assert place(2, "merged", "", [], ["--device=cuda:0"]) == GpuPlacement()
 
 
+@pytest.mark.parametrize("gpus", [1, 2])
+@pytest.mark.parametrize("ranks", [1, 2])
+@pytest.mark.parametrize("drafter", ["merged", "eagle"])
+def test_an_eagle_head_runs_in_the_targets_passes(drafter: str, gpus: int, ranks: int) -> None:
+    (head,) = {head.name for head in shipped_heads()}
+    usual = ["--tensor-parallel", str(ranks), "--attention", "triton"]
+    placed = place(gpus, drafter, "", usual, [])
+    assert placed.in_pass and placed.shared and "in its passes" in placed.summary
+    assert placed.target == ("--device", "cuda:0")
+    assert placed.draft == ("--device", "cuda:0", "--cuda-graphs", "--head", head)
+    for words in (["--attention", "flashinfer"], ["--draft-head", "X"], ["--lockstep"], ["--no-speculation"]):
+        assert not place(gpus, drafter, "", words, []).in_pass
+    assert not place(gpus, drafter, "", [], [], {("target", "draft_head"): "X"}).in_pass
+
+
 @pytest.mark.parametrize(("gpus", "device"), [(1, "cuda:0"), (2, "cuda:1"), (8, "cuda:1")])
-def test_a_head_runs_on_the_second_gpu_if_there_is_one(gpus: int, device: str) -> None:
-    placed = place(gpus, "merged", "", [], [])
+def test_a_head_of_its_own_runs_on_the_second_gpu_if_there_is_one(gpus: int, device: str) -> None:
+    placed = place(gpus, "merged", "", [], [], apart=True)
     assert placed.target[:2] == ("--device", "cuda:0") and placed.draft[:3] == ("--device", device, "--cuda-graphs")
     assert device in placed.summary
     (head,) = {head.name for head in shipped_heads()}
@@ -39,10 +54,10 @@ def test_a_head_runs_on_the_second_gpu_if_there_is_one(gpus: int, device: str) -
 
 @pytest.mark.parametrize("drafter", ["merged", "eagle", "model", "medusa", "mtp", "trie", "none", ""])
 def test_one_gpu_is_shared_by_a_draft_that_runs_a_network(drafter: str) -> None:
-    placed = place(1, drafter, "", [], [])
+    placed = place(1, drafter, "", [], [], apart=True)
     assert placed.shared == (drafter in ("merged", "eagle", "model", "medusa", "mtp"))
     assert ("which it shares with the target" in placed.summary) == placed.shared
-    assert not place(2, drafter, "", [], []).shared and not place(0, drafter, "", [], []).shared
+    assert not place(2, drafter, "", [], [], apart=True).shared and not place(0, drafter, "", [], []).shared
 
 
 def test_a_trie_stays_on_the_host() -> None:
@@ -50,7 +65,7 @@ def test_a_trie_stays_on_the_host() -> None:
 
 
 def test_a_head_that_the_user_names_is_named_to_the_target() -> None:
-    placed = place(2, "eagle", "some/model", [], ["--head", "some/head"])
+    placed = place(2, "eagle", "some/model", [], ["--head", "some/head"], apart=True)
     assert placed.target[2:] == ("--draft-head", "some/head") and "--head" not in placed.draft
     placed = place(2, "eagle", "some/model", ["--draft-head", "other"], ["--head=some/head"])
     assert "--draft-head" not in placed.target
@@ -64,7 +79,7 @@ def test_settings_of_file_and_environment_are_not_overridden(tmp_path: Path) -> 
     # Of a drafter that is not used.
     assert place(2, "trie", "", [], [], named_settings({"OUTRIDER_EAGLE_DEVICE": "cpu"}, None)) != GpuPlacement()
     path.write_text('[draft]\ndrafter = "eagle"\n[eagle]\nhead = "some/head"\n')
-    placed = place(2, "", "", [], [], named_settings({}, path))
+    placed = place(2, "", "", [], [], named_settings({}, path), apart=True)
     assert placed.draft == ("--device", "cuda:1", "--cuda-graphs")
     assert placed.target[2:] == ("--draft-head", "some/head")
     placed = place(2, "", "", [], [], named_settings({"OUTRIDER_TARGET_DRAFT_HEAD": "other"}, path))
@@ -106,10 +121,10 @@ def test_an_mtp_module_is_the_models_own() -> None:
     ("gpus", "ranks", "device"), [(4, 2, "cuda:2"), (3, 2, "cuda:2"), (2, 2, "cuda:1"), (1, 2, "cuda:0")]
 )
 def test_the_ranks_of_a_target_come_first(gpus: int, ranks: int, device: str) -> None:
-    placed = place(gpus, "merged", "", ["--tensor-parallel", str(ranks)], [])
+    placed = place(gpus, "merged", "", ["--tensor-parallel", str(ranks)], [], apart=True)
     assert placed.draft[:2] == ("--device", device) and not placed.shared
     assert placed.summary.startswith(f"the target runs on cuda:0 to cuda:{ranks - 1}, the draft on {device}")
     assert placed.summary.endswith("which it shares with the target") is (gpus <= ranks)
-    assert place(gpus, "merged", "", [], [], {("target", "tensor_parallel"): str(ranks)}) == placed
+    assert place(gpus, "merged", "", [], [], {("target", "tensor_parallel"): str(ranks)}, apart=True) == placed
     # The target refuses it.
     assert place(gpus, "merged", "", ["--tensor-parallel", "two"], []) == place(gpus, "merged", "", [], [])

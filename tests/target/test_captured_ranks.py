@@ -6,15 +6,12 @@ What a GPU would do by itself is done here by the plain forms of its kernels, ov
 
 from __future__ import annotations
 
-import contextlib
-import itertools
 import queue
 import random
 from collections.abc import Callable, Iterable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, replace
 from types import SimpleNamespace
-from typing import Any
 from unittest.mock import Mock
 
 import numpy
@@ -22,6 +19,7 @@ import pytest
 import torch
 from conftest import make_tiny
 from engine_harness import engine_config, knowing_tree, plain, request, run
+from rerun_graphs import CPU, ROWS, SEQUENCES, ReadBack, RerunRunner, without_gpu
 from thread_ranks import Exchange, ThreadRank
 from torch import Tensor
 from transformers import PreTrainedModel
@@ -33,30 +31,25 @@ from target_service.execution import device_executor
 from target_service.execution.device_executor import DeviceSteps
 from target_service.model.cuda_graphs import capturing
 from target_service.model.cuda_graphs.capturing import capture_steps
-from target_service.model.cuda_graphs.pass_graphs import PassGraphs
-from target_service.model.cuda_graphs.runner import CapturedRunner, CaptureOptions
+from target_service.model.cuda_graphs.runner import CaptureOptions
 from target_service.model.cuda_graphs.sizes import Bucket, buckets_up_to
 from target_service.model.forward import ForwardInput
 from target_service.model.rank_link import PassMessage
 from target_service.model.ranks.followed_passes import FollowedPasses
 from target_service.model.runner import runner_over
 from target_service.model.support import description_of
-from tree_kernels import paging
 from tree_kernels.ahead import AheadCompiler
-from tree_kernels.attention import AttentionBatch, TreeAttention
-from tree_kernels.linear import layers as linear_layers
+from tree_kernels.attention import AttentionBatch
 from tree_kernels.verification import parameter_count
 from tree_models.building import build
 from tree_models.fused.preparing import LayerOptions
-from tree_models.layers import paged
 from tree_models.layers.placing import Placement
 from tree_models.ranks.decoder import build_rank
 from tree_models.reference import published_tensors
 
-triton_attention = pytest.importorskip("tree_kernels.attention.triton_backend")
+__all__ = ["without_gpu"]
 
-CPU = torch.device("cpu")
-VOCABULARY, RANKS, SEQUENCES, ROWS, PAGE_SIZE, MAX_TOKENS = 211, 2, 4, 48, 4, 14
+VOCABULARY, RANKS, PAGE_SIZE, MAX_TOKENS = 211, 2, 4, 14
 WHAT_IS_COMPILED = {"fused layers", "steps", "what follows steps"}
 # So that both kinds of passes come: with logits of few rows, and of every row.
 FEW_OUTPUTS = 6
@@ -64,69 +57,6 @@ SAMPLINGS = {
     "greedy": SamplingParams(ignore_eos=True),
     "seeded": SamplingParams(temperature=0.8, top_p=0.9, seed=99, ignore_eos=True),
 }
-
-
-class ReadBack(TreeAttention):
-    """Attention of a captured step: reads what the plan's tensors describe, by the rules of the kernels."""
-
-    def __init__(self) -> None:
-        super().__init__("torch")
-        self.backend = "triton"
-        self._plain = self._implementation
-        self._implementation = triton_attention.TritonAttention(CPU, triton_attention.TritonSettings(processors=4))
-
-    def run(self, plan: Any, query: Tensor, *others: Any) -> Tensor:
-        if len(plan.query_starts) == 2 and not plan.query_starts[-1]:
-            return query
-        batch = batch_of(plan)
-        rows = batch.query_starts[-1]
-        attended = query.new_zeros(query.shape)
-        if rows:
-            attended[:rows] = self._plain.run(self._plain.plan(batch), query[:rows], *others)
-        return attended
-
-
-def batch_of(plan: Any) -> AttentionBatch:
-    starts, page_starts, table = plan.query_starts.tolist(), plan.page_starts.tolist(), plan.page_table.tolist()
-    prefixes, causal, parents = plan.prefix_lengths.tolist(), plan.causal.tolist(), plan.parents.tolist()
-    spans = list(itertools.pairwise(starts))
-    keys = [prefix + end - start for prefix, (start, end) in zip(prefixes, spans, strict=True)]
-    held = [tuple(table[at : at - (-count // PAGE_SIZE)]) for at, count in zip(page_starts, keys, strict=True)]
-    trees = [None if flag else tuple(parents[start:end]) for flag, (start, end) in zip(causal, spans, strict=True)]
-    # Those without rows have no keys either.
-    there = [place for place, (start, end) in enumerate(spans) if end > start]
-    return AttentionBatch(
-        (0, *[spans[place][1] for place in there]),
-        tuple([prefixes[place] for place in there]),
-        tuple([held[place] for place in there]),
-        PAGE_SIZE,
-        tuple([trees[place] for place in there]),
-    )
-
-
-class Rerun:
-    """Stands for a graph: a replay runs the launch again, and writes its results where the first one's are."""
-
-    def __init__(self, launch: Callable[[], Any], results: tuple[Tensor | None, ...] = ()) -> None:
-        self._launch, self._results = launch, results
-
-    def replay(self) -> None:
-        for held, made in zip(self._results, self._launch() or (), strict=True):
-            if held is not None and made is not held:
-                held.copy_(made)
-
-
-class RerunRunner(CapturedRunner):
-    """Captures by running."""
-
-    def _record(self, launch: Callable[[], tuple[Any, ...]], plan: Any = None) -> Any:
-        def again() -> tuple[Any, ...]:
-            if plan is not None:
-                plan.schedules.clear()
-            return launch()
-
-        results = again()
-        return Rerun(again, results), results
 
 
 @dataclass
@@ -150,29 +80,6 @@ class ThreadLink(ThreadRank):
     def share(self, tensor: Tensor) -> None:
         parts = self._parts(tensor.clone())
         tensor.copy_(parts[0])
-
-
-@pytest.fixture
-def without_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
-    """What captured steps need of a GPU beside kernels."""
-    stream = SimpleNamespace(wait_stream=lambda _: None, synchronize=lambda: None)
-    monkeypatch.setattr(torch.cuda, "graph_pool_handle", lambda: None)
-    monkeypatch.setattr(torch.cuda, "Stream", lambda _: stream)
-    monkeypatch.setattr(torch.cuda, "current_stream", lambda _: stream)
-    monkeypatch.setattr(torch.cuda, "stream", lambda _: contextlib.nullcontext())
-    monkeypatch.setattr(torch.cuda, "synchronize", lambda _: None)
-    monkeypatch.setattr(torch.cuda, "empty_cache", lambda: None)
-    # Beside what graphs may take, some hundred pages.
-    free = len(buckets_up_to(ROWS, SEQUENCES)) * (16 << 20) + (256 << 10)
-    monkeypatch.setattr(torch.cuda, "mem_get_info", lambda _: (free, free))
-    monkeypatch.setattr(PassGraphs, "_capture", lambda _, launch: (Rerun(launch), None))
-
-    def write_kv(key: Tensor, value: Tensor, key_cache: Tensor, value_cache: Tensor, slots: Tensor) -> None:
-        there = slots >= 0
-        paging.write_kv(key[there], value[there], key_cache, value_cache, slots[there].long())
-
-    for module in (paged, linear_layers):
-        monkeypatch.setattr(module, "write_kv", write_kv)
 
 
 @pytest.fixture(scope="module")

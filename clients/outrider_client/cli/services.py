@@ -44,7 +44,8 @@ def _up(arguments: argparse.Namespace) -> int:
         shared = given(config=str(path or ""))
         named = named_settings(os.environ, path)
         gpus = visible_gpus()
-        placed = place(gpus, up.drafter, up.model, target_words, draft_words, named)
+        apart = bool(up.draft_listen)
+        placed = place(gpus, up.drafter, up.model, target_words, draft_words, named, apart=apart)
         host = f"[{up.host}]" if ":" in up.host else up.host
         listen = f"{host}:{up.port}"
 
@@ -61,11 +62,12 @@ def _up(arguments: argparse.Namespace) -> int:
             flags = (*given(listen=address, drafter=up.drafter), *shared, *placed.draft, *draft_words)
             draft = ServiceCommand("draft", service_argv("draft_service", *flags), address)
         # Others may want to reach a draft whose address is named.
-        if placed.shared and not up.draft_listen:
+        if placed.shared and not apart:
             drafter = up.drafter or named["draft", "drafter"]
-            alone = target_with("inprocess:" + shlex.join((drafter, *placed.draft, *draft_words)))
+            scheme = "inpass:" if placed.in_pass else "inprocess:"
+            alone = target_with(scheme + shlex.join((drafter, *placed.draft, *draft_words)))
         target = target_with(draft.address if draft else "")
-        if alone is not None and not up.mps:
+        if alone is not None and (placed.in_pass or not up.mps):
             target, draft = alone, None
         gateway = None
         if http:
@@ -77,7 +79,8 @@ def _up(arguments: argparse.Namespace) -> int:
             flags = (*flags, *flag_words(up.gateway_flags))
             gateway = ServiceCommand("gateway", service_argv("outrider_gateway", *flags), http)
         emit = partial(_emit, error_console())
-        return _supervise(Supervisor(target, draft, emit, gateway=gateway, alone=alone), placed, up.mps)
+        mps = up.mps and not placed.in_pass
+        return _supervise(Supervisor(target, draft, emit, gateway=gateway, alone=alone), placed, mps)
 
 
 def _http_address(http: str) -> str:
@@ -120,7 +123,7 @@ def _supervise(supervisor: Supervisor, placed: GpuPlacement, mps: bool) -> int:
         otherwise = "the draft runs in the target's process" if alone else TAKE_TURNS
         supervisor.mps = Mps(placed.summary, say, otherwise=otherwise)
     elif placed.summary:
-        say(placed.summary + (", in its process" if target is alone else ""))
+        say(placed.summary + (", in its process" if target is alone and not placed.in_pass else ""))
     try:
         return run(supervisor.supervise(ready))
     except OSError as error:

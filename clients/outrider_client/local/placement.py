@@ -20,15 +20,24 @@ _NEURAL: Mapping[str, tuple[str, ...]] = {
     "model": ("model",),
     "mtp": ("mtp",),
 }
+# Parts of a draft that do not run in the target's passes, nor does a head beside them.
+_NOT_IN_PASSES = frozenset(("medusa", "model", "mtp"))
+# Flags of a target whose passes cannot draft, but for the values behind them.
+_APART_WITH = (
+    ("--attention", ("auto", "triton")), ("--draft-head", ()), ("--lockstep", ()), ("--batch-invariant", ()),
+    ("--no-speculation", ()),
+)  # fmt: skip
 
 
 class GpuPlacement(NamedTuple):
-    """Flags for target and draft, a line about them, and whether both run on one GPU; empty where nothing is placed."""
+    """Flags for target and draft, a line about them, whether both run on one GPU, and whether the target's own passes
+    then draft; empty where nothing is placed."""
 
     target: tuple[str, ...] = ()
     draft: tuple[str, ...] = ()
     summary: str = ""
     shared: bool = False
+    in_pass: bool = False
 
 
 def visible_gpus(environment: Mapping[str, str] = os.environ, devices: Path = Path("/dev")) -> int:
@@ -46,10 +55,13 @@ def place(
     target_words: Sequence[str],
     draft_words: Sequence[str],
     named: Mapping[tuple[str, str], str] = MappingProxyType({}),
+    *,
+    apart: bool = False,
 ) -> GpuPlacement:
-    """The target on the first GPU, or the ranks of one on as many as there are, a neural draft on the next, or on the
-    last of the target's where there is no other. `drafter` and
-    `model` are empty for the services' own settings; `target_words` and `draft_words` are flags that the user gave.
+    """The target on the first GPU, or the ranks of one on as many as there are; an EAGLE head in its passes, unless it
+    has to be `apart` or the target's settings do not allow it, and another neural draft on the next GPU, or on the last
+    of the target's where there is no other. `drafter` and `model` are empty for the services' own settings;
+    `target_words` and `draft_words` are flags that the user gave.
     Flags of a placement would override the settings that are `named` (see `named_settings`), so these count as the
     user's flags do: where a device is named, nothing is placed, and where a head is, that one is used."""
     drafter = drafter or named.get(("draft", "drafter"), "")
@@ -61,20 +73,27 @@ def place(
     ranks = _ranks(target_words, named)
     target, draft = ["--device", "cuda:0"], list[str]()
     summary = "the target runs on cuda:0" + (f" to cuda:{ranks - 1}" if ranks > 1 else "")
-    shared = drafter in _NEURAL and gpus <= ranks
+    in_pass = not apart and "eagle" in names and not names & _NOT_IN_PASSES
+    in_pass = in_pass and not any(flag_value(target_words, flag) not in (None, *usual) for flag, usual in _APART_WITH)
+    in_pass = in_pass and not any(("target", name) in named for name in ("attention", "draft_head", "lockstep"))
+    shared = drafter in _NEURAL and (in_pass or gpus <= ranks)
     if drafter in _NEURAL:
-        device = f"cuda:{min(ranks, gpus) - 1 if shared else ranks}"
+        device = f"cuda:{0 if in_pass else min(ranks, gpus) - 1 if shared else ranks}"
         # Medusa heads have no passes to capture, and no such flag; an MTP module with experts cannot be captured.
         draft = ["--device", device] if names & {"medusa", "mtp"} else ["--device", device, "--cuda-graphs"]
-        summary += f", the draft on {device}" + (", which it shares with the target" if shared else "")
+        if in_pass:
+            summary += ", and the head drafts in its passes"
+        else:
+            summary += f", the draft on {device}" + (", which it shares with the target" if shared else "")
     if drafter in WITH_HEAD:
         head, flags = _head(names, model or named.get(("target", "model"), "") or DEFAULT_MODEL, draft_words, named)
         draft += flags
         # A captured step keeps the states that a head reads only if it is named.
-        if head and flag_value(target_words, "--draft-head") is None and ("target", "draft_head") not in named:
+        told = flag_value(target_words, "--draft-head") is not None or ("target", "draft_head") in named
+        if head and not (in_pass or told):
             target += ["--draft-head", head]
     # How one GPU is shared with a rank of several is left to its driver.
-    return GpuPlacement(tuple(target), tuple(draft), summary, shared and ranks == 1)
+    return GpuPlacement(tuple(target), tuple(draft), summary, shared and (in_pass or ranks == 1), in_pass)
 
 
 def _ranks(words: Sequence[str], named: Mapping[tuple[str, str], str]) -> int:

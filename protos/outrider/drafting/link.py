@@ -37,6 +37,8 @@ from outrider.wire.drafts import info_from_pb
 from outrider.wire.frames import DraftInfo, OpenSequence, SequenceAdvance, SequenceFeatures, StoppableLink
 
 INPROCESS_SCHEME = "inprocess:"
+# A drafter that the target's own passes run: there is no link to it.
+IN_PASS_SCHEME = "inpass:"
 LINK_GROUP = "outrider.draft_links"
 
 
@@ -145,6 +147,18 @@ def prepare_draft(address: str, options: LinkOptions = USUAL) -> Connect:
         )
 
     return connect
+
+
+def prepare_in_pass(address: str) -> Callable[[Any], Any]:
+    """The function that loads the drafter of an `inpass:` address for a target, a `tree_models.in_pass.MakeDrafter`,
+    found as drafters in this process are. Raises `SettingsError` for what can be refused without the target."""
+    extension: Callable[[str], Callable[[Any], Any]] | None = find_extension(LINK_GROUP, IN_PASS_SCHEME.rstrip(":"))
+    if extension is None:
+        raise SettingsError(f"{address}: no draft service is installed in this environment")
+    try:
+        return extension(address.removeprefix(IN_PASS_SCHEME))
+    except OutriderError as error:
+        raise SettingsError(f"{address}: {error.message}") from None
 
 
 def _prepare_listed(path: Path, options: LinkOptions) -> Connect:

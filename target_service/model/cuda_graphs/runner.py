@@ -104,8 +104,12 @@ class CapturedRunner(ModelRunner):
         # layers that PyTorch compiles are compiled where they are captured.
         self.compiled_ahead = self.ahead.has_processes and fused == self.network.layer_count
         self.draft_head = runner.draft_head
+        self.in_pass = runner.in_pass
         if runner.node_table is not None:
             self._keep_tokens_as(runner.node_table)
+        if runner.hooks is not None:
+            # Their memory moves.
+            runner.hooks.remove()
         if self._options.hooked:
             # After layers are prepared, and before any graph is captured.
             self.hooks = LayerHooks(self.network, self._options.hooked, self.buckets[-1].rows, grows=False)
@@ -435,4 +439,6 @@ def _pass_of(captured: _Captured, cache: KVCache) -> ForwardPass:
         captured,
         buffer.step,
         captured.node_slots,
+        buffer.positions,
+        buffer.plan,
     )

@@ -18,6 +18,7 @@ from outrider.checkpoints.formats import DEQUANTISED_FORMATS
 from outrider.checkpoints.plain_attention import attention_refusal
 from outrider.checkpoints.refusal import CheckpointRefused
 from outrider.devices import choose_device
+from outrider.drafting.link import prepare_in_pass
 from outrider.heads import tokenizer_fingerprint
 from outrider.processes.python import module_command
 from target_service.compiling import LOOPS
@@ -45,6 +46,7 @@ from tree_kernels.recurrence import MOST_NODES, RecurrentStates
 from tree_models.building import build
 from tree_models.families import Description
 from tree_models.fused.preparing import LayerOptions
+from tree_models.in_pass import InPassDrafter, MakeDrafter, PassTarget
 from tree_models.layers.decoder import Decoder
 from tree_models.layers.linear import can_pack
 from tree_models.layers.placing import Placement
@@ -135,6 +137,7 @@ def _load(config: TargetConfig, link: RankGroupLink | None, ahead: AheadCompiler
     if network.recurrent_layers and backend == "triton" and config.max_draft_nodes >= MOST_NODES:
         raise ModelRefused(f"--max-draft-nodes must be below {MOST_NODES} where layers keep states on a GPU")
     log.info("serving %s in %s", config.model, config.dtype)
+    fingerprint = tokenizer_fingerprint(tokenizer)
     runner = runner_over(
         network,
         tokenizer,
@@ -143,7 +146,8 @@ def _load(config: TargetConfig, link: RankGroupLink | None, ahead: AheadCompiler
         invariant=config.batch_invariant,
         name=config.served_names[0],
         max_context=max_context,
-        tokenizer_fingerprint=tokenizer_fingerprint(tokenizer),
+        tokenizer_fingerprint=fingerprint,
+        in_pass=_in_pass(config, network, fingerprint) if link is None or link.leads else None,
         **_cache_sizes(config, network, link),
     )
     runner.ahead = ahead
@@ -155,6 +159,25 @@ def _load(config: TargetConfig, link: RankGroupLink | None, ahead: AheadCompiler
     runner.attach(link)
     log.info("KV cache of %s", runner.cache)
     return runner
+
+
+def _in_pass(config: TargetConfig, network: TargetNetwork, fingerprint: str) -> InPassDrafter | None:
+    """What drafts behind passes, if anything does: of several ranks behind those of the leading one."""
+    if not config.drafts_in_passes:
+        return None
+    make: MakeDrafter = prepare_in_pass(config.draft)
+    return make(
+        PassTarget(
+            config.model,
+            network.layer_count,
+            len(network.cache_shapes),
+            network.hidden_size,
+            network.vocabulary_size,
+            fingerprint,
+            network.device,
+            network.dtype,
+        )
+    )
 
 
 def _network(
@@ -259,7 +282,8 @@ def _captured(runner: ModelRunner, config: TargetConfig, link: RankLink | None, 
     if config.speculation and leads:
         _choose_rows_on_device(runner, config)
     layers = LayerOptions(invariant=config.batch_invariant)
-    hooked = runner.draft_head.layers if runner.draft_head else ()
+    drafter = runner.in_pass or runner.draft_head
+    hooked = drafter.layers if drafter is not None else ()
     captured = CapturedRunner(runner, CaptureOptions(config.step_rows, config.max_running, layers, hooked))
     captured.attach(link)
     if leads:

@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import bisect
 import itertools
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from collections.abc import Sequence as SequenceOf
 from math import inf
 from typing import NamedTuple
@@ -132,6 +132,8 @@ class SpeculationController:
         self.tokens_each = RunningMean.settled(0.02, 1.0)
         # See `NodeTables.trust`.
         self.trust = 1.0
+        # Keys that trees grown behind a pass take, by the number of its sequences; see `DeviceRows.tail`.
+        self.tail: Callable[[int], int] = lambda _: 0
 
     def forget_draft(self) -> None:
         """Drop what was observed of a draft: another one has connected, or the weights have changed."""
@@ -230,7 +232,7 @@ class SpeculationController:
             return None
         rows = cut_rows + sum([chunk.count for chunk in chunks[:laid_out]])
         best = self._best(limits, rows, max_rows, mode, waits)
-        return DeviceRows(best, (*[0] * laid_out, *limits), laid_out, rows) if best else None
+        return DeviceRows(best, (*[0] * laid_out, *limits), laid_out, rows, self.tail(len(chunks))) if best else None
 
     def _best(self, limits: SequenceOf[int], laid_out_rows: int, max_rows: int, mode: Mode, waits: float) -> int:
         """Rows of a pass of sequences with these limits, beside those that the host lays out; 0 for a plain one."""

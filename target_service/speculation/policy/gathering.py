@@ -177,7 +177,7 @@ class Gathering:
 
     def _best_use(self, running: SequenceOf[Sequence], ahead: bool) -> LaunchMode:
         """What pays in the next step. The controller counts steps while no draft is used, too."""
-        if not self.drafting.connected or self.drafting.too_many(self.scheduler.load):
+        if not self.drafting.connected or self.drafting.in_pass or self.drafting.too_many(self.scheduler.load):
             return LaunchMode.RUN_AHEAD
         if ahead and self.device_chooses(running):
             # Rows come from the device's tables then, or for some sequences from the drafts that are there.

@@ -1,0 +1,146 @@
+"""A head that drafts behind the target's own passes, on its stream and in its cache: the root of a tree is then known,
+and neither the host nor a wire lies between a pass and its drafts.
+
+What a drafter of its own process knows of a sequence, this one reads of the pass: which rows were accepted, the hidden
+states, the pages. It keeps nothing of a sequence beside its keys and values, which are layers of the target's cache; so
+they are shared, kept and moved as the target's own.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+import shlex
+from collections.abc import Callable
+from dataclasses import replace
+from functools import partial
+from typing import TYPE_CHECKING
+
+from torch import Tensor
+
+from draft_service.checkpoints.target import TargetCheckpoint
+from draft_service.checkpoints.vocabulary import read_token_map
+from draft_service.config import drafter_config, flags_in_process
+from draft_service.drafters.base import drafter_spec
+from draft_service.eagle.checkpoint import EagleCheckpoint
+from draft_service.eagle.config import EagleConfig
+from draft_service.eagle.drafter import EagleDrafter
+from draft_service.eagle.head import EagleHead
+from draft_service.eagle.head_drafter import HeadNetwork
+from draft_service.neural.cuda_graphs.pass_trees import CacheSizes, PassTrees
+from draft_service.neural.network import RowOutput
+from draft_service.neural.tree_config import TreeShape
+from outrider.errors import NotSupported
+from outrider.heads import head_source
+from outrider.model_store import model_source
+from outrider.settings import SettingsError, settings_file
+from tree_models.in_pass import InPassDrafter, PassTarget, TablesToWrite, VerifiedPass
+from tree_models.layers.placing import Placement
+
+if TYPE_CHECKING:
+    from tree_kernels.attention import TreeAttention
+    from tree_models.layers.paged import PagedPass
+
+log = logging.getLogger(__name__)
+# (sequences up to which, levels, nodes that a level expands): a pass has rows for some of a tree's best nodes, fewer of
+# each sequence the more there are, and a level takes 2 to 3 % of a pass.
+_SHAPES = ((2, 7, 8), (8, 6, 8), (16, 5, 4), (32, 4, 2), (64, 3, 2))
+# For more.
+_LEAST_LEVELS, _LEAST_WIDTH = 2, 1
+
+
+def connect(argument: str) -> Callable[[PassTarget], InPassDrafter]:
+    """Take the head that `argument` names: `eagle`, with its flags as in `draft_service.in_process.connect`. Returns a
+    function that loads it for a target. Raises `NotSupported` or `SettingsError`; the function also what reading
+    weights raises."""
+    path = settings_file()
+    try:
+        name, *words = shlex.split(argument)
+    except ValueError as error:
+        raise SettingsError(f"expected a drafter and its flags: {error}") from None
+    flags = flags_in_process(name, words, path)
+    parts = drafter_spec(name).parts(drafter_config(name, flags, os.environ, path)) or (name,)
+    if EagleDrafter.name not in parts:
+        raise SettingsError(f"{name!r} does not run in the target's passes, {EagleDrafter.name!r} does")
+    if others := [part for part in parts if part != EagleDrafter.name]:
+        log.info("left out of the target's passes: %s", ", ".join(others))
+    config = drafter_config(EagleDrafter.name, flags, os.environ, path)
+    assert isinstance(config, EagleConfig)
+    # Trees as those of captured drafters.
+    return partial(_load, EagleCheckpoint(head_source(config.head)), replace(config, cuda_graphs=True))
+
+
+def _load(checkpoint: EagleCheckpoint, config: EagleConfig, target: PassTarget) -> InPassHead:
+    shape = checkpoint.config
+    if shape.vocab_size != target.vocabulary_size:
+        raise NotSupported(f"the head's target has {shape.vocab_size} tokens, this one {target.vocabulary_size}")
+    if target.tokenizer_fingerprint not in ("", shape.tokenizer_fingerprint) and shape.tokenizer_fingerprint:
+        raise NotSupported("the head was made for another tokenizer")
+    if shape.target_hidden_size != target.hidden_size:
+        width = shape.target_hidden_size
+        raise NotSupported(f"the head reads states {width} wide, the target's are {target.hidden_size}")
+    place = Placement(target.device, target.dtype, packed=False)
+    own = TargetCheckpoint(model_source(config.embeddings or target.source))
+    head = checkpoint.load(place, target=own, token_map=read_token_map(config.token_map), kept=target.cached_layers)
+    head.prepare(int8=config.head_weights == "int8")
+    layers = shape.feature_layers or shape.layers_of(target.layers)
+    return InPassHead(head, layers, config)
+
+
+class InPassHead:
+    """See `tree_models.in_pass.InPassDrafter`."""
+
+    name = EagleDrafter.name
+
+    def __init__(self, head: EagleHead, layers: tuple[int, ...], config: EagleConfig) -> None:
+        shape = head.config
+        self.layers = layers
+        self._head, self._network = head, HeadNetwork(head)
+        self.cache_shapes = self._network.cache_shapes
+        self._tree, self._last_position = config.tree, shape.max_positions - 1
+        self._attention: TreeAttention | None = None
+        self._trees: dict[int, PassTrees] = {}
+        self._output: RowOutput | None = None
+        self._sizes = CacheSizes(1, 1, 1)
+
+    def tail(self, sequences: int) -> int:
+        """See `InPassDrafter.tail`."""
+        return shape_for(self._tree, sequences).expanded
+
+    def prepare(self, attention: TreeAttention, page_size: int, max_context: int, rows: int) -> None:
+        """See `InPassDrafter.prepare`."""
+        most = max_context + self.tail(1)
+        self._attention, self._sizes = attention, CacheSizes(page_size, -(-most // page_size), rows)
+
+    def read(self, done: VerifiedPass, sequences: int) -> None:
+        """See `InPassDrafter.read`."""
+        trees, rows = self._trees_for(sequences), len(done.positions)
+        trees.read(done.rows, self._last_position)
+        features: Tensor = self._head.project(done.states)
+        self._output = self._head(trees.tails.next_tokens[:rows], features, done.positions, done.step)
+
+    def grow(self, sequences: int, step: PagedPass, to: TablesToWrite, *, coupled: bool) -> None:
+        """See `InPassDrafter.grow`."""
+        output, self._output = self._output, None
+        assert output is not None, "a pass was read before"
+        trees = self._trees_for(sequences)
+        trees.grow(output, step.cache, coupled=coupled)
+        trees.write(*to)
+
+    def _trees_for(self, sequences: int) -> PassTrees:
+        found = self._trees.get(sequences)
+        if found is None:
+            assert self._attention is not None, "`prepare` comes first"
+            shape = shape_for(self._tree, sequences)
+            found = self._trees[sequences] = PassTrees(sequences, shape, self._network, self._attention, self._sizes)
+        return found
+
+
+def shape_for(tree: TreeShape, sequences: int) -> TreeShape:
+    """The shape of trees behind passes of so many sequences: as deep and as wide as pays with the rows that each of
+    them gets, and no deeper or wider than `tree`."""
+    levels, width = next(
+        ((levels, width) for most, levels, width in _SHAPES if sequences <= most), (_LEAST_LEVELS, _LEAST_WIDTH)
+    )
+    steps = max(2, min(tree.num_steps, levels))
+    return replace(tree, num_steps=steps, frontier=min(tree.width, width), early_levels=0, rows_per_level=0)

@@ -1,0 +1,74 @@
+"""A drafter that the target's own passes run: behind each of them, on the same stream, without the host."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import NamedTuple, Protocol
+
+import torch
+from torch import Tensor
+
+from tree_kernels.attention import TreeAttention
+from tree_kernels.pass_trees import VerifiedRows
+from tree_models.layers.decoder import CacheShape
+from tree_models.layers.paged import PagedPass
+
+
+class PassTarget(NamedTuple):
+    """The model behind whose passes a drafter is to run."""
+
+    source: str  # as `--model` names it
+    layers: int  # decoder layers
+    cached_layers: int  # of them, those with keys and values
+    hidden_size: int
+    vocabulary_size: int
+    tokenizer_fingerprint: str
+    device: torch.device
+    dtype: torch.dtype
+
+
+class VerifiedPass(NamedTuple):
+    """A pass whose rows were verified and not moved yet."""
+
+    rows: VerifiedRows
+    states: Tensor  # [R, F * W], the outputs of the layers that the drafter reads, side by side
+    positions: Tensor  # [R] int32
+    step: PagedPass  # over the rows of the pass, as the target's layers had it
+
+
+class TablesToWrite(NamedTuple):
+    """Where trees go; see `tree_kernels.pass_trees.write_tables`."""
+
+    table_slots: Tensor  # [sequences or more] int32
+    trust: Tensor  # [1] float32
+    tables: Tensor  # [.., TABLE] int32
+
+
+class InPassDrafter(Protocol):
+    """What drafts behind passes. Its keys and values are layers of the target's cache, behind those of the target.
+
+    For each pass `read` is called, then the target moves what it wrote of accepted rows, the drafter's layers too, and
+    then `grow` is called, unless no tree is wanted. Nothing waits for the device, and tensors keep their addresses, so
+    that both can be captured for each size of a pass.
+    """
+
+    name: str  # of the kind of drafter
+    layers: tuple[int, ...]  # of the target, whose outputs it reads
+    cache_shapes: Sequence[CacheShape]  # of its layers
+
+    def tail(self, sequences: int) -> int:
+        """Keys behind those of a sequence that a tree writes, in a pass of so many sequences."""
+
+    def prepare(self, attention: TreeAttention, page_size: int, max_context: int, rows: int) -> None:
+        """Make room for passes of so many rows of a cache with such pages. Once, before anything is captured."""
+
+    def read(self, done: VerifiedPass, sequences: int) -> None:
+        """Read the rows of a pass of so many sequences at most."""
+
+    def grow(self, sequences: int, step: PagedPass, to: TablesToWrite, *, coupled: bool) -> None:
+        """Grow trees behind the pass that was read last, which is `step`; `coupled` if sequences may be COUPLED."""
+
+
+# Loads a drafter for a target. Raises `outrider.errors.NotSupported` where it does not fit, and what reading weights
+# raises.
+MakeDrafter = Callable[[PassTarget], InPassDrafter]

@@ -1,0 +1,116 @@
+"""Captured steps without a GPU: a graph is a launch that is run again.
+
+What a GPU would do by itself is done here by the plain forms of its kernels, over the very buffers of a captured step.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import itertools
+from collections.abc import Callable
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from target_service.model.cuda_graphs.pass_graphs import PassGraphs
+from target_service.model.cuda_graphs.runner import CapturedRunner
+from target_service.model.cuda_graphs.sizes import buckets_up_to
+from tree_kernels import paging
+from tree_kernels.attention import AttentionBatch, TreeAttention
+from tree_kernels.linear import layers as linear_layers
+from tree_models.layers import paged
+
+triton_attention = pytest.importorskip("tree_kernels.attention.triton_backend")
+
+CPU = torch.device("cpu")
+SEQUENCES, ROWS = 4, 48
+
+
+class ReadBack(TreeAttention):
+    """Attention of a captured step: reads what the plan's tensors describe, by the rules of the kernels."""
+
+    def __init__(self) -> None:
+        super().__init__("torch")
+        self.backend = "triton"
+        self._plain = self._implementation
+        self._implementation = triton_attention.TritonAttention(CPU, triton_attention.TritonSettings(processors=4))
+
+    def run(self, plan: Any, query: Tensor, *others: Any) -> Tensor:
+        if len(plan.query_starts) == 2 and not plan.query_starts[-1]:
+            return query
+        batch = batch_of(plan)
+        rows = batch.query_starts[-1]
+        attended = query.new_zeros(query.shape)
+        if rows:
+            attended[:rows] = self._plain.run(self._plain.plan(batch), query[:rows], *others)
+        return attended
+
+
+def batch_of(plan: Any) -> AttentionBatch:
+    starts, page_starts, table = plan.query_starts.tolist(), plan.page_starts.tolist(), plan.page_table.tolist()
+    prefixes, causal, parents = plan.prefix_lengths.tolist(), plan.causal.tolist(), plan.parents.tolist()
+    spans = list(itertools.pairwise(starts))
+    keys = [prefix + end - start for prefix, (start, end) in zip(prefixes, spans, strict=True)]
+    size = plan.batch.page_size
+    held = [tuple(table[at : at - (-count // size)]) for at, count in zip(page_starts, keys, strict=True)]
+    trees = [None if flag else tuple(parents[start:end]) for flag, (start, end) in zip(causal, spans, strict=True)]
+    # Those without rows have no keys either.
+    there = [place for place, (start, end) in enumerate(spans) if end > start]
+    return AttentionBatch(
+        (0, *[spans[place][1] for place in there]),
+        tuple([prefixes[place] for place in there]),
+        tuple([held[place] for place in there]),
+        size,
+        tuple([trees[place] for place in there]),
+    )
+
+
+class Rerun:
+    """Stands for a graph: a replay runs the launch again, and writes its results where the first one's are."""
+
+    def __init__(self, launch: Callable[[], Any], results: tuple[Tensor | None, ...] = ()) -> None:
+        self._launch, self._results = launch, results
+
+    def replay(self) -> None:
+        for held, made in zip(self._results, self._launch() or (), strict=True):
+            if held is not None and made is not held:
+                held.copy_(made)
+
+
+class RerunRunner(CapturedRunner):
+    """Captures by running."""
+
+    def _record(self, launch: Callable[[], tuple[Any, ...]], plan: Any = None) -> Any:
+        def again() -> tuple[Any, ...]:
+            if plan is not None:
+                plan.schedules.clear()
+            return launch()
+
+        results = again()
+        return Rerun(again, results), results
+
+
+@pytest.fixture
+def without_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
+    """What captured steps need of a GPU beside kernels."""
+    stream = SimpleNamespace(wait_stream=lambda _: None, synchronize=lambda: None)
+    monkeypatch.setattr(torch.cuda, "graph_pool_handle", lambda: None)
+    monkeypatch.setattr(torch.cuda, "Stream", lambda _: stream)
+    monkeypatch.setattr(torch.cuda, "current_stream", lambda _: stream)
+    monkeypatch.setattr(torch.cuda, "stream", lambda _: contextlib.nullcontext())
+    monkeypatch.setattr(torch.cuda, "synchronize", lambda _: None)
+    monkeypatch.setattr(torch.cuda, "empty_cache", lambda: None)
+    # Beside what graphs may take, some hundred pages.
+    free = len(buckets_up_to(ROWS, SEQUENCES)) * (16 << 20) + (256 << 10)
+    monkeypatch.setattr(torch.cuda, "mem_get_info", lambda _: (free, free))
+    monkeypatch.setattr(PassGraphs, "_capture", lambda _, launch: (Rerun(launch), None))
+
+    def write_kv(key: Tensor, value: Tensor, key_cache: Tensor, value_cache: Tensor, slots: Tensor) -> None:
+        there = slots >= 0
+        paging.write_kv(key[there], value[there], key_cache, value_cache, slots[there].long())
+
+    for module in (paged, linear_layers):
+        monkeypatch.setattr(module, "write_kv", write_kv)

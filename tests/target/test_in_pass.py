@@ -1,0 +1,172 @@
+"""A head that drafts behind the target's own passes, without a GPU: the same output, and the trees that the same head
+grows in a draft service."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+import pytest
+import torch
+from conftest import make_tiny
+from eagle_drafting import make_drafter
+from eagle_heads import make_head
+from engine_harness import engine_config, plain, request, run
+from hidden_states import states_of
+from rerun_graphs import CPU, ROWS, SEQUENCES, ReadBack, RerunRunner, without_gpu
+from transformers import PreTrainedModel
+
+from draft_service.drafters.base import DraftSequence
+from draft_service.eagle.config import EagleConfig
+from draft_service.eagle.head import EagleHead
+from draft_service.in_pass import InPassHead, shape_for
+from outrider.sampling import SamplingParams, VerificationMode
+from target_service.core.sequence import SequenceRequest
+from target_service.execution.device_executor import DeviceSteps
+from target_service.model.cuda_graphs.capturing import capture_steps
+from target_service.model.cuda_graphs.runner import CaptureOptions
+from target_service.model.runner import runner_over
+from target_service.model.support import description_of
+from tree_kernels.node_table.layout import NODES
+from tree_models.building import build
+from tree_models.fused.preparing import LayerOptions
+from tree_models.layers.placing import Placement
+from tree_models.reference import published_tensors
+
+__all__ = ["without_gpu"]
+
+VOCABULARY, PAGE_SIZE, MAX_TOKENS, LAYERS = 211, 4, 14, (0, 1, 2)
+SETTINGS: dict[str, Any] = {
+    "num_steps": 4, "topk": 3, "num_draft_tokens": 63, "min_score": 0.0, "dtype": "float32", "gumbel_candidates": 211,
+    "kv_tokens": 4096, "cuda_graphs": True,
+}  # fmt: skip
+SAMPLINGS = {
+    "greedy": SamplingParams(ignore_eos=True),
+    "seeded": SamplingParams(temperature=0.8, top_p=0.9, seed=99, ignore_eos=True),
+}
+# A token after another at each level, from the root's children on.
+Paths = set[tuple[int, ...]]
+
+
+class Drafted(NamedTuple):
+    """A tree as it stands in a node table."""
+
+    base: int
+    root: int
+    paths: Paths
+
+
+@pytest.fixture(scope="module")
+def model() -> PreTrainedModel:
+    return make_tiny(num_hidden_layers=2)
+
+
+def head_of(model: PreTrainedModel, kept: int = 0) -> EagleHead:
+    made = make_head(
+        hidden_size=model.config.hidden_size, target_hidden_size=model.config.hidden_size, vocab_size=VOCABULARY,
+        draft_vocab_size=VOCABULARY, feature_layers=LAYERS,
+    )  # fmt: skip
+    if not kept:
+        return made
+    behind = EagleHead(made.config, None, kept=kept)
+    for name, weight in behind.weights().items():
+        weight.copy_(made.weights()[name])
+    return behind.eval()
+
+
+def tree_in(table: torch.Tensor) -> Drafted:
+    base, count = table[:2].tolist()
+    tokens, parents, ends, depths, costs = table[2:].view(5, NODES)[:, :count].tolist()
+    paths = [()] * count
+    for place in range(1, count):
+        assert parents[place] < place <= ends[place] - 1 < count and costs[place] > costs[parents[place]]
+        assert depths[place] == depths[parents[place]] + 1
+        paths[place] = (*paths[parents[place]], tokens[place])
+    assert len(set(paths)) == count, "siblings differ"
+    return Drafted(base, tokens[0], set(paths[1:]))
+
+
+class Recording(InPassHead):
+    """Notes every tree that it leaves in a table."""
+
+    def __init__(self, head: EagleHead) -> None:
+        super().__init__(head, LAYERS, EagleConfig(**SETTINGS))
+        self.drafted: list[Drafted] = []
+
+    def grow(self, sequences: int, step: Any, to: Any, *, coupled: bool) -> None:
+        super().grow(sequences, step, to, coupled=coupled)
+        bases = self._trees_for(sequences).tails.bases.tolist()
+        slots = to.table_slots[: len(bases)].tolist()
+        self.drafted += [tree_in(to.tables[slot]) for slot, base in zip(slots, bases, strict=True) if base]
+
+
+@pytest.fixture
+def steps_of(without_gpu: None, model: PreTrainedModel) -> Callable[[], tuple[RerunRunner, DeviceSteps, Recording]]:
+    del without_gpu
+
+    def make() -> tuple[RerunRunner, DeviceSteps, Recording]:
+        description = description_of(model.config)
+        assert description is not None
+        decoder = build(description, published_tensors(model), Placement(CPU, torch.float32))
+        drafter = Recording(head_of(model, kept=2))
+        sizes = {"num_pages": 96, "page_size": PAGE_SIZE, "end_token_ids": ()}
+        runner = runner_over(decoder, None, **sizes, in_pass=drafter)
+        runner.attention = ReadBack()
+        runner.enable_device_row_selection(SEQUENCES, 3)
+        options = CaptureOptions(ROWS, SEQUENCES, LayerOptions(compiled=False), hooked=LAYERS, few_outputs=6)
+        captured = RerunRunner(runner, options)
+        capture_steps(captured, seconds=60.0, memory_share=0.0)
+        return captured, DeviceSteps(captured, max_sequences=SEQUENCES, max_rows=ROWS, backend="torch"), drafter
+
+    return make
+
+
+def wanted(sampling: SamplingParams) -> list[SequenceRequest]:
+    rng = random.Random(3)
+    prompts = [[rng.randrange(3, VOCABULARY) for _ in range(length)] for length in (5, 17, 60)]
+    return [request(prompt, MAX_TOKENS, sampling=sampling) for prompt in prompts]
+
+
+@pytest.mark.parametrize("kind", SAMPLINGS)
+@pytest.mark.parametrize("passes", [1, 4])
+def test_the_output_is_that_without_drafts_and_the_trees_are_the_heads(
+    steps_of: Callable[[], tuple[RerunRunner, DeviceSteps, Recording]], model: PreTrainedModel, kind: str, passes: int
+) -> None:
+    sampling = SAMPLINGS[kind]
+    requests = wanted(sampling)
+    expected = [plain(model, one) for one in requests]
+    config = engine_config(max_step_rows=ROWS, max_running=SEQUENCES, prefill_chunk=ROWS // 2)
+    runner, steps, drafter = steps_of()
+    with torch.inference_mode():
+        outcomes = run(runner, requests, launch=steps, passes=passes, stagger=2, config=config)
+    assert [outcome.token_ids for outcome in outcomes] == expected
+    texts = [(*one.token_ids, *output) for one, output in zip(requests, expected, strict=True)]
+    compared = [check(drafted, texts, model, sampling) for drafted in drafter.drafted]
+    assert len(compared) > MAX_TOKENS and sum(compared) > 0.8 * len(compared)
+
+
+def check(drafted: Drafted, texts: list[tuple[int, ...]], model: PreTrainedModel, sampling: SamplingParams) -> bool:
+    """Whether a tree is whole, and the head's own behind one of the texts. One that is cut by its pages has fewer."""
+    known = [list(text[: drafted.base]) for text in texts if len(text) >= drafted.base]
+    trees = [grown(text, model, sampling) for text in known if text[-1] == drafted.root]
+    # Behind its end, a sequence goes on until its launch is over.
+    ended = any(len(text) < drafted.base for text in texts)
+    assert ended or any(drafted.paths <= tree for tree in trees), drafted.base
+    return any(drafted.paths == tree for tree in trees)
+
+
+def grown(text: list[int], model: PreTrainedModel, sampling: SamplingParams) -> Paths:
+    """The tree that the head grows in a draft service."""
+    shape = shape_for(EagleConfig(**SETTINGS).tree, SEQUENCES)
+    settings = SETTINGS | {"cuda_graphs": False, "num_steps": shape.num_steps, "frontier": shape.width}
+    drafter = make_drafter(head_of(model), **settings)
+    mode = VerificationMode.COUPLED if sampling.temperature else VerificationMode.GREEDY
+    sequence = DraftSequence(1, text, 1, VOCABULARY, mode=mode, seed=sampling.seed or 0, sampling=sampling)
+    drafter.open(sequence)
+    sequence.features.append(states_of(model, text[:-1], LAYERS), 0)
+    (tree,) = drafter.propose([sequence])
+    paths: list[tuple[int, ...]] = [()]
+    for token, parent in zip(tree.token_ids[1:], tree.parents[1:], strict=True):
+        paths.append((*paths[parent], token))
+    return set(paths[1:])
