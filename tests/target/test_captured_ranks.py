@@ -19,6 +19,7 @@ import pytest
 import torch
 from conftest import make_tiny
 from engine_harness import engine_config, knowing_tree, plain, request, run
+from in_pass_heads import in_pass_head
 from rerun_graphs import CPU, ROWS, SEQUENCES, ReadBack, RerunRunner, without_gpu
 from thread_ranks import Exchange, ThreadRank
 from torch import Tensor
@@ -43,6 +44,7 @@ from tree_kernels.attention import AttentionBatch
 from tree_kernels.verification import parameter_count
 from tree_models.building import build
 from tree_models.fused.preparing import LayerOptions
+from tree_models.in_pass import InPassDrafter
 from tree_models.layers.placing import Placement
 from tree_models.ranks.decoder import build_rank
 from tree_models.reference import published_tensors
@@ -88,18 +90,23 @@ def model() -> PreTrainedModel:
 
 
 def captured_rank(
-    model: PreTrainedModel, link: ThreadLink | None = None, ahead: AheadCompiler | None = None
+    model: PreTrainedModel,
+    link: ThreadLink | None = None,
+    ahead: AheadCompiler | None = None,
+    drafter: InPassDrafter | None = None,
 ) -> RerunRunner:
     """As `loader.load_runner` makes one."""
     description = description_of(model.config)
     assert description is not None
     place = Placement(CPU, torch.float32, ranks=link)
     decoder = (build_rank if link else build)(description, published_tensors(model), place)
-    runner = runner_over(decoder, None, num_pages=64, page_size=PAGE_SIZE, end_token_ids=())
+    sizes = {"num_pages": 64, "page_size": PAGE_SIZE}
+    runner = runner_over(decoder, None, **sizes, end_token_ids=(), in_pass=drafter)
     runner.attention, runner.ahead = ReadBack(), ahead or AheadCompiler((), 0)
     if link is None or link.leads:
         runner.enable_device_row_selection(SEQUENCES, 3)
-    options = CaptureOptions(ROWS, SEQUENCES, LayerOptions(compiled=False), few_outputs=FEW_OUTPUTS)
+    hooked = () if drafter is None else drafter.layers
+    options = CaptureOptions(ROWS, SEQUENCES, LayerOptions(compiled=False), hooked, few_outputs=FEW_OUTPUTS)
     captured = RerunRunner(runner, options)
     assert all(captured.network.forms), "every layer has its fused form, for ranks too"
     captured.attach(link)
@@ -137,17 +144,18 @@ class Rehearsed(AheadCompiler):
         return count
 
 
-@pytest.fixture
-def leading(without_gpu: None, model: PreTrainedModel) -> Iterator[RerunRunner]:
+@pytest.fixture(params=["drafts elsewhere", "drafts in its passes"])
+def leading(without_gpu: None, model: PreTrainedModel, request: pytest.FixtureRequest) -> Iterator[RerunRunner]:
     """The first rank, which has rehearsed alone what it captured."""
     del without_gpu
+    drafter = in_pass_head(model) if request.param == "drafts in its passes" else None
     exchange, messages = Exchange(RANKS), queue.SimpleQueue[PassMessage | None]()
     links = [ThreadLink(rank, exchange, messages=messages) for rank in range(RANKS)]
     with ThreadPoolExecutor(1) as threads:
         following = threads.submit(follow, model, links[1])
         following.add_done_callback(lambda _: exchange.barrier.abort())
         try:
-            runner = captured_rank(model, links[0], Rehearsed(links[0]))
+            runner = captured_rank(model, links[0], Rehearsed(links[0]), drafter)
             capture_steps(runner, seconds=60.0, memory_share=0.5)
             yield runner
         finally:

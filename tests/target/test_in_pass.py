@@ -11,9 +11,9 @@ import pytest
 import torch
 from conftest import make_tiny
 from eagle_drafting import make_drafter
-from eagle_heads import make_head
 from engine_harness import engine_config, plain, request, run
 from hidden_states import states_of
+from in_pass_heads import LAYERS, SETTINGS, VOCABULARY, head_of
 from rerun_graphs import CPU, ROWS, SEQUENCES, ReadBack, RerunRunner, without_gpu
 from transformers import PreTrainedModel
 
@@ -36,11 +36,7 @@ from tree_models.reference import published_tensors
 
 __all__ = ["without_gpu"]
 
-VOCABULARY, PAGE_SIZE, MAX_TOKENS, LAYERS = 211, 4, 14, (0, 1, 2)
-SETTINGS: dict[str, Any] = {
-    "num_steps": 4, "topk": 3, "num_draft_tokens": 63, "min_score": 0.0, "dtype": "float32", "gumbel_candidates": 211,
-    "kv_tokens": 4096, "cuda_graphs": True,
-}  # fmt: skip
+PAGE_SIZE, MAX_TOKENS = 4, 14
 SAMPLINGS = {
     "greedy": SamplingParams(ignore_eos=True),
     "seeded": SamplingParams(temperature=0.8, top_p=0.9, seed=99, ignore_eos=True),
@@ -60,19 +56,6 @@ class Drafted(NamedTuple):
 @pytest.fixture(scope="module")
 def model() -> PreTrainedModel:
     return make_tiny(num_hidden_layers=2)
-
-
-def head_of(model: PreTrainedModel, kept: int = 0) -> EagleHead:
-    made = make_head(
-        hidden_size=model.config.hidden_size, target_hidden_size=model.config.hidden_size, vocab_size=VOCABULARY,
-        draft_vocab_size=VOCABULARY, feature_layers=LAYERS,
-    )  # fmt: skip
-    if not kept:
-        return made
-    behind = EagleHead(made.config, None, kept=kept)
-    for name, weight in behind.weights().items():
-        weight.copy_(made.weights()[name])
-    return behind.eval()
 
 
 def tree_in(table: torch.Tensor) -> Drafted:
