@@ -9,6 +9,7 @@ from pathlib import Path
 import psutil
 import pytest
 from waits import HUNG_SECONDS, ever_longer, wait_until
+from warm_python import started_by
 
 from outrider.errors import EngineDead
 from outrider.processes.python import module_command
@@ -35,7 +36,6 @@ def end_by_a_lost_rank(folder: Path, tmp_path: Path, lose: Callable[[psutil.Proc
     an error, it ends with status 1, and leaves no process behind. None where it ended before that."""
     address, log = f"unix:{tmp_path}/target.sock", tmp_path / "target.log"
     flags = ("--listen", address, "--model", str(folder), "--tensor-parallel", "2", "--row-budget", "all", *flags)
-    # No forked ones: its processes are looked for among the children of this one.
     command = (*module_command("target_service"), *flags)
     with log.open("wb") as output, subprocess.Popen(command, stdout=output, stderr=output) as service:
         try:
@@ -58,8 +58,9 @@ def _without_second_rank(
     with SyncClient.connect(address) as client:
         wait_until(lambda: service.poll() is not None or _serving(client))
         try:
-            children = psutil.Process(service.pid).children(recursive=True)
-            (follower,) = (child for child in children if "target_service.model.ranks" in child.cmdline())
+            started = started_by(psutil.Process(service.pid))
+            children = [one.process for one in started]
+            (follower,) = (one.process for one in started if "target_service.model.ranks" in one.words)
             for rank in children:
                 listening = [one.laddr.ip for one in rank.net_connections("inet") if one.status == "LISTEN"]
                 assert set(listening) <= {"127.0.0.1"}, "ranks are reached from this host alone"

@@ -18,6 +18,7 @@ import selectors
 import shutil
 import signal
 import socket
+import struct
 import subprocess
 import sys
 import tempfile
@@ -25,13 +26,16 @@ import traceback
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
+
+import psutil
 
 # Of prctl(2): the signal that a process gets when the one that forked it ends.
 _PR_SET_PDEATHSIG = 1
 _FORWARDED = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGUSR1)
 # What stands for a Python: it hands on all that it was started with, passes on signals, and ends as the process does.
-_STAND_IN = """#!{python} -IS
+_FLAGS = "-IS"
+_STAND_IN = """#!{python} {flags}
 import json, os, signal, socket, struct, sys
 connection = socket.socket(socket.AF_UNIX)
 connection.connect({address!r})
@@ -45,9 +49,11 @@ connection.sendall(asked)
 for each in files:
     if each != 2:
         os.close(each)
-(status,) = struct.unpack("=i", connection.recv(4, socket.MSG_WAITALL))
+ended = connection.recv(4, socket.MSG_WAITALL)
+(status,) = struct.unpack("=i", ended) if ended else (1,)
 if status < 0:
-    signal.signal(-status, signal.SIG_DFL)
+    if -status in {forwarded!r}:
+        signal.signal(-status, signal.SIG_DFL)
     os.kill(os.getpid(), -status)
 os._exit(status)
 """
@@ -67,14 +73,19 @@ OF_SERVICES = (
 )
 # Every process of a run that uses a shared one holds it open.
 _LEASE = "lease"
-# What services, training and commands import, and what kernels in Triton's interpreter do.
+# A file that holds the number of the process that another stands for.
+_STANDS_FOR = "behind-{}"
+# What services, training and commands import, what kernels in Triton's interpreter do, and what tests do.
+_OF_COMMANDS = (*OF_SERVICES, "draft_service.training.run", "target_service.distillation")
 _PRELOADED = {
-    "services": (*OF_SERVICES, "draft_service.training.run", "target_service.distillation"),
+    "services": _OF_COMMANDS,
     "interpreter": ("torch", "triton.language", "triton.runtime.interpreter", "tree_kernels.verification"),
+    "workers": (*_OF_COMMANDS, "engine_harness", "outrider_gateway.server", "openai"),
 }
 _ENVIRONMENTS = {
     "services": {"OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1"},
     "interpreter": {"OMP_NUM_THREADS": "1", "TRITON_INTERPRET": "1", "CUDA_VISIBLE_DEVICES": ""},
+    "workers": {"OMP_NUM_THREADS": "1"},
 }
 
 
@@ -94,12 +105,16 @@ def shared_python(kind: str) -> Path:
     and it ends with the last that has asked. `kind` is one of `_PRELOADED`."""
     run = os.environ.get("PYTEST_XDIST_TESTRUNUID", str(os.getpid()))
     folder = Path(tempfile.gettempdir()) / f"outrider-{run}-{kind}"
+    # It is a fork itself where there is a process that has imported as much.
+    forked = kind == "services" and "PYTEST_XDIST_TESTRUNUID" in os.environ
+    python = shared_python("workers") / "python" if forked else Path(sys.executable)
     with _locked():
         if not folder.exists():
             folder.mkdir(mode=0o700)
             os.mkfifo(folder / _LEASE)
             _write_programs(folder)
-            server = _start(folder, {**os.environ, **_ENVIRONMENTS[kind]}, _PRELOADED[kind], shared=True)
+            environment = {**os.environ, **_ENVIRONMENTS[kind]}
+            server = _start(folder, environment, _PRELOADED[kind], python, shared=True)
             assert server.stdout is not None and server.stdout.read(1)
             server.stdout.close()
             # It may outlive this process, and is not waited for.
@@ -107,6 +122,28 @@ def shared_python(kind: str) -> Path:
         # Held until this process ends. To read as well, so that it waits for nobody.
         os.open(folder / _LEASE, os.O_RDWR)
     return folder / "bin"
+
+
+class Started(NamedTuple):
+    process: psutil.Process
+    words: Sequence[str]
+
+
+def started_by(process: psutil.Process) -> list[Started]:
+    """The processes that another has started, and those that they have, with the words of their commands: a forked one
+    in place of what stands for it, among whose children it is not."""
+    found: list[Started] = []
+    for child in _behind(process).children():
+        found += [Started(_behind(child), child.cmdline()), *started_by(child)]
+    return found
+
+
+def _behind(process: psutil.Process) -> psutil.Process:
+    """What a process stands for, or itself."""
+    words = process.cmdline()
+    if len(words) < 3 or words[1] != _FLAGS:
+        return process
+    return psutil.Process(int((Path(words[2]).parents[1] / _STANDS_FOR.format(process.pid)).read_text()))
 
 
 @contextmanager
@@ -124,7 +161,7 @@ def warm_python(folder: Path, environment: Mapping[str, str], preload: Sequence[
     `environment` is what modules read while they are imported; `preload` names the modules.
     """
     programs = _write_programs(folder)
-    server = _start(folder, environment, preload)
+    server = _start(folder, environment, preload, Path(sys.executable))
     assert server.stdout is not None
     try:
         # It writes once all is imported.
@@ -141,7 +178,11 @@ def _write_programs(folder: Path) -> Path:
     programs.mkdir()
     for name, first in (("python", []), ("outrider", ["-m", "outrider_client.cli"])):
         text = _STAND_IN.format(
-            python=sys.executable, address=str(folder / "python.sock"), first=first, forwarded=[*map(int, _FORWARDED)]
+            python=sys.executable,
+            flags=_FLAGS,
+            address=str(folder / "python.sock"),
+            first=first,
+            forwarded=[*map(int, _FORWARDED)],
         )
         (programs / name).write_text(text)
         (programs / name).chmod(0o755)
@@ -149,10 +190,10 @@ def _write_programs(folder: Path) -> Path:
 
 
 def _start(
-    folder: Path, environment: Mapping[str, str], preload: Sequence[str], *, shared: bool = False
+    folder: Path, environment: Mapping[str, str], preload: Sequence[str], python: Path, *, shared: bool = False
 ) -> subprocess.Popen[bytes]:
     """The process that others are forked from."""
-    command = [sys.executable, __file__, str(folder), "shared" if shared else "own", *preload]
+    command = [str(python), __file__, str(folder), "shared" if shared else "own", *preload]
     paths = os.pathsep.join(filter(None, sys.path))
     own = {**environment, "PYTHONPATH": paths}
     return subprocess.Popen(command, env=own, stdout=subprocess.PIPE, start_new_session=shared)
@@ -212,6 +253,7 @@ class _Server:
             self._become(asked, files)
         for each in files:
             os.close(each)
+        (self._folder / _STANDS_FOR.format(_peer(connection))).write_text(str(pid))
         self._processes[pid] = connection
         self._selector.register(connection, selectors.EVENT_READ, pid)
 
@@ -235,6 +277,7 @@ class _Server:
             connection = self._processes.pop(pid)
             with contextlib.suppress(KeyError):
                 self._selector.unregister(connection)
+            (self._folder / _STANDS_FOR.format(_peer(connection))).unlink()
             with contextlib.suppress(ConnectionError):
                 connection.send(os.waitstatus_to_exitcode(status).to_bytes(4, sys.byteorder, signed=True))
             connection.close()
@@ -277,8 +320,13 @@ class _Server:
             os._exit(status)
 
 
-def _end_with_parent() -> None:
-    ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
+def _peer(connection: socket.socket) -> int:
+    """The process at the other end."""
+    return int(struct.unpack("3i", connection.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, 12))[0])
+
+
+def _end_with_parent(number: int = signal.SIGKILL) -> None:
+    ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, number)
 
 
 def _run(words: list[str]) -> None:
@@ -314,9 +362,8 @@ if __name__ == "__main__":
     import importlib
 
     _folder, _shared = Path(sys.argv[1]), sys.argv[2] == "shared"
-    if not _shared:
-        # The tests' process; and what is forked here ends with this one.
-        _end_with_parent()
+    # The tests' process; and what is forked here ends with this one.
+    _end_with_parent(0 if _shared else signal.SIGKILL)
     sys.path.pop(0)
     from outrider.runtime import prepare_grpc
 
@@ -325,9 +372,14 @@ if __name__ == "__main__":
     sys.executable = str(_folder / "bin" / "python")
     for _module in sys.argv[3:]:
         importlib.import_module(_module)
+    if "huggingface_hub.constants" in sys.modules:
+        # As at its import, which may have been before this process was forked.
+        sys.modules["huggingface_hub.constants"].HF_HUB_OFFLINE = os.environ.get("HF_HUB_OFFLINE") == "1"
     # What is never looked at stays in memory that all share.
     gc.collect()
     gc.freeze()
     _server = _Server(_folder, _shared)
     os.write(1, b".")
     _server.run()
+    # Libraries need not be taken down.
+    os._exit(0)

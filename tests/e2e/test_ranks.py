@@ -29,6 +29,7 @@ from running_engine import Running
 from scripted_service import byte_tokenizer
 from transformers import PreTrainedModel
 from waits import HUNG_SECONDS
+from warm_python import shared_python, warm_executable
 
 from outrider.errors import OutriderError
 from outrider.sampling import SamplingParams
@@ -51,6 +52,12 @@ SAMPLINGS = {
     "seeded": SamplingParams(temperature=0.8, top_p=0.9, seed=99, ignore_eos=True),
 }
 MAX_TOKENS = 14
+
+
+@pytest.fixture(scope="module", autouse=True)
+def started_in_a_moment() -> Iterator[None]:
+    with warm_executable(shared_python("services")):
+        yield
 
 
 @pytest.fixture(scope="module")
