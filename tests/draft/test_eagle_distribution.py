@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from collections import Counter
 from collections.abc import Iterator
 
@@ -10,6 +11,7 @@ import numpy.typing as npt
 import pytest
 import torch
 from chi_squared import chi_squared
+from examples import is_full
 from static_drafting import settings_of
 from torch import Tensor
 
@@ -79,6 +81,11 @@ def distribution_of(logits: Tensor, code: int) -> Tensor:
     return torch.softmax(logits[code].double(), dim=-1)
 
 
+@functools.cache
+def target_distribution(code: int) -> Tensor:
+    return distribution_of(TARGET_LOGITS, code)
+
+
 def outputs(tree: TokenTree, seed: int, length: int) -> tuple[int, ...]:
     """What the target says for this tree, up to `length` tokens, with coins of its own."""
     coins = np.random.default_rng(seed + 10**6)
@@ -92,7 +99,7 @@ def outputs(tree: TokenTree, seed: int, length: int) -> tuple[int, ...]:
         tree.parents,
         tree.token_ids,
         distributions,
-        lambda row, _: distribution_of(TARGET_LOGITS, codes[row]),
+        lambda row, _: target_distribution(codes[row]),
         Chance(coins.random),
     )
     said = [*(tree.token_ids[row] for row in walk.accepted_rows), walk.next_token]
@@ -101,7 +108,7 @@ def outputs(tree: TokenTree, seed: int, length: int) -> tuple[int, ...]:
         code = code * VOCABULARY + token
     while len(said) < length:
         # Plain decoding goes on where the step ended.
-        token = int(coins.choice(VOCABULARY, p=distribution_of(TARGET_LOGITS, code).numpy()))
+        token = int(coins.choice(VOCABULARY, p=target_distribution(code).numpy()))
         said.append(token)
         code = code * VOCABULARY + token
     return tuple(said[:length])
@@ -113,7 +120,7 @@ def outputs(tree: TokenTree, seed: int, length: int) -> tuple[int, ...]:
     ids=["chain", "wide", "cut by rank", "cut by worth", "large"],
 )
 def test_outputs_have_the_targets_distribution(shape: TreeShape) -> None:
-    length, batches = 3, 16
+    length, batches = 3, 16 if is_full() else 6
     counts = Counter(outputs(tree, seed, length) for seed, tree in trees(shape, batches))
     samples = BATCH * batches
     expected = np.empty(VOCABULARY**length)
@@ -122,7 +129,7 @@ def test_outputs_have_the_targets_distribution(shape: TreeShape) -> None:
         path = [place // VOCABULARY**power % VOCABULARY for power in reversed(range(length))]
         probability, code = 1.0, 1
         for token in path:
-            probability *= float(distribution_of(TARGET_LOGITS, code)[token])
+            probability *= float(target_distribution(code)[token])
             code = code * VOCABULARY + token
         expected[place], observed[place] = probability * samples, counts[tuple(path)]
     common = expected >= 5
@@ -155,7 +162,7 @@ def test_children_are_drawn_from_the_distribution_they_carry(temperature: float)
 
 def test_the_distribution_test_would_notice() -> None:
     """Trees that keep a node only when its token is likely skew the distribution, and the statistic sees it."""
-    expected = distribution_of(TARGET_LOGITS, 1).numpy()
+    expected = target_distribution(1).numpy()
     counts = Counter[int]()
     for seed, tree in trees(shape_of(1, 1, 1), 16):
         if DRAFT_LOGITS[1, tree.token_ids[1]] < DRAFT_LOGITS[1].max():

@@ -56,6 +56,7 @@ def accepted(outcomes: list[Outcome]) -> int:
     return sum(outcome.finished.totals.accepted_tokens for outcome in outcomes)
 
 
+@pytest.mark.values
 @pytest.mark.parametrize("sampling", SAMPLINGS.values(), ids=SAMPLINGS)
 @pytest.mark.parametrize("name", RECURRENT)
 def test_trees_change_nothing(name: str, sampling: SamplingParams) -> None:

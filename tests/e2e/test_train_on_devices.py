@@ -5,7 +5,6 @@ from __future__ import annotations
 import contextlib
 import copy
 import json
-import os
 import signal
 import subprocess
 import sys
@@ -25,7 +24,7 @@ from safetensors.torch import load_file
 from teaching_model import save_teaching_model
 from torch import Tensor
 from waits import HUNG_SECONDS
-from warm_python import warm_executable, warm_python
+from warm_python import shared_python, started_by, warm_executable
 
 from draft_service.training import trainer as trainer_module
 from draft_service.training.batches import BatchPlan, make_batch
@@ -58,16 +57,10 @@ PYTHON = sys.executable
 BOTH = "cpu,cpu"
 
 
-# What writers and followers import.
-IMPORTED = ("draft_service.training.run", "target_service.distillation", "transformers.models.llama.modeling_llama")
-
-
 @pytest.fixture(scope="module", autouse=True)
-def started_in_a_moment(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
+def started_in_a_moment() -> Iterator[None]:
     """What this process starts as `sys.executable` is forked; `PYTHON` starts as a user's does."""
-    # One of its own, among whose children those of a run are looked for.
-    environment = {**os.environ, "OMP_NUM_THREADS": "1"}
-    with warm_python(tmp_path_factory.mktemp("python"), environment, IMPORTED) as programs, warm_executable(programs):
+    with warm_executable(shared_python("services")):
         yield
 
 
@@ -204,35 +197,33 @@ def test_time_ends_the_training_of_all(tmp_path: Path, model: Path, written: Pat
 
 
 @contextlib.contextmanager
-def training_for_ever(
-    model: Path, out: Path, text: Path, python: str
-) -> Iterator[tuple[subprocess.Popen[str], psutil.Process]]:
+def training_for_ever(model: Path, out: Path, text: Path) -> Iterator[tuple[subprocess.Popen[str], psutil.Process]]:
     """The command and its follower, once they train together."""
     settings = SMALL | {"model": model, "out": out / "head", "text": text, "epochs": 1e6, "device": BOTH}
     flags = [f"--{name.replace('_', '-')}={value}" for name, value in settings.items()]
-    command = [python, "-m", "draft_service.training", *flags, "--validation-seconds=0.1"]
+    command = [sys.executable, "-m", "draft_service.training", *flags, "--validation-seconds=0.1"]
     # Where the tests run behind a shell, Ctrl-C may be ignored, and so by what they start.
     heeded = signal.signal(signal.SIGINT, signal.default_int_handler)
     try:
-        started = subprocess.Popen(command, stderr=subprocess.PIPE, text=True)
+        leader = subprocess.Popen(command, stderr=subprocess.PIPE, text=True)
     finally:
         signal.signal(signal.SIGINT, heeded)
-    with started as process:
+    with leader as process:
         try:
             checkpoint = out / "head.run" / "checkpoint.safetensors"
             while not checkpoint.exists():
                 assert process.poll() is None, process.communicate()[1]
                 time.sleep(0.1)
-            # Other children come and go, as what describes the machine for the record. A follower is `.. RANK STORE`.
-            children = psutil.Process().children(recursive=True)
-            (follower,) = (one for one in children if one.cmdline()[-2:-1] == ["1"])
+            # Other processes come and go, as what describes the machine for the record. A follower is `.. RANK STORE`.
+            started = started_by(psutil.Process(process.pid))
+            (follower,) = (one.process for one in started if list(one.words[-2:-1]) == ["1"])
             yield process, follower
         finally:
             process.kill()
 
 
 def test_a_follower_that_dies_ends_the_run_with_one_line(tmp_path: Path, model: Path, written: Path) -> None:
-    with training_for_ever(model, tmp_path, written / "text", sys.executable) as (process, follower):
+    with training_for_ever(model, tmp_path, written / "text") as (process, follower):
         follower.kill()
         said = process.communicate()[1]
         assert process.returncode == 1
@@ -252,9 +243,7 @@ def test_a_follower_that_dies_ends_the_run_with_one_line(tmp_path: Path, model: 
 def test_the_leaders_end_ends_its_followers(
     tmp_path: Path, model: Path, written: Path, end: signal.Signals, status: int
 ) -> None:
-    # One that is killed says nothing to anybody: that its followers see it is tried with two real ones.
-    python = PYTHON if end is signal.SIGKILL else sys.executable
-    with training_for_ever(model, tmp_path, written / "text", python) as (process, follower):
+    with training_for_ever(model, tmp_path, written / "text") as (process, follower):
         process.send_signal(end)
         said = process.communicate()[1]
         assert process.returncode == status

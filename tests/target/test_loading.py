@@ -238,6 +238,8 @@ async def stuck(folder: Path, arrangement: str) -> AsyncIterator[tuple[asyncio.s
         await process.wait()
 
 
+# Of a start, so by a real Python.
+@pytest.mark.values
 @pytest.mark.parametrize("arrangement", ["shared", "own"])
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT], ids=["SIGTERM", "SIGINT"])
 async def test_process_answers_while_it_loads_and_stops_when_told(
