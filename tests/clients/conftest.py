@@ -10,7 +10,6 @@ import time
 from collections.abc import AsyncIterator, Awaitable, Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from functools import partial
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -379,16 +378,16 @@ async def _outrider(
 
 
 @pytest.fixture(scope="session")
-def programs(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
-    """A folder with a `python` that starts in a moment, with what clients import."""
-    with warm_python(tmp_path_factory.mktemp("python"), os.environ, _IMPORTED) as folder:
-        yield folder
+def python(tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
+    """One that starts in a moment, with what clients import."""
+    with warm_python(tmp_path_factory.mktemp("python"), os.environ, _IMPORTED) as programs:
+        yield str(programs / "python")
 
 
 @pytest.fixture
-def outrider(programs: Path) -> Callable[..., Awaitable[tuple[int, str, str]]]:
+def outrider(python: str) -> Callable[..., Awaitable[tuple[int, str, str]]]:
     """The command, run in a process of its own that starts in a moment."""
-    return partial(_outrider, python=str(programs / "python"))
+    return partial(_outrider, python=python)
 
 
 @pytest.fixture

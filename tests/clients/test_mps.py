@@ -312,10 +312,10 @@ sys.exit(main())
 """
 
 
-async def up(gpus: int, words: tuple[str, ...], port: int, *, draft: bool = False) -> str:
+async def up(python: str, gpus: int, words: tuple[str, ...], port: int, *, draft: bool = False) -> str:
     """What `outrider up` says until it is ready, and its draft service too if there is to be one, and stopped."""
     process = await asyncio.create_subprocess_exec(
-        *(sys.executable, "-c", _UP, str(gpus), "up", "--port", str(port), *words),
+        *(python, "-c", _UP, str(gpus), "up", "--port", str(port), *words),
         stdout=asyncio.subprocess.PIPE,
         stderr=asyncio.subprocess.STDOUT,
         env={**os.environ, "PYTHONPATH": os.pathsep.join(sys.path)},
@@ -348,10 +348,10 @@ async def up(gpus: int, words: tuple[str, ...], port: int, *, draft: bool = Fals
     ids=["one", "trie", "none", "user-placed", "two", "cpu"],
 )
 async def test_up_starts_it_for_a_gpu_that_is_shared(
-    gpus: int, words: tuple[str, ...], started: bool, programs: Path, unused_tcp_port: int
+    gpus: int, words: tuple[str, ...], started: bool, programs: Path, python: str, unused_tcp_port: int
 ) -> None:
     fake = FakeMps(programs)
-    said = await up(gpus, words, unused_tcp_port, draft="none" not in words)
+    said = await up(python, gpus, words, unused_tcp_port, draft="none" not in words)
     assert fake.asked == (["-f", "quit"] if started else []) and fake.left == []
     assert ("which it shares with the target by MPS\n" in said) == started
     assert said.count("MPS") == started
@@ -361,13 +361,13 @@ async def test_up_starts_it_for_a_gpu_that_is_shared(
 @pytest.mark.usefixtures("programs")
 @pytest.mark.parametrize("flags", [("--no-mps",), ()], ids=["not-wanted", "not-there"])
 async def test_without_it_a_draft_on_the_targets_gpu_runs_in_its_process(
-    flags: tuple[str, ...], tmp_path: Path, unused_tcp_port: int
+    flags: tuple[str, ...], tmp_path: Path, python: str, unused_tcp_port: int
 ) -> None:
     """With the flags and the file that a service would have had."""
     file = tmp_path / "outrider.toml"
     file.write_text('[draft]\ndrafter = "merged"\n')
     words = ("--config", str(file), "--draft-flags", "--topk 4 --head 'my head'", *flags)
-    said = await up(1, words, unused_tcp_port)
+    said = await up(python, 1, words, unused_tcp_port)
     assert "hello from draft_service" not in said and "with the draft in its process" in said
     assert "--draft inprocess:merged --device cuda:0 --cuda-graphs --topk 4 --head 'my head' --config" in said
     assert ("So the draft runs in the target's process: install it" in said) == (not flags)
@@ -375,8 +375,8 @@ async def test_without_it_a_draft_on_the_targets_gpu_runs_in_its_process(
 
 
 @pytest.mark.usefixtures("programs")
-async def test_a_draft_with_an_address_stays_a_service(tmp_path: Path, unused_tcp_port: int) -> None:
+async def test_a_draft_with_an_address_stays_a_service(tmp_path: Path, python: str, unused_tcp_port: int) -> None:
     words = ("--drafter", "merged", "--no-mps", "--draft-listen", f"unix:{tmp_path / 'draft.sock'}")
-    said = await up(1, words, unused_tcp_port)
+    said = await up(python, 1, words, unused_tcp_port)
     assert "hello from draft_service" in said and "inprocess" not in said
     assert "which it shares with the target\n" in said

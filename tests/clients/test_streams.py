@@ -9,7 +9,6 @@ import os
 import pty
 import subprocess
 import sys
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -26,12 +25,6 @@ from outrider_client.cli import main
 HOSTILE = "\x1b]0;owned\x07 \x1b]52;c;b3duZWQ=\x07 \x1b[2J\r \x9d0;x\x9c \x9b2J \u202eabc\u2066 \x7f"
 HYPOTHESIS = settings(deadline=None, max_examples=100, suppress_health_check=[HealthCheck.too_slow])
 ALLOWED = set("\n\t")
-
-
-@pytest.fixture
-def python(programs: Path) -> str:
-    """A Python that starts in a moment."""
-    return str(programs / "python")
 
 
 def obeyed(text: str) -> set[str]:

@@ -77,7 +77,7 @@ def cases() -> dict[str, Sizes]:
     found["blocks that end past the edge"] = replace(tiny, hidden=40, inner=72)
     found["wider tile"] = replace(tiny, width=32, tiling=LinearTiling(16, 32, 64, 1, 4, 2, 0))
     split = LinearTiling(16, 16, 16, 4, 4, 2, 0)
-    found["parts"] = replace(tiny, rows=33, hidden=64, heads=4, inner=128, tiling=split)
+    found["parts"] = replace(tiny, rows=17, hidden=64, heads=4, inner=128, tiling=split)
     found["own tiling"] = replace(tiny, rows=33, width=32, tiling=None)
     maps = LinearTiling(64, 32, 32, 1, 4, 3, 0, mapped=True)
     for rows in (3, 40, 130):

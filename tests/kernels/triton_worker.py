@@ -25,6 +25,8 @@ from tree_kernels.attention.triton_tiling import Merging, Tiling
 from tree_kernels.window_frames import WindowFrames
 
 INTERPRETED = not torch.cuda.is_available()
+# Of combinations that take long, values of each.
+IN_TURN = INTERPRETED and not is_full()
 DEVICE = torch.device("cpu" if INTERPRETED else "cuda")
 # The smallest tile that tensor cores take, so that small inputs have many.
 SMALL = Tiling(block_rows=16, block_keys=16, warps=4, stages=1, programs_per_sm=1, merge_rows=16)
@@ -40,11 +42,15 @@ def cases() -> Iterator[tuple[str, dict[str, Any], TritonSettings]]:
     """Name, arguments of `make_case`, settings."""
     specs: list[Spec]
     balanced = TritonSettings(tiling=SMALL, processors=5)
+    wide = TritonSettings(tiling=WIDE, processors=5)
     for page_size in (1, 16, 64):
-        yield f"page {page_size}", {"specs": RAGGED, "page_size": page_size, "width": 16}, balanced
-        wide = TritonSettings(tiling=WIDE, processors=5)
-        yield f"page {page_size}, tiles of 32", {"specs": RAGGED, "page_size": page_size, "width": 16}, wide
-    for tiling in TALL:
+        arguments = {"specs": RAGGED, "page_size": page_size, "width": 16}
+        if page_size != 16 or not IN_TURN:
+            yield f"page {page_size}", arguments, balanced
+        if page_size == 16 or not IN_TURN:
+            yield f"page {page_size}, tiles of 32", arguments, wide
+    # Both sizes, and both ways to merge.
+    for tiling in (TALL[0], TALL[3]) if IN_TURN else TALL:
         specs = [(127, 64, "tree"), (70, 9, "tree"), (3, 90, "causal"), (500, 129, "tree"), (61, 1, "tree")]
         arguments = {"specs": specs, "width": 16, "kv_heads": 1}
         yield f"{tiling}", arguments, TritonSettings(tiling=tiling, processors=7)
@@ -76,7 +82,7 @@ def cases() -> Iterator[tuple[str, dict[str, Any], TritonSettings]]:
     if not INTERPRETED:
         yield from device_cases()
     rng = random.Random(0)
-    for i in range(20 if is_full() or not INTERPRETED else 6):
+    for i in range(6 if IN_TURN else 20):
         kinds = ("tree", "chain", "causal", "star")
         specs = [(rng.randrange(70), rng.randrange(20), rng.choice(kinds)) for _ in range(rng.randrange(1, 5))]
         settings = TritonSettings(rng.choice((None, 32)), SMALL, rng.randrange(1, 9))
@@ -110,7 +116,9 @@ def variant_cases(balanced: TritonSettings) -> Iterator[tuple[str, dict[str, Any
     }
     for name, one in settings.items():
         yield f"all variants, {name}", {"specs": RAGGED, "width": 16, "group": 3, **whole}, one
-        yield f"sinks, {name}", {"specs": RAGGED, "width": 16, "sinks": True}, one
+        # Among all variants are sinks too.
+        if not IN_TURN or name in ("fixed", "merged apart"):
+            yield f"sinks, {name}", {"specs": RAGGED, "width": 16, "sinks": True}, one
     yield "cap", {"specs": RAGGED, "width": 16, "score_cap": 0.7}, balanced
     specs: list[Spec] = [(300, 70, "causal"), (200, 65, "tree"), (3, 130, "tree")]
     yield "long, window", {"specs": specs, "width": 16, "kv_heads": 1, "group": 5, "window": 50}, balanced
