@@ -133,12 +133,12 @@ def started_by(process: psutil.Process) -> list[Started]:
     """The processes that another has started, and those that they have, with the words of their commands: a forked one
     in place of what stands for it, among whose children it is not."""
     found: list[Started] = []
-    for child in _behind(process).children():
-        found += [Started(_behind(child), child.cmdline()), *started_by(child)]
+    for child in behind(process).children():
+        found += [Started(behind(child), child.cmdline()), *started_by(child)]
     return found
 
 
-def _behind(process: psutil.Process) -> psutil.Process:
+def behind(process: psutil.Process) -> psutil.Process:
     """What a process stands for, or itself."""
     words = process.cmdline()
     if len(words) < 3 or words[1] != _FLAGS:

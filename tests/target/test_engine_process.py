@@ -21,6 +21,7 @@ from grpc_health.v1 import health_pb2, health_pb2_grpc
 from readiness import becomes, ready
 from scripted_engine_process import FATAL, FOUND, GARBLED, HANGS
 from waits import HUNG_SECONDS, until
+from warm_python import behind, shared_python, warm_executable
 
 from outrider.errors import InvalidField
 from outrider.v1 import target_pb2 as pb
@@ -33,10 +34,20 @@ from target_service.lifecycle import serve_engine
 from target_service.preflight import EngineRefused
 
 TESTS = Path(__file__).parents[1]
-SCRIPTED = (sys.executable, str(TESTS / "scripted_engine_process.py"))
 SERVING, NOT_SERVING = health_pb2.HealthCheckResponse.SERVING, health_pb2.HealthCheckResponse.NOT_SERVING
 # The scripted engine counts up: three hundred tokens, of which 2 ends an output.
 LONG = {"max_tokens": 200, "ignore_eos": True}
+
+
+@pytest.fixture(scope="module", autouse=True)
+def started_in_a_moment() -> Iterator[None]:
+    with warm_executable(shared_python("services")):
+        yield
+
+
+def scripted() -> tuple[str, str]:
+    """The command of an engine's process."""
+    return sys.executable, str(TESTS / "scripted_engine_process.py")
 
 
 @dataclass
@@ -77,7 +88,7 @@ class Service:
 @asynccontextmanager
 async def served_apart(folder: Path, **settings: Any) -> AsyncIterator[Service]:
     config = TargetConfig(**({"listen": f"unix:{folder}/target", "drain_seconds": 60.0} | settings))
-    link = EngineLink(config, SCRIPTED)
+    link = EngineLink(config, scripted())
     stopping = asyncio.Event()
     task = asyncio.create_task(serve_engine(config, link, stopping))
     async with grpc.aio.insecure_channel(config.listen) as channel:
@@ -229,9 +240,10 @@ class TestEnds:
     async def test_stopped_engine_is_not_serving(self, tmp_path: Path) -> None:
         async with served_apart(tmp_path, heartbeat_seconds=0.5) as service:
             watch = await service.watch()
-            os.kill(service.link.pid, signal.SIGSTOP)
+            engine = behind(psutil.Process(service.link.pid))
+            engine.suspend()
             await becomes(watch, NOT_SERVING)
-            os.kill(service.link.pid, signal.SIGCONT)
+            engine.resume()
             await becomes(watch, SERVING)
             assert len(await service.tokens(5, **LONG)) == 200
             watch.cancel()
@@ -268,7 +280,7 @@ class TestStart:
     )
     def test_engine_that_cannot_run(self, model: str, status: int, reason: str) -> None:
         before = psutil.Process().num_fds()
-        link = EngineLink(TargetConfig(model=model), SCRIPTED)
+        link = EngineLink(TargetConfig(model=model), scripted())
         with pytest.raises(EngineRefused, match=reason) as caught:
             asyncio.run(link.load())
         assert caught.value.status == status
@@ -279,7 +291,7 @@ class TestStart:
         """The model is not there before the tokenizer is."""
         loaded = tmp_path / "tokenizer"
         load_tokenizer: Any = loaded.touch
-        link = EngineLink(TargetConfig(model=f"{FOUND}{loaded}"), SCRIPTED, load_tokenizer)
+        link = EngineLink(TargetConfig(model=f"{FOUND}{loaded}"), scripted(), load_tokenizer)
 
         async def load() -> None:
             await asyncio.wait_for(link.load(), HUNG_SECONDS)
@@ -293,7 +305,7 @@ class TestStart:
             "import asyncio, sys\n"
             "from target_service.config import TargetConfig\n"
             "from target_service.engine_process.client import EngineLink\n"
-            f"link = EngineLink(TargetConfig(), {SCRIPTED!r})\n"
+            f"link = EngineLink(TargetConfig(), {scripted()!r})\n"
             "async def main():\n"
             "    await link.load()\n"
             "    sys.stdout.write(f'{link.pid}\\n'), sys.stdout.flush()\n"
