@@ -8,9 +8,6 @@ from collections.abc import Sequence
 from outrider.errors import OutriderError
 from outrider.log_limit import LogLimit
 
-# Of an exception's text, which may hold a whole tensor. Chosen.
-_MAX_TEXT = 200
-
 logger = logging.getLogger(__name__)
 
 
@@ -28,7 +25,8 @@ def text_of(error: BaseException) -> str:
     if isinstance(error, OutriderError):
         return error.message
     text = " ".join(str(error).split())
-    return f"{type(error).__name__}: {text[:_MAX_TEXT]}" if text else type(error).__name__
+    # Of an exception's text, which may hold a whole tensor. Chosen.
+    return f"{type(error).__name__}: {text[:200]}" if text else type(error).__name__
 
 
 class FaultLog:

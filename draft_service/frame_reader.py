@@ -8,11 +8,6 @@ from typing import Any
 
 import grpc
 
-# Bytes of waiting frames, without the last: features of a long prompt come at 2 MiB a frame. Chosen, not measured.
-_READ_AHEAD_BYTES = 8 << 20
-# Bytes of frames that are handled without a pause, or a single larger frame. A frame of one step is far smaller.
-_SLICE_BYTES = 64 << 10
-
 
 class Inbox:
     """Reads a stream while it is entered, so that all frames that have arrived can be taken at once. A drafter that is
@@ -70,7 +65,9 @@ class Inbox:
             while (frame := await self._read()) is not grpc.aio.EOF:
                 self._bytes += frame.ByteSize()
                 await self._queue.put(frame)
-                while self._bytes > _READ_AHEAD_BYTES:
+                # Bytes of waiting frames, without the last: features of a long prompt come at 2 MiB a frame. Chosen,
+                # not measured.
+                while self._bytes > 8 << 20:
                     self._taken.clear()
                     await self._taken.wait()
             last: Any = grpc.aio.EOF
@@ -87,7 +84,9 @@ def slices(frames: Iterable[Any]) -> Iterator[list[Any]]:
     for frame in frames:
         chunk.append(frame)
         size += frame.ByteSize()
-        if size > _SLICE_BYTES:
+        # Bytes of frames that are handled without a pause, or a single larger frame. A frame of one step is far
+        # smaller.
+        if size > 64 << 10:
             yield chunk
             chunk, size = [], 0
     if chunk:

@@ -16,8 +16,6 @@ from outrider.wire.trees import name_from_pb
 
 # Our part of vLLM's `additional_config`, which every worker gets, also of another machine.
 KEY = "outrider"
-# Read from the environment alone: files have no such table.
-_SECTION = "vllm"
 
 
 @dataclass(frozen=True)
@@ -65,7 +63,8 @@ class ProposerConfig(Settings):
         known = sorted(field.name for field in fields(cls))
         if unknown := sorted(set(given) - set(known)):
             raise SettingsError(f"{KEY} has no setting {unknown[0]!r}; it has {', '.join(known)}")
-        return load(cls, _SECTION, argparse.Namespace(**given), environment)
+        # Read from the environment alone: files have no such table.
+        return load(cls, "vllm", argparse.Namespace(**given), environment)
 
     @property
     def wait_seconds(self) -> float:

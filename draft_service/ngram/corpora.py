@@ -20,14 +20,10 @@ from outrider.errors import PermissionDenied, QuotaExceeded, UnknownCorpus
 from outrider.wire.frames import CorpusInfo
 
 log = logging.getLogger(__name__)
-# Most of the capacity for shared corpora, which are never dropped; tenants' tries keep the rest.
-_SHARED_SHARE = 0.5
 # Shared corpora of one tenant; each stays until its owner deletes it.
 _MOST_CORPORA = 16
 # Over all tenants, so that one message of 200 KB lists them. Chosen, not measured: 64 tenants with all they may have.
 _MOST_SHARED = 1024
-# Most of a tenant's trie for documents, so that its sequences keep room.
-_DOCUMENT_SHARE = 0.5
 
 
 @dataclass(slots=True)
@@ -156,12 +152,14 @@ class Corpora:
     def _document_room(self, owned: _OwnedTrie, corpus: str) -> int:
         """Nodes that documents of a trie's owner may still take."""
         if not corpus:
-            return max(0, int(self._config.tenant_capacity * _DOCUMENT_SHARE) - owned.document_nodes)
+            # Most of a tenant's trie for documents, so that its sequences keep room.
+            return max(0, int(self._config.tenant_capacity * 0.5) - owned.document_nodes)
         with self._lock:
             shared = list(self._shared.values())
         own_nodes = sum(one.trie.nodes for one in shared if one.owner == owned.owner)
         own_room = self._config.corpus_capacity - own_nodes
-        shared_room = int(self._config.capacity * _SHARED_SHARE) - sum(one.trie.nodes for one in shared)
+        # Most of the capacity for shared corpora, which are never dropped; tenants' tries keep the rest.
+        shared_room = int(self._config.capacity * 0.5) - sum(one.trie.nodes for one in shared)
         return max(0, min(own_room, shared_room))
 
     def _settle(self, trie: NgramTrie, rows_before: int, keep: str) -> None:

@@ -6,9 +6,6 @@ from draft_service.ngram.batch import ROOM
 from draft_service.ngram.config import NEVER_LOG2, TrieConfig
 from draft_service.ngram.trie import NgramTrie
 
-# Pieces of fresh tokens that any trie has room for, even past the bound: 100 KB at the default depth.
-_LEAST_PIECES = 4
-
 
 class OwnRows:
     """Counts the rows of own tries. A trie that would exceed the bound evicts its least useful rows instead."""
@@ -17,7 +14,8 @@ class OwnRows:
         self._depth = config.depth
         self._capacity = config.own_capacity
         self._most = 2 * config.own_tokens * config.depth
-        self._least = _LEAST_PIECES * ROOM * config.depth
+        # Pieces of fresh tokens that any trie has room for, even past the bound: 100 KB at the default depth.
+        self._least = 4 * ROOM * config.depth
         self.taken = 0
 
     def made(self, tokens: int) -> NgramTrie:

@@ -10,7 +10,6 @@ import numpy as np
 from draft_service.ngram.arrays import COLUMNS, MAX_CLOCK, ROOT, SEEN, Rows, Slots, Tokens, insert, set_clock_back
 from draft_service.ngram.eviction import copy_survivors, enter_all, slots_for, sound, survivors
 
-_FIRST_ROWS = 256
 # A full trie is cut to this share, so that cuts are rare.
 _KEEP_SHARE = 0.75
 # Tokens inserted per hold of the lock: readers wait for at most about a quarter of a millisecond.
@@ -26,7 +25,7 @@ class NgramTrie:
     fresh arrays outside the lock, so a reader waits for one chunk of insertion at most.
     """
 
-    def __init__(self, depth: int, capacity: int, half_life_log2: int = 20, first_rows: int = _FIRST_ROWS) -> None:
+    def __init__(self, depth: int, capacity: int, half_life_log2: int = 20, first_rows: int = 256) -> None:
         """`capacity`: most nodes (rows) held; `half_life_log2`: of the tokens inserted until counts halve."""
         if not 2 <= depth <= 64:
             raise ValueError(f"depth must be 2..64, is {depth}")

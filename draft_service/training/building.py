@@ -27,8 +27,6 @@ from outrider.model_store import model_source
 from outrider.settings import SettingsError
 from tree_models.layers.norm import Normalization
 
-# As a share of the mean square of the target's rows. Chosen, not measured: small beside 1, large beside rounding.
-_RIDGE = 1e-3
 # The MLP of a head with another width than its target is 8/3 of that width, rounded up to a multiple of this. Chosen,
 # not measured: multiples of 8 fill the tiles of tensor cores, and Llama's 256 would add an eighth to a width of 256.
 _MLP_GRAIN = 64
@@ -210,7 +208,8 @@ def with_vocabulary(head: EagleHead, tokens: Tensor | None, target_lm_head: Tens
     known, own = rows[before], head.lm_head.weight.detach().double()
     # Least squares of `known @ mapping = own`, regularised where the target's rows do not span a direction.
     square = known.T @ known
-    square.diagonal().add_(_RIDGE * square.diagonal().mean())
+    # As a share of the mean square of the target's rows. Chosen, not measured: small beside 1, large beside rounding.
+    square.diagonal().add_(1e-3 * square.diagonal().mean())
     mapping = torch.linalg.solve(square, known.T @ own)
     lm_head = rows @ mapping
     lm_head[before] = own

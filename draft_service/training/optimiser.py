@@ -11,8 +11,6 @@ from torch import Tensor, nn
 # The last learning rate as a share of the highest. Chosen, not measured: between 0, where the last steps have no
 # effect, and the 0.1 that is usual in pre-training on much more text.
 _FLOOR = 0.02
-# EAGLE-3's.
-_BETAS = (0.9, 0.95)
 
 
 def rate_at(fraction: float, highest: float, warmup: float) -> float:
@@ -46,7 +44,8 @@ class MasterAdamW:
             {"params": [one for one in self._masters if one.ndim > 1], "weight_decay": weight_decay},
             {"params": [one for one in self._masters if one.ndim <= 1], "weight_decay": 0.0},
         ]
-        self._adam = torch.optim.AdamW(groups, lr=0.0, betas=_BETAS, fused=device.type == "cuda")
+        # EAGLE-3's.
+        self._adam = torch.optim.AdamW(groups, lr=0.0, betas=(0.9, 0.95), fused=device.type == "cuda")
         self._clip = clip
         self._average = average
         self._publish()

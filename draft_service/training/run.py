@@ -37,15 +37,8 @@ from outrider.settings import SettingsError
 log = logging.getLogger(__name__)
 # Reserved of --minutes for the last validation and saving: this multiple of the first validation's time, plus seconds.
 _RESERVE_VALIDATIONS, _RESERVE_SECONDS = 2.0, 3.0
-# Of the time that is left after writing, what one validation may take, of which a run has two at least. Chosen, not
-# measured: most of the time is for training.
-_VALIDATION_SHARE = 0.1
 # Packages whose versions are recorded beside the usual ones.
 _PACKAGES = ("triton", "safetensors")
-# Losses in a record, at most.
-_CURVE_POINTS = 200
-# The module that runs on each device but the first; it calls `follow`.
-_WORKER = "draft_service.training.worker"
 
 
 def train_head(config: TrainingConfig, command: Sequence[str]) -> Path:
@@ -145,11 +138,15 @@ class _TrainingRun:
         # Started first: followers load the teacher while this process does.
         settings = json.dumps(asdict(replace(config, resume=True)))
         several = len(config.devices) > 1
-        with followers(_WORKER, settings, config.devices) if several else contextlib.nullcontext() as beside:
+        # The module runs on each device but the first; it calls `follow`.
+        worker = "draft_service.training.worker"
+        with followers(worker, settings, config.devices) if several else contextlib.nullcontext() as beside:
             group = None if beside is None else beside.group
             trainer = _trainer(config, self.folder, self.texts, teacher, first, group)
             began = time.monotonic()
-            trainer.validate(_VALIDATION_SHARE * max(0.0, self.budget.part(1.0)))
+            # Of the time that is left after writing, what one validation may take, of which a run has two at least.
+            # Chosen, not measured: most of the time is for training.
+            trainer.validate(0.1 * max(0.0, self.budget.part(1.0)))
             reserve = _RESERVE_SECONDS + _RESERVE_VALIDATIONS * (time.monotonic() - began)
             if beside is not None:
                 trainer.synchronise(beside.check)
@@ -174,7 +171,8 @@ class _TrainingRun:
 
     def _record(self, head: Head, progress: Progress) -> dict[str, Any]:
         """The contents of training.json."""
-        step = max(1, -(-len(progress.losses) // _CURVE_POINTS))
+        # Losses in a record, at most.
+        step = max(1, -(-len(progress.losses) // 200))
         return {
             "model": self.config.model,
             "command": list(self.command),

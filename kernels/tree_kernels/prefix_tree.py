@@ -14,9 +14,6 @@ from tree_kernels.pages import Pages
 
 # Pages that are taken back at once, at least: each search passes over the pages in use. Chosen.
 _BATCH = 32
-# Bytes of hidden states beside all pages, in the host's memory. Chosen: 260,000 tokens of a head that reads 4,096
-# numbers of each in bf16.
-_MOST_STATES = 2 << 30
 # Of a key.
 _TOKEN_BYTES = 4
 
@@ -174,7 +171,9 @@ class PrefixTree:
         """Keep hidden states beside the node's page. If there are too many, unused pages go with theirs."""
         node.states = states
         self.state_bytes += states.nbytes
-        if self.state_bytes > _MOST_STATES:
+        # Bytes of hidden states beside all pages, in the host's memory. Chosen: 260,000 tokens of a head that reads
+        # 4,096 numbers of each in bf16.
+        if self.state_bytes > 2 << 30:
             self._take_back(1)
 
     def use(self, node: PrefixNode) -> None:

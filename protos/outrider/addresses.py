@@ -4,8 +4,6 @@ from __future__ import annotations
 
 from outrider.host_names import is_loopback
 
-# Of channels to services on this machine: gRPC would ask the proxy that `http_proxy` names for them too.
-_WITHOUT_PROXY = (("grpc.enable_http_proxy", 0),)
 # Schemes of gRPC's name syntax; what follows them is not checked.
 _SCHEMES = ("unix", "unix-abstract", "dns", "ipv4", "ipv6", "passthrough")
 # Schemes of URLs, and whether they imply TLS.
@@ -28,7 +26,8 @@ def is_local(address: str) -> bool:
 
 def proxy_options(address: str) -> tuple[tuple[str, int], ...]:
     """Options of a channel to an address, so that none to this machine goes through a proxy."""
-    return _WITHOUT_PROXY if is_local(address) else ()
+    # Of channels to services on this machine: gRPC would ask the proxy that `http_proxy` names for them too.
+    return (("grpc.enable_http_proxy", 0),) if is_local(address) else ()
 
 
 def _reason(address: str) -> str | None:

@@ -14,8 +14,6 @@ from outrider.settings import SettingsError, comma_words, read_toml
 NamedSettings = Mapping[tuple[str, str], str]
 # Drafters that need a head: an EAGLE head, Medusa's, or the target's own MTP module.
 WITH_HEAD = ("eagle", "medusa", "merged", "mtp")
-# The default of the draft's own setting, which cannot be imported here.
-_MERGED_DRAFTERS = "eagle,trie"
 
 
 def named_settings(environment: Mapping[str, str], path: Path | None) -> dict[tuple[str, str], str]:
@@ -38,7 +36,8 @@ def named_settings(environment: Mapping[str, str], path: Path | None) -> dict[tu
 def merged_drafters(words: Sequence[str], named: NamedSettings) -> tuple[str, ...]:
     """The parts of the drafter `merged`: of the draft's flags, named elsewhere, or the default's."""
     flag = flag_value(words, "--merged-drafters")
-    return comma_words(flag or named.get(("merged", "merged_drafters"), "") or _MERGED_DRAFTERS)
+    # The default of the draft's own setting, which cannot be imported here.
+    return comma_words(flag or named.get(("merged", "merged_drafters"), "") or "eagle,trie")
 
 
 def head_setting(names: Set[str]) -> tuple[str, tuple[str, str]]:

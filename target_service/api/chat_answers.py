@@ -23,7 +23,6 @@ if TYPE_CHECKING:
 # Last tokens of a prompt in which the beginning of the answer is looked for. Chosen: templates write some ten.
 _PROMPT_END = 256
 _FORM_PATH = "chat.tools.definitions"
-_ANY_OBJECT = {"type": "object"}
 # Compiles a form, and names where it stands in the request.
 Check = Callable[[StructuredOutput, str], Awaitable[None]]
 # What imports transformers, which a target whose answers are text alone needs not.
@@ -80,7 +79,7 @@ class ChatAnswers:
                 except InvalidField:
                     if name in tools.strict:
                         raise
-                    parameters[name] = _ANY_OBJECT
+                    parameters[name] = {"type": "object"}
             form = self._calls_of(found, parameters, tools, None)
             try:
                 await check(form, _FORM_PATH)

@@ -15,8 +15,6 @@ from target_service.grammars.compiling import Grammars
 
 # Processor time: several times what the largest form within the compiler's own limits took. Chosen.
 COMPILE_SECONDS = 10.0
-# Least time between two looks at the clock of the thread that compiles.
-_LOOK_SECONDS = 0.01
 
 
 @dataclass(eq=False)
@@ -53,7 +51,8 @@ class FormCompiler:
                 if left <= 0:
                     problem = f"cannot be compiled within {self.seconds:g} s"
                     raise InvalidField(f"{field_path}.{form.form}", problem)
-                await asyncio.wait((compiling,), timeout=max(left, _LOOK_SECONDS))
+                # Least time between two looks at the clock of the thread that compiles.
+                await asyncio.wait((compiling,), timeout=max(left, 0.01))
             compiling.result()
         finally:
             begun.cancel()

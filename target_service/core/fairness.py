@@ -12,19 +12,9 @@ from outrider.limits import TenantLimits
 # Steps for which a tenant keeps its part of the time after its last one. Chosen: callers who send one short request
 # after the other return within a step or two, and would have to wait for a long step that began without them.
 _KEPT_STEPS = 4
-# Share of the others' time that their sequences may take in steps. The rest goes to their calls and replies, which take
-# processors from a tenant between its steps: with all of it, waits beside 330 long requests were 1.8 to 2.3 times as
-# long, with this 1.6 to 2.0 (p99, `benchmarks/results/2026-11-25-cpu-attack-long-requests.md`).
-_IN_STEPS = 0.75
-# What steps without a tenant are shorter by, in steps of its own, for a request that arrives in the middle of one.
-# Chosen: beside one other tenant of the same weight such a step is then the least one.
-_ARRIVING = 0.5
 # The least that a step may take, in steps of a tenant's own. A pass of 64 rows takes 1.20 of one of a single row on a
 # GPU (docs/performance.md), so there all sequences fit into every step.
 _LEAST = 1.25
-# Shortened steps after which one tenant gets a step alone, to measure its time while contexts grow; the others lose a
-# sixteenth of the little that they have in such steps. Chosen.
-_ALONE_EVERY = 16
 
 
 class FairShare:
@@ -131,10 +121,16 @@ class TimeShares:
         weights = sum(present.weight for present in self._next.values())
         longest = {}
         for tenant, present in self._next.items():
-            others = _IN_STEPS * (weights / present.weight - 1.0)
+            # Share of the others' time that their sequences may take in steps. The rest goes to their calls and
+            # replies, which take processors from a tenant between its steps: with all of it, waits beside 330 long
+            # requests were 1.8 to 2.3 times as long, with this 1.6 to 2.0 (p99,
+            # `benchmarks/results/2026-11-25-cpu-attack-long-requests.md`).
+            others = 0.75 * (weights / present.weight - 1.0)
             whole, least = present.alone * (1.0 + others), present.alone * min(_LEAST, 1.0 + others)
             if tenant in kept:
-                longest[tenant] = max(least, whole - _ARRIVING * present.alone)
+                # What steps without a tenant are shorter by, in steps of its own, for a request that arrives in the
+                # middle of one. Chosen: beside one other tenant of the same weight such a step is then the least one.
+                longest[tenant] = max(least, whole - 0.5 * present.alone)
                 continue
             present.deficit = min(present.deficit, whole)
             present.paid = min(present.deficit, whole - least)
@@ -165,7 +161,9 @@ class TimeShares:
 
     def alone_next(self, ready: Container[str]) -> str | None:
         """The tenant of `ready` that gets the next step alone; mostly None."""
-        if self.shortened < _ALONE_EVERY or self._strictest not in ready:
+        # Shortened steps after which one tenant gets a step alone, to measure its time while contexts grow; the others
+        # lose a sixteenth of the little that they have in such steps. Chosen.
+        if self.shortened < 16 or self._strictest not in ready:
             return None
         self.shortened = 0
         return self._strictest

@@ -12,10 +12,6 @@ from collections.abc import Sequence as SequenceOf
 from target_service.core.sequence import Sequence, SequenceState
 from target_service.core.sequence_pages import SequencePages
 
-# A sequence waits for at least one in so many of the tokens that it would read itself. Chosen: reading fewer takes no
-# longer than waiting for them may.
-_LEAST_SHARED = 2
-
 
 class PrefixWaits:
     """Which sequences wait for whom. A sequence waits for one that began before it, so none waits for itself."""
@@ -37,7 +33,9 @@ class PrefixWaits:
         known = self._pages.cached_pages(sequence)
         # A pass makes the next token of the last one.
         wanted = len(sequence.token_ids) - 1
-        least = known + max(1, -(-(wanted // self._page_size - known) // _LEAST_SHARED))
+        # A sequence waits for at least one in so many of the tokens that it would read itself. Chosen: reading fewer
+        # takes no longer than waiting for them may.
+        least = known + max(1, -(-(wanted // self._page_size - known) // 2))
         best: tuple[int, Sequence] | None = None
         for other in running:
             if other.state is SequenceState.PREFILL and other.request.tenant == sequence.request.tenant:

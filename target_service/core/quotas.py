@@ -13,9 +13,6 @@ from outrider.errors import QuotaExceeded
 from outrider.limits import TenantTable
 from target_service.core.sequence import SequenceRequest
 
-# Accounts without anything open are removed once there are this many accounts.
-_SWEPT_ABOVE = 1024
-
 
 @dataclass(slots=True)
 class _Account:
@@ -98,7 +95,8 @@ class TenantQuotas:
     def _account(self, tenant: str) -> _Account:
         account = self._accounts.get(tenant)
         if account is None:
-            if len(self._accounts) >= _SWEPT_ABOVE:
+            # Accounts without anything open are removed once there are this many accounts.
+            if len(self._accounts) >= 1024:
                 self._sweep()
             account = self._accounts[tenant] = _Account(filled_at=self._clock())
         return account

@@ -15,11 +15,6 @@ _FIRST_FEW, _SHARE = 5, 0.1
 # Steps in a row that read, after which the time of a size that has not decoded alone is taken from them too. Chosen:
 # longer than a prompt takes where steps are long enough to read it in a few pieces.
 _STALE_AFTER = 16
-# Steps without a size after which its excess over the next smaller size halves, so that one that was slow while all
-# steps were is tried again. Chosen: rare enough not to show in the waits where the size really is slow.
-_EXCESS_HALF_LIFE = 2048
-# Steps for which a size that does not run bounds the times of larger ones. Chosen.
-_FRESH = 16
 
 
 class StepTimes:
@@ -189,9 +184,13 @@ class _Curve:
             seconds = min([seconds, *since])
             previous_age, age = age, self._count - observed.last
             if before and self._forgets:
-                if previous_age < _FRESH:
+                # Steps for which a size that does not run bounds the times of larger ones. Chosen.
+                if previous_age < 16:
                     seconds = min(seconds, least * size / before)
-                seconds = least + (seconds - least) * 0.5 ** (age / _EXCESS_HALF_LIFE)
+                # Steps without a size after which its excess over the next smaller size halves, so that one that was
+                # slow while all steps were is tried again. Chosen: rare enough not to show in the waits where the size
+                # really is slow.
+                seconds = least + (seconds - least) * 0.5 ** (age / 2048)
             before, least = size, max(least, seconds)
             yield size, least
 

@@ -23,8 +23,6 @@ from outrider.weights import Weights
 
 # Medusa heads may lie beside their target's checkpoint.
 _FILES = ("medusa_lm_head.safetensors", "model.safetensors")
-# Beside `fc`, what may stand before it: norms of each state (EAGLE-3.1), or one of all joined.
-_NEEDED = ("fc.", "fc_norm.", "input_norm.")
 # Joins embedding and state in MTP modules of DeepSeek-V3, Qwen3-Next and ERNIE, which read the target's state after its
 # last norm.
 _MTP_NORMED = re.compile(r"(model\.layers\.\d+\.eh_proj|mtp\.fc|model\.mtp_linear_proj\.\d+)\.weight")
@@ -103,7 +101,10 @@ def read_draft_head(source: str, target_layers: int, target_hidden: int) -> Draf
         unnormed = _has(names, _MTP_UNNORMED) and not _has(names, _MTP_NORMED)
         return DraftHead((target_layers - unnormed,), None)
     plain = {name.removeprefix("model."): name for name in names}
-    weights = published.tensors({name: own for name, own in plain.items() if name.startswith(_NEEDED)})
+    # Beside `fc`, what may stand before it: norms of each state (EAGLE-3.1), or one of all joined.
+    weights = published.tensors(
+        {name: own for name, own in plain.items() if name.startswith(("fc.", "fc_norm.", "input_norm."))}
+    )
     features, left = divmod(weights["fc.weight"].shape[1], target_hidden)
     if left or not features:
         raise NotSupported(

@@ -15,12 +15,8 @@ from outrider.answer_parts import AnswerPart, ContentPart, ReasoningPart, ToolCa
 from target_service.text.answer_format import CALLS, CONTENT, REASONING, AnswerFormat
 
 _LETTERS = string.ascii_letters + string.digits
-# As OpenAI's: that many are never drawn twice.
-_ID_LENGTH = 24
 # Characters before a place that a pattern there may look at, at most. Chosen: the longest looks back over a call.
 _LOOKED_BACK = 65536
-# Of parsed arguments: what a region that is no call raises, of whatever kind its parser is.
-_NO_CALL = (ValueError, TypeError, KeyError, IndexError, RecursionError)
 
 
 class AnswerParser:
@@ -102,7 +98,8 @@ class AnswerParser:
 
     def _first_piece(self, name: str, arguments: str) -> ToolCallPart:
         length = self.answer_format.call_id_length
-        letters = "".join(secrets.choice(_LETTERS) for _ in range(length or _ID_LENGTH))
+        # As OpenAI's: that many are never drawn twice.
+        letters = "".join(secrets.choice(_LETTERS) for _ in range(length or 24))
         self._calls += 1
         return ToolCallPart(self._calls - 1, letters if length else f"call_{letters}", name, arguments)
 
@@ -145,11 +142,12 @@ class _Regions(ResponseParser):  # type: ignore[misc]
 
     def _close_current(self, events: list[dict[str, Any]]) -> None:
         field, body = self._current, self._body
+        # Of parsed arguments: what a region that is no call raises, of whatever kind its parser is.
         try:
             super()._close_current(events)
             if events and events[-1]["type"] == "region_close" and field == CALLS:
                 _check_calls(events[-1]["value"])
-        except _NO_CALL:
+        except (ValueError, TypeError, KeyError, IndexError, RecursionError):
             if events and events[-1]["type"] == "region_close":
                 events.pop()
             events.append({"type": "region_broken", "field": field, "text": body})

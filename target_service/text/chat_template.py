@@ -14,9 +14,6 @@ from jinja2.ext import Extension
 from jinja2.parser import Parser
 from jinja2.sandbox import ImmutableSandboxedEnvironment
 
-# Shorter words show nothing of the turns that they may come from.
-_TELLING_WORD = 4
-
 # Marks the end of a message that is to be continued; digits have no case, and are no spaces.
 _END_MARK = "\ufdef7340561928\ufdef"
 # What templates get from here, or from transformers' own functions, beside the special tokens.
@@ -117,7 +114,8 @@ class ChatTemplate:
         """The template's own message; empty where that quotes the turns or tools, since errors are logged."""
         reason = _line(error)
         said = " ".join(str(value) for turn in turns for name, value in turn.items() if name != "role")
-        words = (word for word in reason.split() if len(word) >= _TELLING_WORD)
+        # Shorter words show nothing of the turns that they may come from.
+        words = (word for word in reason.split() if len(word) >= 4)
         if not reason or any(word in said and word not in self.source for word in words):
             return ""
         return f": {reason}"

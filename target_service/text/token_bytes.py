@@ -16,8 +16,6 @@ from typing import Any
 from tokenizers import Tokenizer
 
 _BYTE_TOKEN = re.compile("<0x[0-9A-Fa-f]{2}>")
-# Tokens whose table entry is compared with what the library decodes them to. Chosen; each takes some 10 µs.
-_COMPARED = 256
 # What the cleanup of a WordPiece decoder replaces, token by token, in this order (`tokenizers`, decoders/wordpiece.rs).
 _WORDPIECE_CLEANUP = (
     (" .", "."), (" ?", "?"), (" !", "!"), (" ,", ","), (" ' ", "'"), (" n't", "n't"), (" 'm", "'m"),
@@ -162,7 +160,8 @@ def _agrees(tokenizer: Tokenizer, table: TokenBytes) -> bool:
     if before is None:
         return False
     known = decoded(before)
-    step = max(1, len(table.middle) // _COMPARED)
+    # Tokens whose table entry is compared with what the library decodes them to. Chosen; each takes some 10 µs.
+    step = max(1, len(table.middle) // 256)
     for token_id in sorted(table.middle)[::step]:
         if decoded(before, token_id) != known + table.middle[token_id].decode(errors="replace"):
             return False

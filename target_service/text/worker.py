@@ -39,8 +39,6 @@ from target_service.text.tokenizer import ModelTokenizer
 # Processor seconds of a job: some for any, and more for each byte. Twenty times what a large vocabulary takes on a slow
 # machine (0.2 µs a byte). Chosen.
 SECONDS, SECONDS_PER_BYTE = 1.0, 4e-6
-# Beyond what a worker has once the tokenizer is loaded. A megabyte of text takes some 60 MB. Chosen.
-_MEMORY = 1 << 30
 
 
 def main(descriptor: int) -> int:
@@ -138,7 +136,8 @@ def _limit_memory() -> None:
     resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
     own = Path("/proc/self/statm")
     if own.exists():
-        most = int(own.read_text().split()[0]) * resource.getpagesize() + _MEMORY
+        # Beyond what a worker has once the tokenizer is loaded. A megabyte of text takes some 60 MB. Chosen.
+        most = int(own.read_text().split()[0]) * resource.getpagesize() + (1 << 30)
         resource.setrlimit(resource.RLIMIT_AS, (most, most))
 
 

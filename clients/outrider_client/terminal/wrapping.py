@@ -9,8 +9,6 @@ from operator import itemgetter
 from rich.cells import get_character_cell_size
 
 Part = tuple[str, bool]
-# The widest a tab can be: terminals move to the next multiple of eight.
-_TAB_CELLS = 8
 
 
 class WordWrap:
@@ -44,7 +42,8 @@ class WordWrap:
             self._column, self._at_start = 0, True
             yield character, mark
         elif character in " \t":
-            cells = _TAB_CELLS if character == "\t" else 1
+            # The widest a tab can be: terminals move to the next multiple of eight.
+            cells = 8 if character == "\t" else 1
             yield from self._end_word(cells)
             yield from self._break_before(cells, mark)
             self._column, self._at_start = self._column + cells, False

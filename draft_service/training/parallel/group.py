@@ -20,13 +20,8 @@ from torch import Tensor
 
 from outrider.runtime import LEFT_BEHIND
 
-# For a process that is alive: followers wait while the leader validates and saves, all wait for one that compiles.
-# Chosen, not measured: far above the minutes that these take. The end of a process is noticed at once in other ways.
-_TIMEOUT = timedelta(hours=2)
 # Between checks whether all are ready. Chosen, not measured: far below the seconds that loading a teacher takes.
 _POLL_SECONDS = 0.05
-# Names of the loopback interface on Linux and macOS.
-_LOOPBACKS = {"lo", "lo0"}
 
 
 class GroupLost(Exception):
@@ -51,12 +46,18 @@ class Group:
             check()
             time.sleep(_POLL_SECONDS)
         # On the loopback interface, unless the operator chose another.
-        for loopback in _LOOPBACKS.intersection(name for _, name in socket.if_nameindex()):
+        # Names of the loopback interface on Linux and macOS.
+        for loopback in {"lo", "lo0"}.intersection(name for _, name in socket.if_nameindex()):
             for variable in ("GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME"):
                 os.environ.setdefault(variable, loopback)
         backend = "cpu:gloo,cuda:nccl" if dist.is_nccl_available() and torch.cuda.is_available() else "gloo"
         with _raising_group_lost():
-            dist.init_process_group(backend, store=store, rank=self.rank, world_size=self.size, timeout=_TIMEOUT)
+            # For a process that is alive: followers wait while the leader validates and saves, all wait for one that
+            # compiles. Chosen, not measured: far above the minutes that these take. The end of a process is noticed at
+            # once in other ways.
+            dist.init_process_group(
+                backend, store=store, rank=self.rank, world_size=self.size, timeout=timedelta(hours=2)
+            )
         self._connected = True
 
     def average(self, numbers: Tensor) -> None:

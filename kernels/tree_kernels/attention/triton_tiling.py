@@ -58,8 +58,6 @@ def choose_merging(programs: int, parts: int) -> Merging:
 
 # Keys of a sequence up to which a step is short: starting and merging take longer than reading.
 _SHORT = 2048
-# Keys of a whole batch above which reading each of them once outweighs the spills of a block of 256 rows.
-_MANY_KEYS = 96 * 1024
 
 
 def choose_tiling(
@@ -101,7 +99,8 @@ def choose_tiling(
     if packed == 64 or (not busy and (short or width <= 64)):
         per_sm = 2 if busy or 2 * heads * packed // 64 > processors else 1
         return Tiling(64, 64, 4, 5, per_sm, merge_rows if packed == 64 else 0)
-    if packed >= 256 and keys >= _MANY_KEYS and not short:
+    # Keys of a whole batch above which reading each of them once outweighs the spills of a block of 256 rows.
+    if packed >= 256 and keys >= 96 * 1024 and not short:
         return Tiling(256, 64, 16, 5, 1, apart=True)
     # With masks of four words a second loop would take 4 KB more than an SM has (`tests/kernels/test_tiling.py`).
     return Tiling(128, 128, 8, 5, 1, apart=keys > 4096 * sequences and words == 1)

@@ -33,8 +33,6 @@ from tree_kernels.linear.triton_backend import check_contiguous, or_other, parts
 _ROUTER_OUTPUTS, _ROUTER_INNER, _ROUTER_SPLITS = 16, 128, 8
 # Blocks of rows that one launch may choose for, a counter each.
 _MAX_BLOCKS = 4096
-# Pairs that an expert's program looks through at a time.
-_ORDER_BLOCK = 1024
 # Threads of a prefetch, and the bytes of it that an L2 cache of 50 MB keeps until they are read; of Hopper.
 _PREFETCH_THREADS, _PREFETCH_LIMIT = 128, 32 << 20
 _FOUR_WARPS = 2048
@@ -183,8 +181,9 @@ class TritonExperts(RowExperts):
         if not few:
             order = torch.empty(experts, count, dtype=torch.int32, device=device)
             sizes = torch.empty(experts, dtype=torch.int32, device=device)
+            # Pairs that an expert's program looks through at a time.
             order_kernel[(experts,)](
-                chosen.experts, order, sizes, pairs, count, BLOCK=_ORDER_BLOCK, num_warps=4, **self._order()
+                chosen.experts, order, sizes, pairs, count, BLOCK=1024, num_warps=4, **self._order()
             )
         # One row has no expert twice.
         listed = 0 if not few else 1 if count == 1 and not self._invariant else triton.next_power_of_2(pairs)

@@ -10,8 +10,6 @@ _MIN_BLOCK_ROWS, _MAX_BLOCK_ROWS = 8, 64
 # Pairs of a row and an expert up to which a program looks for its own among all, in place of a launch that lists them.
 # Chosen, not measured: one load of each thread.
 MAX_PAIRS = 128
-# Rows of an expert vary: with this many times their mean in a block, few experts need two.
-_SPARE_ROWS = 3
 
 
 @dataclass(frozen=True, slots=True)
@@ -65,7 +63,8 @@ _TILINGS = {
 
 def rows_of_a_block(rows: int, top_k: int, experts: int) -> int:
     """Rows of a tile, so that few experts need more than one."""
-    wanted = min(rows, -(-_SPARE_ROWS * rows * top_k // experts))
+    # Rows of an expert vary: with this many times their mean in a block, few experts need two.
+    wanted = min(rows, -(-3 * rows * top_k // experts))
     block = _MIN_BLOCK_ROWS
     while block < min(wanted, _MAX_BLOCK_ROWS):
         block *= 2

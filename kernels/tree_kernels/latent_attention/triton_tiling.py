@@ -11,11 +11,6 @@ import triton
 
 from tree_kernels.attention.triton_tiling import Tiling
 
-# Wider latents leave no room for a second tile beside the first.
-_USUAL_LATENT = 512
-# Packed rows that a warpgroup's matrix unit takes at a time.
-_WARPGROUP_ROWS = 64
-
 
 def choose_latent_tiling(packed_rows: int, latent: int, itemsize: int) -> Tiling:
     """The tiling of a step, made for DeepSeek's 512 + 64 in 16 bits.
@@ -33,11 +28,13 @@ def choose_latent_tiling(packed_rows: int, latent: int, itemsize: int) -> Tiling
 
     `packed_rows` are rows times query heads, of the largest sequence, and `itemsize` bytes of an element.
     """
-    if itemsize > 2 or latent > _USUAL_LATENT:
+    # Wider latents leave no room for a second tile beside the first.
+    if itemsize > 2 or latent > 512:
         return Tiling(16, 16, 4, 2, 1)
     packed = max(16, triton.next_power_of_2(packed_rows))
     if packed == 16:
         return Tiling(16, 64, 8, 5, 1)
-    if packed < _WARPGROUP_ROWS:
+    # Packed rows that a warpgroup's matrix unit takes at a time.
+    if packed < 64:
         return Tiling(32, 64, 8, 3, 1)
     return Tiling(64, 64, 8, 2, 1)

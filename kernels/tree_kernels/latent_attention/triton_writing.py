@@ -64,10 +64,6 @@ def _norm_rope_write_kernel(  # type: ignore[no-untyped-def]
         )  # fmt: skip
 
 
-# Heads of queries that a program rotates: 16 of 64 elements are 8 of each of 128 threads, as many as one load takes.
-_HEADS_EACH = 16
-
-
 def norm_rope_write_rows(
     rows: LatentRows, rotary: RotaryAngles, cache: Tensor, slots: Tensor, absorbed: Tensor
 ) -> None:
@@ -75,7 +71,9 @@ def norm_rope_write_rows(
     cache."""
     count, heads, width = rows.queries.shape
     latent, half = len(rows.weight), rotary.cosines.shape[1]
-    each = min(_HEADS_EACH, triton.next_power_of_2(heads))
+    # Heads of queries that a program rotates: 16 of 64 elements are 8 of each of 128 threads, as many as one load
+    # takes.
+    each = min(16, triton.next_power_of_2(heads))
     if count:
         _norm_rope_write_kernel[(count, 1 + triton.cdiv(heads, each))](
             rows.vectors, rows.queries, rows.weight, rotary.cosines, rotary.sines, cache, slots, absorbed, rows.epsilon,

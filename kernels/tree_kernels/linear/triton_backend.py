@@ -41,8 +41,6 @@ _MIN_OUTPUTS = 16
 _MAX_TILES = 65536
 # Elements of one program behind a product: sixteen bytes a thread.
 BLOCK = 1024
-# Columns of a tile that is a head.
-_WIDEST_TILE = 256
 # Columns of a row above which a program of four warps would hold too many numbers a thread.
 _FOUR_WARPS = 2048
 
@@ -147,7 +145,8 @@ class TritonLinears(RowLinears):
         check_contiguous(rows=rows.rows, squares=rows.squares, bias=bias)
         check_heads(heads)
         norms = norms_of(form, width)
-        odd = width != triton.next_power_of_2(width) or width > _WIDEST_TILE
+        # Columns of a tile that is a head.
+        odd = width != triton.next_power_of_2(width) or width > 256
         if norms == "all" or (norms == "heads" and odd):
             # These need more than a tile has. In fp32, since the rows may be normed by half.
             product = rows.rows.new_empty(len(rows.rows), weight.shape[0], dtype=torch.float32)

@@ -63,11 +63,6 @@ _MAPPED = {
 _HEADS_OF_128 = {32: (64, 2, 8, 8, 8), MAX_BLOCK_ROWS: (128, 2, 8, 3, 8)}
 # Longest block of other tiles that are a head: with longer ones a program's stages would be too few. Not measured.
 _HEAD_BLOCK_INNER = 64
-_MAX_HEAD_SPLITS = 8
-# Numbers of a tile that four warps hold in registers: 64 rows by 128 columns.
-_FOUR_WARPS_NUMBERS = 8192
-# As many as 64 rows of an 8B layer have, whose memory is busy.
-_MIN_HEAD_PROGRAMS = 96
 # The same for weights in int8, each near the fastest of those tried on an H100:
 # benchmarks/results/2026-11-25-h100-linear-eight-bits.json. A program reads half the bytes, so few outputs take longer
 # blocks or more splits.
@@ -131,18 +126,18 @@ def whole_head_tiling(tiling: LinearTiling, width: int, outputs: int, inner: int
         return LinearTiling(tiling.block_rows, width, inner_of_block, splits, warps, stages, ahead)
     if tiling.block_outputs == width:
         return tiling
-    programs = max(_MIN_HEAD_PROGRAMS, -(-outputs // tiling.block_outputs) * tiling.splits)
+    # As many as 64 rows of an 8B layer have, whose memory is busy.
+    programs = max(96, -(-outputs // tiling.block_outputs) * tiling.splits)
     splits, block_inner = 1, min(tiling.block_inner, _HEAD_BLOCK_INNER)
-    while (
-        splits < _MAX_HEAD_SPLITS and splits * (outputs // width) < programs and inner % (2 * splits * block_inner) == 0
-    ):
+    while splits < 8 and splits * (outputs // width) < programs and inner % (2 * splits * block_inner) == 0:
         splits *= 2
     in_flight = tiling.block_outputs * tiling.block_inner * tiling.stages
     stages = max(3, in_flight // (width * block_inner))
     # No further than a program's own share of a row, 128 numbers a piece.
     ahead = min(tiling.ahead, 1 << max(0, (inner // splits // 128).bit_length() - 1))
     # Of more numbers four warps would spill: 1,096 bytes a thread of 64 rows by 256 columns, 0 with eight (ptxas).
-    warps = max(tiling.warps, 8) if tiling.block_rows * width > _FOUR_WARPS_NUMBERS else tiling.warps
+    # Numbers of a tile that four warps hold in registers: 64 rows by 128 columns.
+    warps = max(tiling.warps, 8) if tiling.block_rows * width > 8192 else tiling.warps
     return replace(
         tiling, block_outputs=width, block_inner=block_inner, splits=splits, warps=warps, stages=stages, ahead=ahead,
         mapped=False,

@@ -30,9 +30,6 @@ class VectorTiling:
 _GATED = VectorTiling(8, 1, 4)
 _SHORT, _MIDDLE, _LONG = VectorTiling(8, 1, 4), VectorTiling(2, 2, 4), VectorTiling(4, 1, 4)
 _SCALED, _SCALED_FEW = VectorTiling(4, 2, 8), VectorTiling(4, 1, 8)
-# Of products with nothing behind them, as one of two ranks has, and few outputs: 3 to 7 % faster than the other two
-# (benchmarks/results/2026-11-28-h100-ranks.md).
-_FEW_OUTPUTS = 4096
 # Of long rows, which fill the device's last wave of programs or leave it half empty.
 _LONG_BY_INNER = {12288: VectorTiling(4, 4, 8), 14336: VectorTiling(4, 1, 8)}
 
@@ -46,7 +43,9 @@ def choose_vector_tiling(
         return None
     if gated:
         return _GATED
-    if inner < 8192 and outputs <= _FEW_OUTPUTS and not scaled:
+    # Of products with nothing behind them, as one of two ranks has, and few outputs: 3 to 7 % faster than the other two
+    # (benchmarks/results/2026-11-28-h100-ranks.md).
+    if inner < 8192 and outputs <= 4096 and not scaled:
         return _LONG
     if inner < 4096:
         return _SHORT

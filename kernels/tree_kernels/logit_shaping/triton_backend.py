@@ -23,8 +23,6 @@ from tree_kernels.verification.triton_rows import (
 
 # Tokens of the vocabulary for a program, and tokens of a text at a time. Not measured.
 _CHUNK, _TEXT = 2048, 1024
-# Programs that count one text. Not measured.
-_COUNTING = 16
 # Columns of what is written, so that rows begin at addresses that suit wide loads.
 _ALIGNED = 64
 # In a count: the token occurs in the prompt. Outputs are shorter.
@@ -183,7 +181,8 @@ def shape(step: StepToShape, table: Tensor, vocabulary: int, max_sequences: int)
     shaped = torch.empty(rows, columns, dtype=torch.float32, device=device)
     counts = torch.empty(sequences, vocabulary, dtype=torch.int32, device=device)
     clear_kernel[(sequences, chunks)](step.parameters, table, counts, vocabulary, CHUNK=_CHUNK, num_warps=4)
-    count_kernel[(sequences, _COUNTING)](
+    # Programs that count one text. Not measured.
+    count_kernel[(sequences, 16)](
         step.parameters, table, own.query_starts, own.prefix_lengths, own.page_starts, own.page_table, own.tokens,
         counts, vocabulary, PAGE_SIZE=own.page_size, BLOCK=_TEXT, num_warps=4,
     )  # fmt: skip

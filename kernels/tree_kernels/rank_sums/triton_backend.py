@@ -13,7 +13,6 @@ from tree_kernels.rank_sums.triton_kernels import add_parts_kernel
 
 # Loads of a thread, in bytes.
 _LOAD = 16
-_MOST_WARPS = 16
 # The place of a part that is summed alone.
 _ALONE = PLACES - 1
 
@@ -70,7 +69,7 @@ class TritonRankSums:
         post_weight, post_bias = (output, output) if post is None else (post.weight, or_other(post.bias, output))
         weight, shift = (output, output) if norm is None else (norm.weight, or_other(norm.bias, output))
         block = triton.next_power_of_2(width)
-        warps = min(_MOST_WARPS, max(1, block * part.element_size() // (32 * _LOAD)))
+        warps = min(16, max(1, block * part.element_size() // (32 * _LOAD)))
         order = {"DEPENDENT": True, "launch_pdl": True} if self._dependent else {"DEPENDENT": False}
         add_parts_kernel[(min(rows, memory.programs),)](
             tuple(one[place] for one in memory.parts), memory.signals, post_weight, post_bias,

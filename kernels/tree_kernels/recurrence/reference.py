@@ -8,9 +8,6 @@ from torch.nn import functional
 
 from tree_kernels.recurrence.types import HeadsLayout, ShortConvolution, StateRule, StateShape
 
-# Of the length by which queries and keys are divided.
-LENGTH_EPSILON = 1e-6
-
 
 def convolve_text(inputs: Tensor, convolution: ShortConvolution) -> Tensor:
     """The convolution's outputs [T, C] of a whole text's inputs [T, C]."""
@@ -89,7 +86,8 @@ def split_heads(rows: Tensor, shape: StateShape, layout: HeadsLayout) -> tuple[T
     for start, factor in ((layout.query_at, layout.scaling), (layout.key_at, 1.0)):
         heads = rows[:, start : start + width].reshape(len(rows), layout.key_heads, shape.key_width)
         if layout.normed:
-            heads = heads * torch.rsqrt(heads.square().sum(-1, keepdim=True) + LENGTH_EPSILON)
+            # Of the length by which queries and keys are divided.
+            heads = heads * torch.rsqrt(heads.square().sum(-1, keepdim=True) + 1e-6)
         found.append((heads * factor).repeat_interleave(group, dim=1))
     values = rows[:, layout.value_at : layout.value_at + shape.heads * shape.value_width]
     return found[0], found[1], values.reshape(len(rows), shape.heads, shape.value_width)

@@ -40,11 +40,8 @@ from tree_kernels.recurrence.types import (
 _ROWS, _CHANNELS, _KEPT_CHANNELS, _FEW_ROWS, _COLUMNS = 16, 128, 256, 16, 32
 _GATED_HEADS = 4
 _SCANNED_CHANNELS, _KEPT_GATES = 32, 1024
-_UNNORMED_GROUPS = 8
 # Columns above which a program of four warps would hold too many numbers a thread.
 _FOUR_WARPS = 2048
-# Chunks in flight: those of 16-bit numbers fit the shared memory twice.
-_STAGES_16_BITS = 2
 
 
 @dataclass(frozen=True, slots=True)
@@ -182,12 +179,13 @@ class TritonRecurrence:
         prepared = self._prepared(plan, shape, rows, gates, layout, states.window, many=most > _FEW_ROWS)
         parts = triton.cdiv(shape.value_width, _COLUMNS)
         kept = triton.cdiv(shape.channels, shape.heads * parts)
+        # Chunks in flight: those of 16-bit numbers fit the shared memory twice.
         mix_kernel[(plan.batch.sequences, shape.heads, parts)](
             inputs, states.inputs[layer], states.windows[layer], rows, convolved.folded, convolved.folded_gates, gates,
             states.gates[layer], states.states[layer], output, prepared.queries, prepared.keys, prepared.reading,
             prepared.values, prepared.scores, prepared.reached, tensors.query_starts, tensors.prefix_lengths,
             tensors.slots, plan.pending, plan.words, plan.depths, inputs.stride(0), MOST=most, TAPS=shape.taps,
-            BLOCK_V=_COLUMNS, STAGES=_STAGES_16_BITS if rows.element_size() == 2 else 1, KEPT=kept, BLOCK_R=_ROWS,
+            BLOCK_V=_COLUMNS, STAGES=2 if rows.element_size() == 2 else 1, KEPT=kept, BLOCK_R=_ROWS,
             BLOCK_C=triton.next_power_of_2(kept), BLOCK_T=triton.next_power_of_2(max(1, shape.taps - 1)),
             BLOCK_G=triton.next_power_of_2(shape.gates), num_warps=4, **self._constants(shape, layout, states.window),
         )  # fmt: skip
@@ -278,7 +276,7 @@ class TritonRecurrence:
         rows, heads, width = mixed.shape
         output = mixed.new_empty(rows, heads * width)
         # Without a norm any part of a row is a program's; a power of two of heads divides it.
-        groups = of.groups if of.norm is not None else math.gcd(heads, _UNNORMED_GROUPS)
+        groups = of.groups if of.norm is not None else math.gcd(heads, 8)
         group = heads * width // groups
         if rows:
             space_output_kernel[(rows, groups)](

@@ -5,9 +5,6 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-# Without top_k, top_p sorts this many of the most probable tokens first, and the whole vocabulary only if it has to.
-_TOP_P_FIRST = 1024
-
 
 def distribution_of(logits: Tensor, temperature: float, top_k: int, top_p: float, min_p: float) -> Tensor:
     """The distribution [V] in fp64 of logits [V] after temperature, min_p, top_k and top_p, in this order.
@@ -52,7 +49,9 @@ def _nucleus(distribution: Tensor, ranked: Tensor | None, top_p: float) -> Tenso
     """
     if ranked is None:
         share = top_p * distribution.sum()
-        ranked = _most_probable(distribution, min(_TOP_P_FIRST, len(distribution)))
+        # Without top_k, top_p sorts this many of the most probable tokens first, and the whole vocabulary only if it
+        # has to.
+        ranked = _most_probable(distribution, min(1024, len(distribution)))
         if distribution[ranked].sum() < share:
             ranked = _most_probable(distribution, len(distribution))
     else:

@@ -19,9 +19,6 @@ from torch import Tensor
 from tree_kernels.philox import exponentials, gumbel_words, gumbel_words_of
 from tree_kernels.verification.records import NOT_FINITE
 
-# Below this share of the vocabulary, drawing the noise of single tokens costs less than that of all.
-_SPARSE_SHARE = 8
-
 
 class Walk(NamedTuple):
     """The outcome of one verify step: accepted rows from the root's child down, and the target's own next token. A
@@ -66,7 +63,8 @@ def coupled_token(probs: Tensor, seed: int, position: int) -> int:
     Tokens of probability zero never win; ties go to the lowest id. `probs` [V] are non-negative, at least one positive,
     and need not sum to 1; `seed` is the request's, of 64 bits; `position` is the absolute index of the chosen token.
     """
-    if int(probs.count_nonzero()) * _SPARSE_SHARE < len(probs):
+    # Below this share of the vocabulary, drawing the noise of single tokens costs less than that of all.
+    if int(probs.count_nonzero()) * 8 < len(probs):
         entrants = probs.nonzero()[:, 0]
         noise = exponentials(gumbel_words_of(seed, position, entrants))
         return int(entrants[torch.argmin(noise / probs[entrants].double())])

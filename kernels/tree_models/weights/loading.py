@@ -14,15 +14,14 @@ from tree_models.names import WeightNames
 from tree_models.slots import TensorSpec, WeightSlot, specs_of
 from tree_models.weights.checkpoint import FLOATS, Stored, TensorSource, WeightsRefused, some
 
-# Threads that read weights for a GPU: copies out of the system's cache and to the device take a core each. Chosen.
-_READERS = 8
 # Bytes of weights in host memory at once; one slot that has more is read alone. Chosen: four embeddings of an 8B model.
 _UNDER_WAY = 4 << 30
 
 
 def readers_for(device: torch.device) -> int:
     """How many threads read weights: on a CPU one, whose operations take all cores."""
-    return _READERS if device.type == "cuda" else 1
+    # Threads that read weights for a GPU: copies out of the system's cache and to the device take a core each. Chosen.
+    return 8 if device.type == "cuda" else 1
 
 
 def load_slots(slots: Sequence[WeightSlot], checkpoint: TensorSource, names: WeightNames, readers: int = 1) -> None:

@@ -26,16 +26,12 @@ from outrider.checkpoints.refusal import CheckpointRefused, first_line, some
 from outrider.checkpoints.regular_files import read_json_object
 from outrider.checkpoints.tensors import TensorOnDisk, read_tensor
 
-# A model that is so many times as large as its files is not theirs: what is missing would be made before it is named.
-_MOST_GROWTH = 2
 # MTP modules, which draft (`draft_service.mtp`) and are no part of the model.
 _MTP = re.compile(r"(model\.)?mtp(_layers)?\.")
 _LAYER = re.compile(r"((?:model\.)?layers\.(\d+)\.).+")
 # What joins embedding and state in an MTP module that stands behind a model's layers, as in DeepSeek-V3 and GLM-4.5.
 _MTP_JOIN = "eh_proj.weight"
 _EXPERT = re.compile(r"(.+\.experts)\.(\d+)\.(.+)")
-# Numbers that are looked for, where a name may have any.
-_MOST_EXPERTS = 1 << 12
 # A KeyError that is shorter has a name alone.
 _NAME = 60
 # Buffers that are computed; older writers stored them.
@@ -165,7 +161,9 @@ def _skeleton(config: PretrainedConfig) -> PreTrainedModel:
 
 def _check_numel(skeleton: PreTrainedModel, checkpoint: Checkpoint) -> None:
     described = sum(tensor.numel() for tensor in skeleton.parameters())
-    if described > _MOST_GROWTH * checkpoint.numel:
+    # A model that is so many times as large as its files is not theirs: what is missing would be made before it is
+    # named.
+    if described > 2 * checkpoint.numel:
         raise CheckpointRefused(
             f"config.json describes a model of {described:,} parameters, and its files hold {checkpoint.numel:,}"
         )
@@ -228,11 +226,12 @@ def _check_experts(used: Mapping[str, TensorEntry]) -> None:
             numbers[layer, rest].add(number)
             counts[layer] = max(counts[layer], number + 1)
             shapes[layer, rest][entry.shape] += 1
+    # Numbers that are looked for, where a name may have any.
     missing = {
         f"{layer}.{number}.{rest}"
         for (layer, rest), there in numbers.items()
         if len(there) < counts[layer]
-        for number in range(min(counts[layer], _MOST_EXPERTS))
+        for number in range(min(counts[layer], 1 << 12))
         if number not in there
     }
     if missing:

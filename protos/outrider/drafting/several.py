@@ -34,10 +34,6 @@ from outrider.wire.frames import (
 )
 
 log = logging.getLogger(__name__)
-# Drafters that learn nothing from the sequences they follow, so any of several will do.
-_WITHOUT_MEMORY = frozenset({"eagle", "medusa", "model", "mtp", "prompt_lookup", "random"})
-# Of those, drafters that keep keys and values of what they have read.
-_KEEPING_PREFIXES = frozenset({"eagle", "model", "mtp"})
 
 
 @dataclass(eq=False)
@@ -221,10 +217,12 @@ class SeveralDrafts:
         if not connected or self._info is None:
             return None
         key = f"{sequence.tenant}\n{sequence.corpus}"
-        if self._info.drafter in _WITHOUT_MEMORY:
+        # Drafters that learn nothing from the sequences they follow, so any of several will do.
+        if self._info.drafter in ("eagle", "medusa", "model", "mtp", "prompt_lookup", "random"):
             key = str(sequence.sequence_id)
         home = max(connected, key=lambda member: weight(member.address, key))
-        if self._info.drafter in _KEEPING_PREFIXES:
+        # Of those, drafters that keep keys and values of what they have read.
+        if self._info.drafter in ("eagle", "model", "mtp"):
             by_address, text = {member.address: member for member in connected}, (sequence.tenant, sequence.token_ids)
             under_way = [member.address for member in self._homes.values()]
             home = by_address.get(self._prefix_homes.choose(*text, under_way, by_address), home)

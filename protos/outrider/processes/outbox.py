@@ -13,10 +13,6 @@ from outrider.processes.framing import Buffer
 
 # Buffers that one system call takes: `IOV_MAX` of POSIX, 1,024 on Linux.
 _MAX_BUFFERS = os.sysconf("SC_IOV_MAX")
-# Larger frames, of the hidden states of prompts, are left to the thread. Of a prompt's 5.5 MB a sender wrote what the
-# socket took in 0.9 ms, and leaves them to the thread in 0.02 ms
-# (`benchmarks/results/2026-11-25-cpu-hidden-states.md`).
-_MOST_AT_ONCE = 1 << 20
 
 
 class Outbox:
@@ -39,7 +35,10 @@ class Outbox:
         """Send a frame, given as the buffers that it consists of, after all earlier frames. Buffers must not change
         afterwards. Frames to a process that has ended are dropped."""
         with self._changed:
-            at_once = not self._waiting and sum(map(len, buffers)) <= _MOST_AT_ONCE
+            # Larger frames, of the hidden states of prompts, are left to the thread. Of a prompt's 5.5 MB a sender
+            # wrote what the socket took in 0.9 ms, and leaves them to the thread in 0.02 ms
+            # (`benchmarks/results/2026-11-25-cpu-hidden-states.md`).
+            at_once = not self._waiting and sum(map(len, buffers)) <= 1 << 20
             rest = self._send_now(buffers) if at_once else buffers
             if rest and not self._closed:
                 self._waiting.append(rest)

@@ -19,8 +19,6 @@ if TYPE_CHECKING:
     from huggingface_hub import CachedRepoInfo
     from huggingface_hub.hf_api import ModelInfo
 
-# What the target reads of a draft's head.
-_HEAD_PATTERNS = ("*.json", "*.safetensors")
 # For a list of files, from a hub that has just answered. Chosen, not measured.
 _LIST_SECONDS = 30.0
 _COMMIT = re.compile("[0-9a-f]{40}")
@@ -97,7 +95,8 @@ def fetch_head(name: str) -> None:
     head = HubId(name)
     if whole_snapshot(head) is None:
         check_fetchable(name)
-        _download(head, _HEAD_PATTERNS)
+        # What the target reads of a draft's head.
+        _download(head, ("*.json", "*.safetensors"))
 
 
 def cached_models() -> Iterator[tuple[str, Inspected]]:

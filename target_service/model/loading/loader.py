@@ -58,15 +58,8 @@ from tree_models.weights.checkpoint import TensorSource, TextPart, WeightsRefuse
 from tree_models.weights.mxfp4 import DequantisedExperts
 
 log = logging.getLogger(__name__)
-# Default context, chosen so that a laptop stays usable with models of a million tokens; `--max-context` sets more.
-_CONTEXT_LIMIT = 8192
-# Default tokens of the KV cache at most: eight such contexts. Chosen; `--kv-tokens` sets more.
-_KV_TOKENS_LIMIT = 65536
 # A page of the default size, which the text of `check_runner` fits into.
 _LEAST_KV_TOKENS = 16
-# Share of the free memory that the default cache may take, since the draft and other programs share a laptop's. Chosen;
-# where steps are captured, the cache gets the memory that is left instead.
-_KV_MEMORY_SHARE = 0.3
 
 
 class RankGroupLink(RankGroup, RankLink, Protocol):
@@ -133,7 +126,8 @@ def _load(config: TargetConfig, link: RankGroupLink | None, ahead: AheadCompiler
         torch.set_num_threads(1)
     tokenizer = load_tokenizer(folder)
     longest = network.longest_context
-    max_context = min(config.max_context or min(longest, _CONTEXT_LIMIT), longest)
+    # Default context, chosen so that a laptop stays usable with models of a million tokens; `--max-context` sets more.
+    max_context = min(config.max_context or min(longest, 8192), longest)
     if network.recurrent_layers and backend == "triton" and config.max_draft_nodes >= MOST_NODES:
         raise ModelRefused(f"--max-draft-nodes must be below {MOST_NODES} where layers keep states on a GPU")
     log.info("serving %s in %s", config.model, config.dtype)
@@ -364,7 +358,10 @@ def _tokens_that_fit(network: TargetNetwork, states: int, window_share: float) -
             f"recurrent states take {states:,} bytes of {free:,} that are free: set a lower --max-running, or a lower "
             "--kept-states"
         )
-    return int(min(_KV_TOKENS_LIMIT, (free - states) * _KV_MEMORY_SHARE / each))
+    # Default tokens of the KV cache at most: eight such contexts. Chosen; `--kv-tokens` sets more.
+    # Share of the free memory that the default cache may take, since the draft and other programs share a laptop's.
+    # Chosen; where steps are captured, the cache gets the memory that is left instead.
+    return int(min(65536, (free - states) * 0.3 / each))
 
 
 def _kept_numbers(network: TargetNetwork, window_share: float) -> float:

@@ -33,8 +33,6 @@ from target_service.model.loading.hub import HubId, PullFailed, cached_models, c
 from target_service.model.loading.inspection import Inspected, in_words, inspect
 
 log = logging.getLogger(__name__)
-# Bumped when what `pull` writes changes, so that old folders are not used.
-_LAYOUT = "2"
 
 
 @dataclass(frozen=True, slots=True)
@@ -75,7 +73,8 @@ def cache_folder() -> Path:
 
 def local_folder(name: str) -> Path:
     """The folder of the known model `name` once it is pulled."""
-    return cache_folder() / "models" / f"{name}-{_LAYOUT}"
+    # Bumped when what `pull` writes changes, so that old folders are not used.
+    return cache_folder() / "models" / f"{name}-2"
 
 
 def pull(model: str) -> Path:

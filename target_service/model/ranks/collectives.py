@@ -23,8 +23,6 @@ if TYPE_CHECKING:
 
 # While ranks load, each waits for the slowest reader of weights. Chosen: longer than a disk takes for any model.
 _LOADING = timedelta(hours=1)
-# Of `heartbeat_seconds`, within which the leading rank finds the one that hangs, and reports it. Chosen.
-_HEARTBEATS = 3
 # Its name from PyTorch 2.13 on, and before.
 _gather = getattr(distributed, "all_gather_single", None) or distributed.all_gather_into_tensor
 
@@ -57,7 +55,8 @@ class DistributedRanks:
             self.summed(torch.zeros(1, device=device))
             self._one_shot = faster_sums(getattr(torch, config.dtype), device, self.summed, self.least)
         else:
-            self._serving = distributed.new_group(timeout=timedelta(seconds=_HEARTBEATS * config.heartbeat_seconds))
+            # Of `heartbeat_seconds`, within which the leading rank finds the one that hangs, and reports it. Chosen.
+            self._serving = distributed.new_group(timeout=timedelta(seconds=3 * config.heartbeat_seconds))
 
     def begin_serving(self) -> None:
         """Wait for others no longer than for a step from now on. Called by every rank once it has loaded."""

@@ -50,8 +50,6 @@ log = logging.getLogger(__name__)
 # While ranks load, for this one to fail of the same cause as another, such as a model that is refused; it then says so
 # itself. Chosen.
 _GRACE_SECONDS = 10.0
-# How often a rank is asked whether it still runs, within the time in which it has to answer. Chosen.
-_PINGS_IN_HEARTBEAT = 4
 
 
 class FollowingRanks:
@@ -107,7 +105,8 @@ class FollowingRanks:
         """Wait for the end of a follower, and ask it again and again whether it still runs."""
         asked = 0.0
         while True:
-            readable, _, _ = select.select([connection], [], [], self._heartbeat_seconds / _PINGS_IN_HEARTBEAT)
+            # How often a rank is asked whether it still runs, within the time in which it has to answer. Chosen.
+            readable, _, _ = select.select([connection], [], [], self._heartbeat_seconds / 4)
             if readable:
                 answer = received(connection, 1)
                 if not answer:
