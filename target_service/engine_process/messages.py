@@ -1,6 +1,5 @@
 """Messages between the serving process and the engine's, and their frames.
 
-A message is a struct in msgpack, in a frame of `outrider.processes.framing`. Decoding never runs code from the socket;
 `benchmarks/engine/engine_process.py` measures both ends of a step's report.
 """
 
@@ -8,12 +7,11 @@ from __future__ import annotations
 
 from typing import Any
 
-import msgspec
 from google.protobuf.message import DecodeError
 from google.rpc.status_pb2 import Status
 
 from outrider.errors import OutriderError
-from outrider.processes.framing import Buffer, framed
+from outrider.processes.messages import MessageCodec, ProcessMessage
 from outrider.tree import TokenTree
 from outrider.weight_updates import WeightsUpdated
 from outrider.wire.frames import DraftInfo
@@ -25,79 +23,74 @@ from target_service.core.sequence import SequenceEvent, SequenceRequest, Sequenc
 from target_service.core.weights import WeightUpdate
 from tree_kernels.prefix_tree import PageChange
 
-
-class _EngineMessage(msgspec.Struct, frozen=True, array_like=True, tag=True):
-    """One of the messages below."""
-
-
 # To the engine.
 
 
-class Configure(_EngineMessage, frozen=True):
+class Configure(ProcessMessage, frozen=True):
     """The first message: the settings to load a model with."""
 
     config: TargetConfig
 
 
-class Submit(_EngineMessage, frozen=True):
+class Submit(ProcessMessage, frozen=True):
     """Run a request under an id that was never used before."""
 
     sequence_id: int
     request: SequenceRequest
 
 
-class Verify(_EngineMessage, frozen=True):
+class Verify(ProcessMessage, frozen=True):
     """Verify a client's tree in the next step."""
 
     sequence_id: int
     tree: TokenTree
 
 
-class Cancel(_EngineMessage, frozen=True):
+class Cancel(ProcessMessage, frozen=True):
     """End a sequence."""
 
     sequence_id: int
 
 
-class UpdateWeights(_EngineMessage, frozen=True):
+class UpdateWeights(ProcessMessage, frozen=True):
     """Exchange the model's weights, under an id that was never used before. Answered by `WeightsDone`."""
 
     update_id: int
     update: WeightUpdate
 
 
-class CancelUpdate(_EngineMessage, frozen=True):
+class CancelUpdate(ProcessMessage, frozen=True):
     """Keep the old weights, unless they were exchanged already."""
 
     update_id: int
 
 
-class Stop(_EngineMessage, frozen=True):
+class Stop(ProcessMessage, frozen=True):
     """Fail the remaining sequences, and end."""
 
 
 # From the engine.
 
 
-class ModelFound(_EngineMessage, frozen=True):
+class ModelFound(ProcessMessage, frozen=True):
     """The model's files are on this machine, so that its tokenizer can be loaded while the model is. Each process loads
     its own tokenizer. The first message, unless it is `StartRefused`."""
 
 
-class Ready(_EngineMessage, frozen=True):
+class Ready(ProcessMessage, frozen=True):
     """The model is loaded. Nothing but `ModelFound` comes before."""
 
     served: ServedModel
 
 
-class StartRefused(_EngineMessage, frozen=True):
+class StartRefused(ProcessMessage, frozen=True):
     """The engine cannot run: why, and the status to exit with."""
 
     status: int
     reason: str
 
 
-class Report(_EngineMessage, frozen=True):
+class Report(ProcessMessage, frozen=True):
     """What happened since the last report: at most one step's events. Also sent as a heartbeat."""
 
     events: list[SequenceEvent]
@@ -112,7 +105,7 @@ class Report(_EngineMessage, frozen=True):
     beat_ns: int
 
 
-class WeightsDone(_EngineMessage, frozen=True):
+class WeightsDone(ProcessMessage, frozen=True):
     """The result of an update of the weights: `updated`, or else why it was refused."""
 
     update_id: int
@@ -120,13 +113,13 @@ class WeightsDone(_EngineMessage, frozen=True):
     refused: OutriderError | None
 
 
-class DrafterChanged(_EngineMessage, frozen=True):
+class DrafterChanged(ProcessMessage, frozen=True):
     """The draft service came, went or changed."""
 
     info: DraftInfo | None
 
 
-class Dead(_EngineMessage, frozen=True):
+class Dead(ProcessMessage, frozen=True):
     """A step failed. The engine's process logs the reason, and ends."""
 
     reason: str
@@ -135,17 +128,6 @@ class Dead(_EngineMessage, frozen=True):
 ToEngine = Configure | Submit | Verify | Cancel | UpdateWeights | CancelUpdate | Stop
 FromEngine = ModelFound | Ready | StartRefused | Report | WeightsDone | DrafterChanged | Dead
 Message = ToEngine | FromEngine
-
-
-def pack(message: Message) -> bytes:
-    """The frame of a message."""
-    return framed(_encoder.encode(message))
-
-
-def unpack(body: Buffer) -> Message:
-    """The message of a frame without its length. Raises `msgspec.DecodeError` for anything else."""
-    message: Message = _decoder.decode(body)
-    return message
 
 
 def _packed_error(error: Any) -> Any:
@@ -162,5 +144,5 @@ def _unpacked_error(_: type[Any], status: Any) -> OutriderError:
         raise ValueError(f"an error that is no status: {error}") from None
 
 
-_encoder = msgspec.msgpack.Encoder(enc_hook=_packed_error)
-_decoder = msgspec.msgpack.Decoder(Message, dec_hook=_unpacked_error)
+_codec: MessageCodec[Message] = MessageCodec(Message, enc_hook=_packed_error, dec_hook=_unpacked_error)
+pack, unpack = _codec.pack, _codec.unpack

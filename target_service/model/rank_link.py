@@ -6,18 +6,14 @@ from collections.abc import Sequence
 from contextlib import AbstractContextManager
 from typing import Protocol
 
-import msgspec
 from torch import Tensor
 
+from outrider.processes.messages import ProcessMessage
 from target_service.model.forward import ForwardInput
 from tree_kernels.attention import AttentionBatch
 
 
-class _PassMessage(msgspec.Struct, frozen=True, array_like=True, tag=True):
-    """One of the messages below."""
-
-
-class RunPass(_PassMessage, frozen=True):
+class RunPass(ProcessMessage, frozen=True):
     """Run an eager pass, whose token ids are shared next. `logit_rows` are those whose logits are computed, None for
     all."""
 
@@ -56,21 +52,21 @@ class RunPass(_PassMessage, frozen=True):
         return ForwardInput(*rows, attention, self.logit_rows or (), state_slots=states)
 
 
-class MoveRows(_PassMessage, frozen=True):
+class MoveRows(ProcessMessage, frozen=True):
     """Move keys and values between slots, as `ModelRunner.move_rows` does."""
 
     sources: list[int]
     targets: list[int]
 
 
-class CopyState(_PassMessage, frozen=True):
+class CopyState(ProcessMessage, frozen=True):
     """Copy a slot of recurrent states, as `RecurrentStates.copy_slot` does."""
 
     source: int
     target: int
 
 
-class MoveNodes(_PassMessage, frozen=True):
+class MoveNodes(ProcessMessage, frozen=True):
     """Move inputs of nodes, as `RecurrentStates.move_nodes` does."""
 
     slot: int
@@ -78,7 +74,7 @@ class MoveNodes(_PassMessage, frozen=True):
     targets: list[int]
 
 
-class MoveAccepted(_PassMessage, frozen=True):
+class MoveAccepted(ProcessMessage, frozen=True):
     """Move what a pass wrote of accepted rows, as `ModelRunner.move_accepted` does, by `verdicts` integers, which are
     shared next."""
 
@@ -91,14 +87,14 @@ class MoveAccepted(_PassMessage, frozen=True):
     parameters: int = 0
 
 
-class CapturePass(_PassMessage, frozen=True):
+class CapturePass(ProcessMessage, frozen=True):
     """Capture passes of a size. A pass of it is run on the way."""
 
     rows: int
     sequences: int
 
 
-class ReplayPass(_PassMessage, frozen=True):
+class ReplayPass(ProcessMessage, frozen=True):
     """Run a captured pass, whose integers are shared by its graph; with logits of a few rows only."""
 
     rows: int
@@ -106,25 +102,25 @@ class ReplayPass(_PassMessage, frozen=True):
     few_outputs: bool
 
 
-class DropCaptures(_PassMessage, frozen=True):
+class DropCaptures(ProcessMessage, frozen=True):
     """Drop captured passes and their memory."""
 
 
-class UseCache(_PassMessage, frozen=True):
+class UseCache(ProcessMessage, frozen=True):
     """Go on with an empty cache of so many pages."""
 
     num_pages: int
 
 
-class CountFreeMemory(_PassMessage, frozen=True):
+class CountFreeMemory(ProcessMessage, frozen=True):
     """Take part in finding the least free memory of all devices."""
 
 
-class WriteWeights(_PassMessage, frozen=True):
+class WriteWeights(ProcessMessage, frozen=True):
     """Replace the model's weights by those that were read for `RankLink.read_weights`."""
 
 
-class DropWeights(_PassMessage, frozen=True):
+class DropWeights(ProcessMessage, frozen=True):
     """Give the memory of weights back that were read, or are being read."""
 
 

@@ -6,7 +6,7 @@ from typing import Any
 
 import msgspec
 
-from outrider.processes.framing import Buffer, framed
+from outrider.processes.messages import MessageCodec
 from target_service.text.chat_template import Ending
 
 
@@ -61,16 +61,5 @@ class Failed(msgspec.Struct, tag=True):
 Job = EncodeText | EncodePrediction | EncodeChat
 Message = Tokenizing | Job | Encoded | Failed
 
-_encoder = msgspec.msgpack.Encoder()
-_decoder = msgspec.msgpack.Decoder(Message)
-
-
-def pack(message: Message) -> bytes:
-    """The frame of a message."""
-    return framed(_encoder.encode(message))
-
-
-def unpack(body: Buffer) -> Message:
-    """The message of a frame without its length."""
-    message: Message = _decoder.decode(body)
-    return message
+_codec: MessageCodec[Message] = MessageCodec(Message)
+pack, unpack = _codec.pack, _codec.unpack

@@ -55,7 +55,7 @@ class WorkerChild(asyncio.Protocol):
     def send(self, message: messages.ToWorker) -> None:
         """Send a message; nothing to one that has ended."""
         if self._transport is not None and not self._transport.is_closing():
-            self._transport.write(messages.pack(message))
+            self._transport.write(messages.pack_for_worker(message))
 
     def hand_over(self, connection: socket.socket) -> bool:
         """Hand a connection to the worker, which has a descriptor of its own then. False where it does not take it."""

@@ -30,7 +30,7 @@ class ParentLink(asyncio.Protocol):
     def send(self, message: messages.FromWorker) -> None:
         """Send a message; nothing where the parent has ended."""
         if self._transport is not None and not self._transport.is_closing():
-            self._transport.write(messages.pack(message))
+            self._transport.write(messages.pack_for_parent(message))
 
     async def count(self, figures: Callable[[], Figures]) -> None:
         """Send `figures` from now on, once a second and when the parent asks, until this is cancelled."""

@@ -1,25 +1,17 @@
-"""Messages between a gateway's parent and its workers: structs in msgpack, in frames of `outrider.processes.framing`.
-Decoding never runs code from the socket."""
+"""Messages between a gateway's parent and its workers, and their frames."""
 
 from __future__ import annotations
 
-import msgspec
-
-from outrider.processes.framing import Buffer, framed
+from outrider.processes.messages import MessageCodec, ProcessMessage
 from outrider.telemetry.registry import Figures
 from outrider_client.terminal.options import AccessOptions
 from outrider_gateway.config import GatewayConfig
 from outrider_gateway.stored_responses import StoredResponse
 
-
-class _WorkerMessage(msgspec.Struct, frozen=True, array_like=True, tag=True):
-    """One of the messages below."""
-
-
 # To a worker.
 
 
-class ConfigureWorker(_WorkerMessage, frozen=True):
+class ConfigureWorker(ProcessMessage, frozen=True):
     """The first message. `place` is the worker's among `workers`; `secret` is of the counts in `memory_bytes` of shared
     memory."""
 
@@ -31,38 +23,38 @@ class ConfigureWorker(_WorkerMessage, frozen=True):
     memory_bytes: int
 
 
-class Drain(_WorkerMessage, frozen=True):
+class Drain(ProcessMessage, frozen=True):
     """End when running answers have ended, or at once."""
 
     at_once: bool
 
 
-class AskFigures(_WorkerMessage, frozen=True):
+class AskFigures(ProcessMessage, frozen=True):
     """Answered by `Counted`."""
 
 
-class Kept(_WorkerMessage, frozen=True):
+class Kept(ProcessMessage, frozen=True):
     """The answer to `Keep`: whether the response is kept."""
 
     call: int
     kept: bool
 
 
-class Found(_WorkerMessage, frozen=True):
+class Found(ProcessMessage, frozen=True):
     """The answer to `Find`."""
 
     call: int
     response: StoredResponse | None
 
 
-class Deleted(_WorkerMessage, frozen=True):
+class Deleted(ProcessMessage, frozen=True):
     """The answer to `Delete`: whether there was such a response."""
 
     call: int
     deleted: bool
 
 
-class Page(_WorkerMessage, frozen=True):
+class Page(ProcessMessage, frozen=True):
     """The answer to `AskPage`: the text of /metrics."""
 
     call: int
@@ -72,24 +64,24 @@ class Page(_WorkerMessage, frozen=True):
 # From a worker.
 
 
-class Serving(_WorkerMessage, frozen=True):
+class Serving(ProcessMessage, frozen=True):
     """It takes connections from now on."""
 
 
-class WorkerRefused(_WorkerMessage, frozen=True):
+class WorkerRefused(ProcessMessage, frozen=True):
     """Its settings cannot work; it ends."""
 
     reason: str
 
 
-class Counted(_WorkerMessage, frozen=True):
+class Counted(ProcessMessage, frozen=True):
     """What it has counted so far: once a second, and when asked."""
 
     figures: Figures
     asked: bool = False
 
 
-class Keep(_WorkerMessage, frozen=True):
+class Keep(ProcessMessage, frozen=True):
     """Keep a response of a tenant."""
 
     call: int
@@ -98,7 +90,7 @@ class Keep(_WorkerMessage, frozen=True):
     response: StoredResponse
 
 
-class Find(_WorkerMessage, frozen=True):
+class Find(ProcessMessage, frozen=True):
     """Find a response of a tenant."""
 
     call: int
@@ -106,7 +98,7 @@ class Find(_WorkerMessage, frozen=True):
     response_id: str
 
 
-class Delete(_WorkerMessage, frozen=True):
+class Delete(ProcessMessage, frozen=True):
     """Forget a response of a tenant."""
 
     call: int
@@ -114,7 +106,7 @@ class Delete(_WorkerMessage, frozen=True):
     response_id: str
 
 
-class AskPage(_WorkerMessage, frozen=True):
+class AskPage(ProcessMessage, frozen=True):
     """The text of /metrics, of all workers together."""
 
     call: int
@@ -124,23 +116,8 @@ Answer = Kept | Found | Deleted | Page
 ToWorker = ConfigureWorker | Drain | AskFigures | Answer
 FromWorker = Serving | WorkerRefused | Counted | Keep | Find | Delete | AskPage
 
-_encoder = msgspec.msgpack.Encoder()
-_to_worker = msgspec.msgpack.Decoder(ToWorker)
-_from_worker = msgspec.msgpack.Decoder(FromWorker)
-
-
-def pack(message: ToWorker | FromWorker) -> bytes:
-    """The frame of a message."""
-    return framed(_encoder.encode(message))
-
-
-def for_worker(body: Buffer) -> ToWorker:
-    """The message of a frame's body, as a worker receives it."""
-    message: ToWorker = _to_worker.decode(body)
-    return message
-
-
-def for_parent(body: Buffer) -> FromWorker:
-    """The message of a frame's body, as the parent receives it."""
-    message: FromWorker = _from_worker.decode(body)
-    return message
+_to_worker: MessageCodec[ToWorker] = MessageCodec(ToWorker)
+_from_worker: MessageCodec[FromWorker] = MessageCodec(FromWorker)
+# Named by who reads them.
+pack_for_worker, for_worker = _to_worker.pack, _to_worker.unpack
+pack_for_parent, for_parent = _from_worker.pack, _from_worker.unpack

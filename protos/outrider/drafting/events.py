@@ -7,11 +7,8 @@ from typing import Protocol
 
 import msgspec
 
+from outrider.processes.messages import ProcessMessage
 from outrider.wire.frames import DraftInfo, SequenceGrowth
-
-
-class _DraftEventBase(msgspec.Struct, frozen=True, array_like=True, tag=True):
-    """An event of a draft. A struct, which says on its way between processes what kind it is."""
 
 
 class Grown(msgspec.Struct, frozen=True):
@@ -20,7 +17,7 @@ class Grown(msgspec.Struct, frozen=True):
     growths: Sequence[SequenceGrowth]
 
 
-class SequenceFailure(_DraftEventBase, frozen=True):
+class SequenceFailure(ProcessMessage, frozen=True):
     """The draft closed one sequence; the target continues it without drafts."""
 
     sequence_id: int
@@ -28,26 +25,26 @@ class SequenceFailure(_DraftEventBase, frozen=True):
     message: str
 
 
-class Opened(_DraftEventBase, frozen=True):
+class Opened(ProcessMessage, frozen=True):
     """The draft follows a sequence from now on, and needs no hidden states of tokens before `features_from`."""
 
     sequence_id: int
     features_from: int
 
 
-class Connected(_DraftEventBase, frozen=True):
+class Connected(ProcessMessage, frozen=True):
     """A draft with the target's vocabulary is connected. The receiver opens its live sequences (again)."""
 
     info: DraftInfo
 
 
-class Disconnected(_DraftEventBase, frozen=True):
+class Disconnected(ProcessMessage, frozen=True):
     """The draft is disconnected, or could not be reached. It has lost its state of every sequence."""
 
     reason: str
 
 
-class Lost(_DraftEventBase, frozen=True):
+class Lost(ProcessMessage, frozen=True):
     """The one of several drafts that followed these sequences is disconnected. The receiver opens them again, at the
     others."""
 

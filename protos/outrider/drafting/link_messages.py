@@ -16,15 +16,12 @@ import msgspec
 from outrider.drafting.events import Connected, Disconnected, Lost, Opened, SequenceFailure
 from outrider.drafting.link import LinkOptions
 from outrider.processes.framing import Buffer, framed_parts, parts_of
+from outrider.processes.messages import ProcessMessage
 from outrider.tree import DraftDistribution
 from outrider.wire.frames import OpenSequence, SequenceAdvance, SequenceFeatures, SequenceGrowth, Vectors
 
 
-class _LinkMessage(msgspec.Struct, frozen=True, array_like=True, tag=True):
-    """One of the messages below."""
-
-
-class Connect(_LinkMessage, frozen=True):
+class Connect(ProcessMessage, frozen=True):
     """The first message: the arguments of `outrider.drafting.link.connect_draft`."""
 
     address: str
@@ -33,23 +30,23 @@ class Connect(_LinkMessage, frozen=True):
     options: LinkOptions
 
 
-class Open(_LinkMessage, frozen=True):
+class Open(ProcessMessage, frozen=True):
     sequence: OpenSequence
 
 
-class Advance(_LinkMessage, frozen=True):
+class Advance(ProcessMessage, frozen=True):
     advances: list[SequenceAdvance]
 
 
-class SendFeatures(_LinkMessage, frozen=True):
+class SendFeatures(ProcessMessage, frozen=True):
     features: list[SequenceFeatures]
 
 
-class Close(_LinkMessage, frozen=True):
+class Close(ProcessMessage, frozen=True):
     sequence_ids: list[int]
 
 
-class CutOff(_LinkMessage, frozen=True):
+class CutOff(ProcessMessage, frozen=True):
     reason: str
 
 
@@ -79,13 +76,13 @@ class GrowthArrays(msgspec.Struct, frozen=True, array_like=True):
         return SequenceGrowth(*place, *arrays, self.distributions, self.replaces, self.self_contained)
 
 
-class GrownArrays(_LinkMessage, frozen=True):
+class GrownArrays(ProcessMessage, frozen=True):
     """`outrider.drafting.events.Grown` with arrays."""
 
     growths: list[GrowthArrays]
 
 
-class Alive(_LinkMessage, frozen=True):
+class Alive(ProcessMessage, frozen=True):
     """A heartbeat. A process that sends nothing at all is stuck."""
 
 

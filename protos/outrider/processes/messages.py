@@ -1,0 +1,40 @@
+"""Messages between processes of one service: msgspec structs in msgpack, of which decoding never runs code."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any, Generic, TypeVar
+
+import msgspec
+
+from outrider.processes.framing import Buffer, framed
+
+Message = TypeVar("Message")
+
+
+class ProcessMessage(msgspec.Struct, frozen=True, array_like=True, tag=True):
+    """A message, which says on its way of what kind it is."""
+
+
+class MessageCodec(Generic[Message]):
+    """Encodes messages of some kinds, and decodes those alone."""
+
+    def __init__(
+        self,
+        kinds: Any,
+        *,
+        enc_hook: Callable[[Any], Any] | None = None,
+        dec_hook: Callable[[type[Any], Any], Any] | None = None,
+    ) -> None:
+        """`kinds`: a union of structs. The hooks are msgspec's, for values of other types."""
+        self._encoder = msgspec.msgpack.Encoder(enc_hook=enc_hook)
+        self._decoder = msgspec.msgpack.Decoder(kinds, dec_hook=dec_hook)
+
+    def pack(self, message: Message) -> bytes:
+        """The frame of a message."""
+        return framed(self._encoder.encode(message))
+
+    def unpack(self, body: Buffer) -> Message:
+        """The message of a frame's body. Raises `msgspec.DecodeError` for any other."""
+        message: Message = self._decoder.decode(body)
+        return message
