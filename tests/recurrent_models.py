@@ -37,6 +37,10 @@ FALCON: dict[str, Any] = {
     "attention_out_multiplier": 0.9, "ssm_multipliers": [0.5, 0.8, 1.3, 0.7, 1.1], "ssm_in_multiplier": 1.4,
     "ssm_out_multiplier": 0.6,
 }  # fmt: skip
+# Whose layers are those of another: tests of engines run that one.
+ALIKE = {"mamba2", "falcon_mamba"}
+# Layers of states alone.
+SELECTIVE: dict[str, Any] = {"state_size": 6, "time_step_rank": 5, "num_hidden_layers": 2}
 # By a name for the test: `model_type`, and settings beside the usual ones of `conftest.TINY`.
 RECURRENT: dict[str, tuple[str, dict[str, Any]]] = {
     "lfm2": ("lfm2", CONVOLVED),
@@ -72,6 +76,12 @@ RECURRENT: dict[str, tuple[str, dict[str, Any]]] = {
             "num_experts_per_tok": 2, "mamba_d_state": 6, "mamba_dt_rank": 5, "mamba_proj_bias": True,
             "use_mamba_kernels": False,
         },
+    ),
+    "mamba": ("mamba", SELECTIVE | {"use_bias": True}),
+    "falcon_mamba": ("falcon_mamba", SELECTIVE | {"tie_word_embeddings": True, "use_conv_bias": False}),
+    "mamba2": (
+        "mamba2",
+        {"num_hidden_layers": 2, "num_heads": 6, "head_dim": 16, "state_size": 8, "n_groups": 2},
     ),
     "kimi_linear": (
         "kimi_linear",

@@ -50,8 +50,8 @@ class KVCache(Pages):
         recurrent: RecurrentStates | None = None,
         windowed: WindowedLayers | None = None,
     ) -> None:
-        """`shapes` are heads, key width and value width of each layer with keys and values; `recurrent` are the states
-        of the others."""
+        """`shapes` are heads, key width and value width of each layer with keys and values, if there are some;
+        `recurrent` are the states of the others."""
         super().__init__(num_pages, page_size)
         self.recurrent = recurrent
         self.shapes, self.dtype, self.windowed = tuple(shapes), dtype, windowed
@@ -102,8 +102,10 @@ class KVCache(Pages):
 
     def __str__(self) -> str:
         tokens, frames = self.num_pages * self.page_size, self.frames
-        kind = "keys and values" if self.shapes[0][-1] else "latents"
-        size = f"{tokens:,} tokens, {kind} of {self.token_bytes:,} bytes each, {self.nbytes:,} bytes"
+        size = f"{tokens:,} tokens, without keys and values"
+        if self.shapes:
+            kind = "keys and values" if self.shapes[0][-1] else "latents"
+            size = f"{tokens:,} tokens, {kind} of {self.token_bytes:,} bytes each, {self.nbytes:,} bytes"
         if frames is not None:
             size += f"; layers with windows keep {frames.frames * self.page_size:,} tokens"
         return size if self.recurrent is None else f"{size}, and {self.recurrent}"

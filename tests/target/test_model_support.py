@@ -13,7 +13,6 @@ import torch
 from conftest import make_tiny
 from engine_harness import make_runner, plain, random_tree, request, run
 from latent_models import make_latent
-from recurrent_models import DELTA
 from transformers import AutoConfig, PreTrainedConfig, PreTrainedModel
 
 from outrider.heads import tokenizer_fingerprint
@@ -37,7 +36,6 @@ def config_of(model_type: str, **settings: Any) -> PreTrainedConfig:
         (config_of("gemma2", use_bidirectional_attention=True), "capped"),
         (config_of("llama", index_topk=64), "choice of tokens"),
         (config_of("zamba"), "not attention|state-space"),
-        (config_of("mamba"), "linear|state-space"),
         (config_of("bart"), "encoder-decoder"),
         (config_of("bert", add_cross_attention=True), "another input"),
         (config_of("llama4"), "more than text"),
@@ -253,14 +251,6 @@ class TestLoading:
         monkeypatch.setattr("target_service.model.loading.loader.layers_that_differ", lambda *_: ["layer 0 by 1.00"])
         with pytest.raises(ModelRefused, match="window of 64 tokens is not served by transformers' layers"):
             load_runner(config)
-
-    def test_a_model_of_states_alone_is_refused(self, tmp_path: Path, byte_tokenizer: Any) -> None:
-        """In one line: that it is described and not computed is known once its layers are made."""
-        settings = DELTA | {"num_hidden_layers": 1, "layer_types": ["linear_attention"], "num_experts": 0}
-        make_tiny("qwen3_next", vocab_size=300, **settings).save_pretrained(tmp_path)
-        byte_tokenizer.save_pretrained(tmp_path)
-        with pytest.raises(ModelRefused, match="qwen3_next: no layer attends to earlier tokens"):
-            load_runner(TargetConfig(model=str(tmp_path), dtype="float32", kv_tokens=64))
 
     def test_no_such_model_is_an_os_error(self, tmp_path: Path) -> None:
         with pytest.raises(OSError):

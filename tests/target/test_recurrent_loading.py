@@ -54,9 +54,22 @@ def saved(name: str, folder: Path, tokenizer: Any) -> Path:
 
 
 @pytest.mark.parametrize(
-    "name", ["lfm2, biases", "lfm2_moe", "qwen3_next", "qwen3_5", "bamba", "granitemoehybrid, mamba", "falcon_h1"]
+    ("name", "attending"),
+    [
+        ("lfm2, biases", 1),
+        ("lfm2_moe", 1),
+        ("qwen3_next", 1),
+        ("qwen3_5", 1),
+        ("bamba", 1),
+        ("granitemoehybrid, mamba", 1),
+        # Each layer has both.
+        ("falcon_h1", 2),
+        # States alone.
+        ("mamba", 0),
+        ("mamba2", 0),
+    ],
 )
-def test_published_folders_are_served(name: str, tmp_path: Path, byte_tokenizer: Any) -> None:
+def test_published_folders_are_served(name: str, attending: int, tmp_path: Path, byte_tokenizer: Any) -> None:
     folder = saved(name, tmp_path, byte_tokenizer)
     runner = load_runner(TargetConfig(model=str(folder), dtype="float32", kv_tokens=64, max_running=3, kept_states=2))
     check_runner(runner, own_logits(made(name)))
@@ -65,8 +78,16 @@ def test_published_folders_are_served(name: str, tmp_path: Path, byte_tokenizer:
     assert states is not None and layers is not None and layers[0] == 2
     assert states.free_slots == 3 and states.window == 64
     assert f"recurrent states of 3 sequences and 2 copies, {states.sequence_bytes:,} bytes each" in str(runner.cache)
-    # Each of Falcon-H1's layers has both.
-    assert len(runner.cache.keys) == (2 if name == "falcon_h1" else 1)
+    assert len(runner.cache.keys) == attending
+
+
+def test_a_token_of_states_alone_takes_no_memory(tmp_path: Path, byte_tokenizer: Any) -> None:
+    """So that all sequences that run have room for their longest texts."""
+    folder = saved("falcon_mamba", tmp_path, byte_tokenizer)
+    runner = load_runner(TargetConfig(model=str(folder), dtype="float32", max_running=3, max_context=4096))
+    assert runner.cache.num_pages * runner.cache.page_size == 3 * 4096
+    assert runner.cache.nbytes == runner.cache.token_bytes == 0
+    assert "12,288 tokens, without keys and values, and recurrent states of 3 sequences" in str(runner.cache)
 
 
 def test_steps_of_more_rows_than_a_tree_are_measured() -> None:

@@ -22,6 +22,9 @@ from tree_models.spec import (
     StateSpaceSpec,
 )
 
+# Tokens of a text that only states read. Chosen: more than any published model of attention takes.
+_LONGEST_OF_STATES = 2**20
+
 _ACTIVATIONS: dict[str, Activation] = {
     "silu": "silu",
     "swish": "silu",
@@ -158,8 +161,8 @@ def decoder(config: Any, layers: Iterable[LayerSpec], norm: NormSpec, **changes:
 
 def longest_context(config: Any) -> int:
     """Tokens of the longest text. LongRoPE takes other frequencies, and so other keys for all tokens, once a text is
-    longer than the original context."""
-    longest = int(config.max_position_embeddings)
+    longer than the original context. States alone have no longest text of their own."""
+    longest = int(getattr(config, "max_position_embeddings", None) or _LONGEST_OF_STATES)
     if not getattr(config, "rope_parameters", None):
         return longest
     for rope in (rope_parameters(config, layer) for layer in counted(config)):

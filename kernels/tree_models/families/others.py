@@ -16,6 +16,7 @@ from tree_models.families.common import (
     mlp,
     rms_norm,
 )
+from tree_models.families.mamba import STATE_LAYERS
 from tree_models.families.olmo import NORMS_BEHIND
 from tree_models.families.rotary import rotary
 from tree_models.names import WeightNames
@@ -171,20 +172,10 @@ def jais2(config: Any) -> Description:
 # Of a layer of one half, whatever it is.
 _MIXER = "mixer."
 _HYBRID = WeightNames(
-    embedding="backbone.embeddings",
-    final_norm="backbone.norm_f",
-    layer="backbone.layers.{layer}.",
-    before_attention="norm",
+    **STATE_LAYERS,
     before_mlp="norm",
     qkv=(f"{_MIXER}q_proj", f"{_MIXER}k_proj", f"{_MIXER}v_proj"),
     out=f"{_MIXER}o_proj",
-    mixer_in=(f"{_MIXER}in_proj",),
-    convolution=f"{_MIXER}conv1d",
-    decay=f"{_MIXER}A_log",
-    decay_bias=f"{_MIXER}dt_bias",
-    skip=f"{_MIXER}D",
-    mixer_norm=f"{_MIXER}norm",
-    mixer_out=f"{_MIXER}out_proj",
     gate_up=(f"{_MIXER}up_proj",),
     down=f"{_MIXER}down_proj",
     router=f"{_MIXER}gate",

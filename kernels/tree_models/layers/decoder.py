@@ -40,7 +40,6 @@ from tree_models.spec import (
     DeltaNetSpec,
     DenseAndExpertsSpec,
     ExpertsSpec,
-    FamilyRefused,
     GatedConvolutionSpec,
     KimiDeltaSpec,
     LatentSpec,
@@ -241,8 +240,6 @@ class LayerStack(nn.Module):
             DecoderLayer(layer, hidden_size, index, place, kept + own, beside)
             for index, (layer, (own, beside)) in enumerate(zip(specs, _kept_places(specs), strict=True))
         ]
-        if specs and not any(isinstance(layer.attention, AttentionSpec | LatentSpec) for layer in specs):
-            raise FamilyRefused("no layer attends to earlier tokens")
         self.layers: Sequence[DecoderLayer] = nn.ModuleList(made)  # type: ignore[assignment]
         # One for each kind that there is, and the place of each layer's among them; None where it has none.
         kinds = list(dict.fromkeys(kind for layer in specs if (kind := layer.rotary) is not None))

@@ -17,7 +17,9 @@ _FOREIGN = {
     "H_cycles": "layers that run more than once",
 }
 # Of these what layers with an entry in `tree_models.families` compute.
-_COMPUTED = {"attn_logit_softcapping", "conv_L_cache", "linear_num_value_heads", "mamba_d_state", "ssm_state_size"}
+_COMPUTED = {
+    "attn_logit_softcapping", "conv_L_cache", "linear_num_value_heads", "mamba_d_state", "ssm_state_size", "state_size",
+}  # fmt: skip
 # Kinds of layers, as configurations list them, that are plain attention.
 _PLAIN = {"full_attention", "attention"}
 _WINDOWED = {"sliding_attention"}

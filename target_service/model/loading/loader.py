@@ -125,9 +125,6 @@ def _load(config: TargetConfig, link: RankGroupLink | None, ahead: AheadCompiler
         # 8B size spent 1.0 (p50) to 6 ms (p90) picking a head's few rows (H200 host, 2026-11-22).
         torch.set_num_threads(1)
     tokenizer = load_tokenizer(folder)
-    longest = network.longest_context
-    # Default context, chosen so that a laptop stays usable with models of a million tokens; `--max-context` sets more.
-    max_context = min(config.max_context or min(longest, 8192), longest)
     if network.recurrent_layers and backend == "triton" and config.max_draft_nodes >= MOST_NODES:
         raise ModelRefused(f"--max-draft-nodes must be below {MOST_NODES} where layers keep states on a GPU")
     log.info("serving %s in %s", config.model, config.dtype)
@@ -139,7 +136,7 @@ def _load(config: TargetConfig, link: RankGroupLink | None, ahead: AheadCompiler
         attention=backend,
         invariant=config.batch_invariant,
         name=config.served_names[0],
-        max_context=max_context,
+        max_context=_longest_context(config, network),
         tokenizer_fingerprint=fingerprint,
         in_pass=_in_pass(config, network, fingerprint) if link is None or link.leads else None,
         **_cache_sizes(config, network, link),
@@ -281,7 +278,8 @@ def _captured(runner: ModelRunner, config: TargetConfig, link: RankLink | None, 
     captured = CapturedRunner(runner, CaptureOptions(config.step_rows, config.max_running, layers, hooked))
     captured.attach(link)
     if leads:
-        share = 0.0 if config.kv_tokens else config.memory_share
+        # Without keys and values memory bounds nothing.
+        share = 0.0 if config.kv_tokens or not runner.cache.shapes else config.memory_share
         capture_steps(captured, seconds=config.capture_seconds, memory_share=share)
         check_runner(captured, own)
     return captured
@@ -317,10 +315,17 @@ def _set_threads(config: TargetConfig, ranks: RankGroup | None) -> None:
         torch.set_num_threads(max(1, torch.get_num_threads() // ranks.size))
 
 
+def _longest_context(config: TargetConfig, network: TargetNetwork) -> int:
+    """Tokens of the longest sequence."""
+    longest = network.longest_context
+    # Default context, chosen so that a laptop stays usable with models of a million tokens; `--max-context` sets more.
+    return min(config.max_context or min(longest, 8192), longest)
+
+
 def _cache_sizes(config: TargetConfig, network: TargetNetwork, ranks: RankGroup | None) -> dict[str, Any]:
     """The sizes of a runner's cache, see `runner_over`."""
     kv_tokens = _kv_tokens(config, network, ranks)
-    if config.captures and not config.kv_tokens:
+    if config.captures and not config.kv_tokens and network.cache_shapes:
         # Until captured steps have taken their memory.
         kv_tokens = 2 * config.step_rows
     return {
@@ -340,14 +345,15 @@ def _kv_tokens(config: TargetConfig, network: TargetNetwork, ranks: RankGroup | 
     kept = config.kept_states if config.prefix_cache else 0
     states = (config.max_running + kept) * states_bytes(network, config.max_draft_nodes + 1)
     share = config.window_share if ranks is None else 1.0
-    tokens = config.kv_tokens or _tokens_that_fit(network, states, share)
+    tokens = config.kv_tokens or _tokens_that_fit(config, network, states, share)
     # The leading rank's pages are those of all.
     return tokens if ranks is None else ranks.least(tokens)
 
 
-def _tokens_that_fit(network: TargetNetwork, states: int, window_share: float) -> int:
+def _tokens_that_fit(config: TargetConfig, network: TargetNetwork, states: int, window_share: float) -> int:
     """Tokens whose keys and values fit a share of the memory that is free now, beside `states` bytes, with room for
-    `window_share` of them in layers with a window. Raises `ModelRefused` where the states do not fit."""
+    `window_share` of them in layers with a window; without keys and values those of all sequences that run. Raises
+    `ModelRefused` where the states do not fit."""
     if network.device.type == "cuda":
         free, _ = torch.cuda.mem_get_info(network.device)
     else:
@@ -358,6 +364,9 @@ def _tokens_that_fit(network: TargetNetwork, states: int, window_share: float) -
             f"recurrent states take {states:,} bytes of {free:,} that are free: set a lower --max-running, or a lower "
             "--kept-states"
         )
+    if not network.cache_shapes:
+        # A token takes no memory.
+        return config.max_running * _longest_context(config, network)
     # Default tokens of the KV cache at most: eight such contexts. Chosen; `--kv-tokens` sets more.
     # Share of the free memory that the default cache may take, since the draft and other programs share a laptop's.
     # Chosen; where steps are captured, the cache gets the memory that is left instead.
