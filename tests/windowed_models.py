@@ -69,6 +69,20 @@ WINDOWED: dict[str, tuple[str, dict[str, Any]]] = {
             },
         },
     ),
+    "gemma3n": (
+        "gemma3n_text",
+        {
+            "num_hidden_layers": 5, "head_dim": 12, "sliding_window": 5, "num_kv_shared_layers": 2, "laurel_rank": 6,
+            "layer_types": ["sliding_attention", "full_attention", "sliding_attention", "sliding_attention",
+                            "full_attention"],
+            "altup_num_inputs": 3, "hidden_size_per_layer_input": 8, "vocab_size_per_layer_input": 211,
+            "activation_sparsity_pattern": [0.6, 0.0, 0.0, 0.8, 0.0], "final_logit_softcapping": 1.5,
+            "rope_parameters": {
+                "full_attention": {"rope_type": "default", "rope_theta": 1e6},
+                "sliding_attention": {"rope_type": "default", "rope_theta": 1e4},
+            },
+        },
+    ),
     "gemma4": (
         "gemma4_text",
         GEMMA4 | {"num_kv_shared_layers": 3, "use_double_wide_mlp": True, "vocab_size_per_layer_input": 211,

@@ -63,6 +63,18 @@ class WeightNames:
     input_norm: str = "post_per_layer_input_norm"
     layer_scale: str = "layer_scalar"  # whole
 
+    # Of streams of hidden rows, with a number behind the first two, and of augmented residuals.
+    stream_spreading: str = "model.altup_projections"
+    stream_joining: str = "model.altup_unembed_projections"
+    stream_router: str = "altup.modality_router"
+    stream_router_norm: str = "altup.router_norm"
+    stream_predictions: str = "altup.prediction_coefs"
+    stream_corrections: str = "altup.correction_coefs"
+    stream_scale: str = "altup.correct_output_scale"  # whole
+    laurel_left: str = "laurel.linear_left"
+    laurel_right: str = "laurel.linear_right"
+    laurel_norm: str = "laurel.post_laurel_norm"
+
     gate_up: tuple[str, ...] = ("mlp.gate_proj", "mlp.up_proj")  # without a gate, the last
     down: str = "mlp.down_proj"
     activation: str = "mlp.act_fn"
@@ -103,7 +115,7 @@ class WeightNames:
     def of_body(self) -> tuple[str, ...]:
         """Names below the body, which is what the head reads."""
         inputs = self.layer_inputs, self.layer_inputs_projection, self.layer_inputs_norm
-        return self.embedding, self.final_norm, self.layer, *inputs
+        return self.embedding, self.final_norm, self.layer, *inputs, self.stream_spreading, self.stream_joining
 
     def in_layer(self, name: str, layer: int, expert: int = 0) -> str:
         """The whole name of what `name` is in a layer."""

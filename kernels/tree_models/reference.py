@@ -112,6 +112,7 @@ def layers_that_differ(decoder: Decoder, config: Any, source: TensorSource) -> l
         own = _made(inner, index, decoder.device).to(decoder.dtype)
         _fill(own, decoder, index, source)
         mine, expected = _outputs(own, inner, config, decoder, index)
+        mine, expected = mine.flatten(1), expected.flatten(1)
         errors = (mine - expected).float().norm(dim=-1) / expected.float().norm(dim=-1)
         # The median, since rounding may send one row to another expert. Negated, so that NaN differs.
         if not float(errors.median()) <= TOLERANCE:
@@ -122,14 +123,17 @@ def layers_that_differ(decoder: Decoder, config: Any, source: TensorSource) -> l
 
 def _made(inner: Any, index: int, device: torch.device) -> Any:
     """One of transformers' layers in memory, unwritten but for what no checkpoint has."""
-    own = inner.layers[index]
-    if {name for name, _ in own.named_buffers()} <= own.state_dict().keys():
-        own = own.to_empty(device=device)
-        for module in own.modules():
-            if [*module.buffers(recurse=False)]:
-                # Computes them where they can be, as rates of lightning attention: a checkpoint may lack these.
-                inner._init_weights(module)
+    own = inner.layers[index].to_empty(device=device)
+    computed = [buffer for name, buffer in own.named_buffers() if name not in own.state_dict()]
+    for buffer in computed:
+        buffer.fill_(float("nan"))
+    for module in own.modules():
+        if [*module.buffers(recurse=False)]:
+            # Computes them where they can be, as rates of lightning attention: a checkpoint may lack these.
+            inner._init_weights(module)
+    if all(bool(buffer.isfinite().all()) for buffer in computed):
         return own
+    own.to("meta")
     # Computed when the model is made, as Falcon-H1's scales are; layers of such models are alike.
     alone = copy.deepcopy(inner.config)
     alone.num_hidden_layers, alone.vocab_size, alone.pad_token_id = 1, min(_WORDS, alone.vocab_size), None
@@ -219,6 +223,9 @@ def _outputs(own: Any, inner: Any, config: Any, decoder: Decoder, index: int) ->
     generator = torch.Generator().manual_seed(0)
     hidden = 0.05 * torch.randn(_ROWS, decoder.hidden_size, generator=generator)
     hidden = hidden.to(decoder.device, decoder.dtype)
+    streams = decoder.spec.streams
+    if streams is not None:
+        hidden = torch.stack([hidden.roll(shift, 0) for shift in range(streams.count)], dim=1)
     positions = torch.arange(_ROWS, device=decoder.device)
     layer: Any = decoder.layers[index]
     spec = layer.spec.attention
@@ -240,19 +247,22 @@ def _outputs(own: Any, inner: Any, config: Any, decoder: Decoder, index: int) ->
             ranks = decoder.place.ranks
             whole = spec.heads * (1 if ranks is None else ranks.size) // own.self_attn.num_key_value_groups
             every = [one.repeat(1, 1, whole // spec.kv_heads, 1) for one in kept]
-            given["shared_kv_states"][config.layer_types[index]] = tuple(one.transpose(1, 2) for one in every)
+            pair = tuple(one.transpose(1, 2) for one in every)
+            # Of a kind of layers, or of one layer.
+            given["shared_kv_states"] |= {config.layer_types[index]: pair, spec.keys_of: pair}
     seen = sequence_mask(_batch(), 0, getattr(spec, "window", None)).to(decoder.device)
     mask = torch.zeros(seen.shape, device=decoder.device, dtype=decoder.dtype)
     mask.masked_fill_(~seen, torch.finfo(decoder.dtype).min)
     output = own(
-        hidden[None],
+        hidden[None] if streams is None else hidden.transpose(0, 1)[:, None],
         # Without padding, other layers need none.
         attention_mask=None if isinstance(spec, RecurrentSpec) else mask[None, None],
         position_ids=positions[None],
         position_embeddings=_turns(inner, config, hidden, positions, index),
         **given,
     )
-    expected = (output[0] if isinstance(output, tuple) else output)[0]
+    expected = output[0] if isinstance(output, tuple) else output
+    expected = expected[0] if streams is None else expected[:, 0].transpose(0, 1)
     attention = TreeAttention("reference", decoder.device)
     plan = attention.plan(_batch())
     step = PagedPass(attention, plan, positions, cache, _recurrent_pass(decoder))
@@ -284,11 +294,11 @@ def surroundings_that_differ(config: Any) -> list[str]:
     decoder = build(ends, source, Placement(torch.device("cpu"), torch.float32))
     embedded = decoder.embedded(words)
     found = []
-    if not _close(decoder.logits(decoder.norm(embedded)), seen.logits):
+    if not _close(decoder.logits(decoder.norm(decoder.joined(decoder.spread(embedded)))), seen.logits):
         found.append("embeddings or logits")
     if decoder.layer_inputs is not None:
         vectors = decoder.layer_inputs(words, embedded)
-        if not all(_close(vectors[:, index], own["vectors"][0]) for index, own in enumerate(seen.layers)):
+        if not all(_close(vectors[:, index], own["per_layer_input"][0]) for index, own in enumerate(seen.layers)):
             found.append("vectors of layers")
     found += [f"the mask of layer {index}" for index in _masks_that_differ(description.spec, seen.layers)]
     last = min(max(_PLACES), description.spec.max_positions - 1)
@@ -311,15 +321,17 @@ def _without_layers(config: Any, words: Tensor, places: Tensor) -> tuple[SimpleN
             continue
         module.to_empty(device="cpu", recurse=False)
         # Computes buffers.
-        model._init_weights(module)
+        body._init_weights(module)
         for tensor in module.parameters(recurse=False):
             tensor.data = torch.randn(tensor.shape, generator=generator)
     model.tie_weights()
     given: list[dict[str, Any]] = []
 
-    def passes(whole: bool) -> Callable[..., Any]:
-        def forward(hidden: Tensor, vectors: Tensor | None = None, **arguments: Any) -> Any:
-            given.append(arguments | {"vectors": vectors})
+    def passes(layer: Any, whole: bool) -> Callable[..., Any]:
+        names = [*signature(type(layer).forward).parameters][2:]
+
+        def forward(hidden: Tensor, *placed: Any, **arguments: Any) -> Any:
+            given.append(arguments | dict(zip(names, placed, strict=False)))
             return hidden if whole else (hidden, None)
 
         return forward
@@ -328,7 +340,7 @@ def _without_layers(config: Any, words: Tensor, places: Tensor) -> tuple[SimpleN
     for whole in (True, False):
         given.clear()
         for layer in body.layers:
-            layer.forward = passes(whole)
+            layer.forward = passes(layer, whole)
         try:
             with torch.inference_mode():
                 logits = model(input_ids=words[None], position_ids=places[None], use_cache=False).logits

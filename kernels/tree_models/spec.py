@@ -258,6 +258,8 @@ class MLPSpec:
     bias: bool = False
     gate: GateSpec = GateSpec()
     scale: float = 1.0  # of the output
+    # Standard deviations above a row's mean gate: where gates are below it they become 0, else what they are above.
+    cutoff: float | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -327,6 +329,7 @@ class LayerInputsSpec:
     layers: int
     width: int
     norm: NormSpec
+    known: int | None = None  # tokens from here on read what token 0 does
 
 
 @dataclass(frozen=True, slots=True)
@@ -336,6 +339,25 @@ class NormedResidualSpec:
 
     attention: tuple[float, float]  # kept, added
     mlp: tuple[float, float]
+
+
+@dataclass(frozen=True, slots=True)
+class StreamsSpec:
+    """Several streams of hidden rows, of which layers compute the first and mix all by a router (AltUp, arXiv
+    2301.13310). An added input is added to all others."""
+
+    count: int
+    norm: NormSpec  # of what the router reads
+    scaled: bool  # whether an added input reads the first stream times stored numbers
+
+
+@dataclass(frozen=True, slots=True)
+class LaurelSpec:
+    """A learned augmented residual (LAuReL, arXiv 2411.07501): behind attention the rows are those and the normed rows
+    with a product of low rank, normed, over the root of 2."""
+
+    rank: int
+    norm: NormSpec
 
 
 @dataclass(frozen=True, slots=True)
@@ -358,6 +380,8 @@ class LayerSpec:
     beside: StateSpaceSpec | None = None  # what reads the same rows as attention, and is added with it
     added_input: AddedInputSpec | None = None
     scaled: bool = False  # the layer's output is multiplied by a stored number
+    streams: StreamsSpec | None = None
+    laurel: LaurelSpec | None = None
 
     @property
     def states(self) -> list[RecurrentSpec]:
@@ -390,3 +414,4 @@ class DecoderSpec:
     logits_scale: float = 1.0
     logits_cap: float | None = None
     layer_inputs: LayerInputsSpec | None = None
+    streams: StreamsSpec | None = None  # of all layers

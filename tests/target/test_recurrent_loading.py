@@ -84,10 +84,10 @@ def test_published_folders_are_served(name: str, attending: int, tmp_path: Path,
 def test_a_token_of_states_alone_takes_no_memory(tmp_path: Path, byte_tokenizer: Any) -> None:
     """So that all sequences that run have room for their longest texts."""
     folder = saved("falcon_mamba", tmp_path, byte_tokenizer)
-    runner = load_runner(TargetConfig(model=str(folder), dtype="float32", max_running=3, max_context=4096))
-    assert runner.cache.num_pages * runner.cache.page_size == 3 * 4096
+    runner = load_runner(TargetConfig(model=str(folder), dtype="float32", max_running=3, max_context=256))
+    assert runner.cache.num_pages * runner.cache.page_size == 3 * 256
     assert runner.cache.nbytes == runner.cache.token_bytes == 0
-    assert "12,288 tokens, without keys and values, and recurrent states of 3 sequences" in str(runner.cache)
+    assert "768 tokens, without keys and values, and recurrent states of 3 sequences" in str(runner.cache)
 
 
 def test_steps_of_more_rows_than_a_tree_are_measured() -> None:

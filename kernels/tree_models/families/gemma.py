@@ -1,8 +1,9 @@
-"""Gemma 1 to 4, VaultGemma, and the text of Muse-Glimmer, whose layers are Gemma 2's with gates."""
+"""Gemma 1 to 4 and 3n, VaultGemma, and the text of Muse-Glimmer, whose layers are Gemma 2's with gates."""
 
 from __future__ import annotations
 
 from dataclasses import replace
+from statistics import NormalDist
 from typing import Any
 
 from tree_models.families.common import (
@@ -24,12 +25,14 @@ from tree_models.spec import (
     ExpertsSpec,
     FamilyRefused,
     HeadNormSpec,
+    LaurelSpec,
     LayerInputsSpec,
     LayerSpec,
     MLPSpec,
     NormSpec,
     OutputGateSpec,
     RouterSpec,
+    StreamsSpec,
 )
 
 _BETWEEN: dict[str, Any] = {"before_mlp": "pre_feedforward_layernorm"}
@@ -61,6 +64,39 @@ def gemma3(config: Any) -> Description:
     return _gemma(config, norm, WeightNames(**_BETWEEN, **_BEHIND), behind, **attending)
 
 
+def gemma3n(config: Any) -> Description:
+    """Gemma 3n's text: streams of hidden rows and augmented residuals, vectors of each token for each layer, gates
+    below a cutoff that are zero, last layers that attend to the keys of layers before them."""
+    if config.altup_active_idx != 0:
+        raise FamilyRefused("layers that compute another stream than the first are not served")
+    norm = rms_norm(config)
+    count, shared = int(config.num_hidden_layers), int(config.num_kv_shared_layers)
+    width = int(config.hidden_size_per_layer_input)
+    streams = StreamsSpec(int(config.altup_num_inputs), norm, scaled=bool(config.altup_correct_scale))
+    norms: dict[str, Any] = {
+        "after_attention": norm,
+        "after_mlp": norm,
+        "added_input": AddedInputSpec(width, activation(config), norm),
+        "streams": streams,
+        "laurel": LaurelSpec(int(config.laurel_rank), norm),
+    }
+    layers = []
+    for index in counted(config):
+        sparsity = float(config.activation_sparsity_pattern[index])
+        feeding = mlp(
+            config,
+            int(config.intermediate_size[index]),
+            bias=False,
+            cutoff=NormalDist().inv_cdf(sparsity) if sparsity > 0.0 else None,
+        )
+        layers.append(layer(_sharing(config, config, index, count - shared), feeding, norm, **norms))
+    tokens = int(config.vocab_size_per_layer_input)
+    inputs = LayerInputsSpec(tokens, count, width, norm, tokens if tokens < int(config.vocab_size) else None)
+    spec = decoder(config, layers, norm, layer_inputs=inputs, streams=streams, **_ends(config))
+    names = WeightNames(**_BETWEEN, **_BEHIND, ignored=(*WeightNames().ignored, *_unread(config)))
+    return Description(spec, names)
+
+
 def gemma4(config: Any) -> Description:
     """Gemma 4's text: vectors of each token for each layer, last layers that attend to the keys of layers before them,
     wider heads where there is no window, experts beside an MLP."""
@@ -85,11 +121,6 @@ def gemma4(config: Any) -> Description:
         if index >= count - shared > 0 and config.use_double_wide_mlp:
             own = mlp(config, 2 * config.intermediate_size, bias=False)
         layers.append(LayerSpec(_gemma4_attention(config, index, count - shared), own, **norms, scaled=True))
-    cap = config.final_logit_softcapping
-    scales = {"embedding_scale": float(config.hidden_size) ** 0.5, "logits_cap": None if cap is None else float(cap)}
-    # Checkpoints have them, and nobody reads them.
-    unread = "|".join(str(index) for index in counted(config) if index >= count - shared)
-    ignored = (rf"model\.layers\.({unread})\.self_attn\.(k_proj|v_proj|k_norm|v_norm)\..*",) if unread else ()
     names = WeightNames(
         **_BETWEEN,
         **_BEHIND,
@@ -97,9 +128,9 @@ def gemma4(config: Any) -> Description:
         expert_gate_up=("experts.gate_up_proj",),
         expert_down="experts.down_proj",
         expert_suffix="",
-        ignored=(*WeightNames().ignored, *ignored),
+        ignored=(*WeightNames().ignored, *_unread(config)),
     )
-    return Description(decoder(config, layers, norm, layer_inputs=inputs, **scales), names)
+    return Description(decoder(config, layers, norm, layer_inputs=inputs, **_ends(config)), names)
 
 
 def muse_glimmer(config: Any) -> Description:
@@ -133,18 +164,37 @@ def muse_glimmer(config: Any) -> Description:
 
 def _gemma4_attention(config: Any, index: int, own: int) -> AttentionSpec:
     """Of a layer of Gemma 4, of which the first `own` have keys and values."""
+    values_of_keys = bool(config.attention_k_eq_v) and config.layer_types[index] != "sliding_attention"
+    return _sharing(config, config.per_layer_config[index], index, own, keys_are_values=values_of_keys)
+
+
+def _sharing(config: Any, heads: Any, index: int, own: int, **changes: Any) -> AttentionSpec:
+    """Of a layer of Gemma 3n or 4 with `heads` of that configuration, and `own` as above."""
     kinds, norm = config.layer_types, rms_norm(config)
     return attention(
-        config.per_layer_config[index],
+        heads,
         index,
         windows=True,
         scaling=1.0,
         head_norm=HeadNormSpec(norm),
         value_norm=replace(norm, weight=False),
-        keys_are_values=bool(config.attention_k_eq_v) and kinds[index] != "sliding_attention",
         # The last before them of the same kind.
-        keys_of=own - 1 - kinds[:own][::-1].index(kinds[index]) if index >= own else None,
+        keys_of=own - 1 - kinds[:own][::-1].index(kinds[index]) if index >= own > 0 else None,
+        **changes,
     )
+
+
+def _unread(config: Any) -> tuple[str, ...]:
+    """Tensors of layers without keys of their own, which checkpoints have, and nobody reads."""
+    own = int(config.num_hidden_layers) - int(config.num_kv_shared_layers)
+    unread = "|".join(str(index) for index in counted(config) if index >= own > 0)
+    return (rf"model\.layers\.({unread})\.self_attn\.(k_proj|v_proj|k_norm|v_norm)\..*",) if unread else ()
+
+
+def _ends(config: Any) -> dict[str, Any]:
+    """Scaled embeddings and capped logits."""
+    cap = config.final_logit_softcapping
+    return {"embedding_scale": float(config.hidden_size) ** 0.5, "logits_cap": None if cap is None else float(cap)}
 
 
 def _experts(config: Any, dense: MLPSpec, norm: NormSpec) -> DenseAndExpertsSpec:

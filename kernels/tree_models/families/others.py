@@ -16,8 +16,8 @@ from tree_models.families.common import (
     mlp,
     rms_norm,
 )
-from tree_models.families.mamba import STATE_LAYERS
 from tree_models.families.olmo import NORMS_BEHIND
+from tree_models.families.recurrent import STATE_LAYERS
 from tree_models.families.rotary import rotary
 from tree_models.names import WeightNames
 from tree_models.spec import (

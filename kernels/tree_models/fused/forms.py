@@ -22,9 +22,9 @@ from tree_models.fused.mixers import (
     norm_of,
     quantized,
 )
+from tree_models.layers.beside_rows import AddedInput
 from tree_models.layers.decoder import DecoderLayer
 from tree_models.layers.experts import DenseAndExperts, MixtureOfExperts
-from tree_models.layers.layer_inputs import AddedInput
 from tree_models.layers.mlp import MLP, activation_of
 from tree_models.layers.paged import PagedPass
 from tree_models.layers.rank_group import RankGroup
@@ -123,7 +123,7 @@ def parts_of(layer: DecoderLayer) -> LayerParts | None:
     """The parts of a layer whose products lie as published and whose form the launches have, else None."""
     attention, mlp, spec = layer.attention, layer.mlp, layer.spec
     mixer, out, fed, added = None, None, None, None
-    if layer.beside is not None or spec.normed_residual is not None:
+    if layer.beside is not None or spec.normed_residual is not None or spec.streams or spec.laurel:
         return None
     if attention is not None:
         product: Any = attention.out
@@ -186,7 +186,9 @@ def _mlp_parts(mlp: MLP) -> MLPParts | None:
     gate_up, down = mlp.gate_up.plain, mlp.down.plain
     kinds = {kind.value: kind for kind in ActivationKind}
     kind = kinds.get(mlp.spec.activation)
-    if gate_up is None or down is None or kind is None or (mlp.spec.gate, mlp.spec.scale) != (GateSpec(), 1.0):
+    if gate_up is None or down is None or kind is None:
+        return None
+    if (mlp.spec.gate, mlp.spec.scale, mlp.spec.cutoff) != (GateSpec(), 1.0, None):
         return None
     activation = Activation(kind, None if mlp.xielu is None else mlp.xielu.numbers)
     return MLPParts(gate_up, activation, mlp.spec.gated, down)

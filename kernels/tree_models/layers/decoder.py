@@ -14,9 +14,15 @@ from torch.nn import functional
 from tree_kernels.linear import ScaledRows
 from tree_kernels.recurrence import StateShape
 from tree_models.layers.attention import HeadAttention
+from tree_models.layers.beside_rows import (
+    AddedInput,
+    AlternatingUpdates,
+    AugmentedResidual,
+    LayerInputs,
+    StreamEnds,
+)
 from tree_models.layers.experts import DenseAndExperts, MixtureOfExperts
 from tree_models.layers.latent import LatentHeads
-from tree_models.layers.layer_inputs import AddedInput, LayerInputs
 from tree_models.layers.linear import Linear
 from tree_models.layers.mlp import MLP
 from tree_models.layers.norm import Normalization
@@ -56,7 +62,7 @@ _Mixer = HeadAttention | LatentHeads | _StateMixer
 
 
 class DecoderLayer(nn.Module):
-    """See `LayerSpec`: [R, H] -> [R, H]."""
+    """See `LayerSpec`: [R, H] -> [R, H], or [R, N, H] -> [R, N, H] of N streams."""
 
     def __init__(
         self, spec: LayerSpec, hidden_size: int, layer: int, place: Placement, kept: int, kept_beside: int = 0
@@ -100,6 +106,8 @@ class DecoderLayer(nn.Module):
         self.before_attention, self.after_attention, self.before_mlp, self.after_mlp = made
         self.added_input = AddedInput(spec.added_input, hidden_size, place) if spec.added_input else None
         self.scale = place.empty(1) if spec.scaled else None
+        self.laurel = AugmentedResidual(spec.laurel, hidden_size, place) if spec.laurel else None
+        self.streams = AlternatingUpdates(spec.streams, hidden_size, place) if spec.streams else None
 
     def forward(
         self,
@@ -109,8 +117,24 @@ class DecoderLayer(nn.Module):
         given: Tensor | None = None,
         vectors: Tensor | None = None,
     ) -> Tensor:
-        """[R, H] -> [R, H]. `given` [R, read_vectors * H] is what attention reads in place of normed hidden rows,
-        `vectors` [R, W] what the layer adds where it has an added input."""
+        """[R, H] -> [R, H], or of streams. `given` [R, read_vectors * H] is what attention reads in place of normed
+        hidden rows, `vectors` [R, W] what the layer adds where it has an added input."""
+        if self.streams is None:
+            hidden = self._halves(hidden, angles, step, given)
+            if self.added_input is not None:
+                hidden = hidden + self.added_input(hidden, vectors)
+        else:
+            predicted = self.streams.predicted(hidden)
+            hidden = self.streams.corrected(predicted, self._halves(predicted[:, 0], angles, step, given))
+            if self.added_input is not None:
+                added = self.added_input(self.streams.read_by_input(hidden), vectors)
+                hidden = self.streams.with_added(hidden, added)
+        return hidden if self.scale is None else hidden * self.scale
+
+    def _halves(
+        self, hidden: Tensor, angles: Angles | None, step: PagedPass | UncachedPass, given: Tensor | None
+    ) -> Tensor:
+        """[R, H] -> [R, H]: attention and MLP."""
         rows, normed = given, self.spec.normed_residual
         if rows is None:
             rows = hidden if self.before_attention is None else self.before_attention(hidden)
@@ -121,6 +145,8 @@ class DecoderLayer(nn.Module):
             if normed is not None:
                 hidden, mixed = rows * normed.attention[0], mixed * normed.attention[1]
             hidden = self._added(hidden, mixed, self.after_attention)
+            if self.laurel is not None:
+                hidden = self.laurel(hidden, rows)
         if not self.spec.parallel:
             rows = hidden if self.before_mlp is None else self.before_mlp(hidden)
         if self.mlp is not None:
@@ -128,9 +154,7 @@ class DecoderLayer(nn.Module):
             if normed is not None:
                 hidden, fed = rows * normed.mlp[0], fed * normed.mlp[1]
             hidden = self._added(hidden, fed, self.after_mlp, summed=summed)
-        if self.added_input is not None:
-            hidden = self.added_input(hidden, vectors)
-        return hidden if self.scale is None else hidden * self.scale
+        return hidden
 
     def _added(self, residual: Tensor, output: Tensor, norm: Normalization | None, *, summed: bool = False) -> Tensor:
         """The residual with what attention or MLP adds, of which each rank has made a part unless it is `summed`."""
@@ -159,6 +183,10 @@ class DecoderLayer(nn.Module):
             yield from self.beside.slots(names, copy)
         if self.added_input is not None:
             yield from self.added_input.slots(names, layer, copy)
+        if self.laurel is not None:
+            yield from self.laurel.slots(names, layer, copy)
+        if self.streams is not None:
+            yield from self.streams.slots(names, layer, copy)
         if self.scale is not None:
             yield in_place(names.in_layer(names.layer_scale, layer), self.scale, copy)
         if self.mlp is not None and not isinstance(self.mlp, MLP):
@@ -299,7 +327,8 @@ class LayerStack(nn.Module):
                 done = layer(hidden, angles, step, rows, own), None
             hidden, carried = done
             for tap in self._taps.get(index, ()):
-                tap(hidden)
+                # Of streams the one that layers compute.
+                tap(hidden if hidden.dim() == 2 else hidden[:, 0])
         return hidden
 
     @contextmanager
@@ -343,6 +372,7 @@ class Decoder(LayerStack):
         self.layer_inputs: LayerInputs | None = None
         if spec.layer_inputs is not None:
             self.layer_inputs = LayerInputs(spec.layer_inputs, spec.hidden_size, place)
+        self.stream_ends = StreamEnds(spec.streams, spec.hidden_size, place) if spec.streams else None
 
     @property
     def device(self) -> torch.device:
@@ -403,13 +433,22 @@ class Decoder(LayerStack):
         embedded, vectors = self.embedded(token_ids), None
         if self.layer_inputs is not None:
             vectors = self.layer_inputs(token_ids, embedded)
-        hidden = self.compute_layers(embedded, self.angles(positions), step, vectors=vectors)
+        hidden = self.compute_layers(self.spread(embedded), self.angles(positions), step, vectors=vectors)
+        hidden = self.joined(hidden)
         normed = None if self.final_form is None else self.final_form.norm(hidden)
         if normed is None:
             normed = self.norm(hidden)
         for tap in self._taps.get(len(self.layers), ()):
             tap(normed)
         return normed
+
+    def spread(self, embedded: Tensor) -> Tensor:
+        """What the first layer reads of embedded rows [R, H]: these, or streams [R, N, H]."""
+        return embedded if self.stream_ends is None else self.stream_ends.spread(embedded)
+
+    def joined(self, hidden: Tensor) -> Tensor:
+        """[R, H] of what the last layer made: rows [R, H], or streams [R, N, H]."""
+        return hidden if self.stream_ends is None else self.stream_ends.joined(hidden)
 
     def embedded(self, token_ids: Tensor) -> Tensor:
         """[R, H] of token ids [R]."""
@@ -442,6 +481,8 @@ class Decoder(LayerStack):
         slots += self.norm.slots(names.final_norm, copy)
         if self.layer_inputs is not None:
             slots += self.layer_inputs.slots(names, copy)
+        if self.stream_ends is not None:
+            slots += self.stream_ends.slots(names, copy)
         return slots + [self._tied(slot, names.head, names.embedding) for slot in self.head.slots([names.head], copy)]
 
     def _tied(self, slot: WeightSlot, name: str, other: str) -> WeightSlot:

@@ -78,7 +78,7 @@ class MLP(nn.Module):
         parts = [spec.width] * (2 if spec.gated else 1)
         self.gate_up = Linear(hidden_size, parts, place, bias=spec.bias)
         self.down = Linear(spec.width, [hidden_size], place, bias=spec.bias)
-        self._gate_form = gate_form_of(spec.gate)
+        self._gate_form, self._ranks = gate_form_of(spec.gate), place.ranks
         self.xielu = XIELU(place) if spec.activation == "xielu" else None
 
     def forward(self, rows: Tensor) -> Tensor:
@@ -88,11 +88,24 @@ class MLP(nn.Module):
         if self.spec.gated:
             gate, up = product.chunk(2, dim=-1)
             gate = gate if self.spec.gate.scale == 1.0 else gate * self.spec.gate.scale
+            gate = gate if self.spec.cutoff is None else self._above_cutoff(gate, self.spec.cutoff)
             product = gated(gate, up, activation, self._gate_form)
         else:
             product = activation(product)
         output: Tensor = self.down(product)
         return output if self.spec.scale == 1.0 else output * self.spec.scale
+
+    def _above_cutoff(self, gate: Tensor, deviations: float) -> Tensor:
+        """Gates [R, I] as `MLPSpec.cutoff` has them, by the mean and the deviation of all ranks' numbers."""
+        wide, ranks = gate.float(), 1 if self._ranks is None else self._ranks.size
+        mean = self._mean(wide, ranks)
+        deviation = self._mean((wide - mean).square(), ranks).sqrt()
+        return functional.relu(wide - (mean + deviations * deviation)).to(gate.dtype)
+
+    def _mean(self, numbers: Tensor, ranks: int) -> Tensor:
+        """[R, 1] of numbers [R, I] of every rank."""
+        mean = numbers.mean(-1, keepdim=True)
+        return mean if self._ranks is None else self._ranks.summed(mean) / ranks
 
     def slots(self, gate_up: Sequence[str], down: str, activation: str, copy: Copy) -> Iterator[WeightSlot]:
         """Slots of the tensors with these whole names; without a gate, of the last of `gate_up`."""
