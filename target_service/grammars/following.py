@@ -74,8 +74,10 @@ class FollowedGrammar:
         self.lexer: object = matcher
         # Makes a matcher with a lexer of its own; None where the output has one.
         self._make_own: Callable[[], LLMatcher] | None = None
-        self._tokens_of, self._expected = tokens.marked, expected
+        self._tokens_of, self._forced_text, self._expected = tokens.marked, tokens.forced, expected
         self._form = form
+        # The last token that the matcher has read, -1 for none, and those that are known to be forced behind it.
+        self._last, self._forced = -1, tuple[int, ...]()
         # The output, of whose tokens the matcher has read so many, behind others: see `begin_behind`.
         self._output: Sequence[int] = ()
         self._length = self._began_at = 0
@@ -103,6 +105,7 @@ class FollowedGrammar:
         """Begin behind an output, which has the form's first `text` at its end. Once, before anything else."""
         self._begun = self._tokens_of(text)
         self._matcher.consume_tokens(list(self._begun))
+        self._last = self._begun[-1] if self._begun else -1
         self._length = self._began_at = len(output)
 
     def share(self, lexer: object, make_own: Callable[[], LLMatcher]) -> None:
@@ -151,7 +154,8 @@ class FollowedGrammar:
         if self._kept is not None and self._keeps(tree, output):
             return FollowedTree(self, None, self._kept[1])
         self._read(output)
-        rows = MaskedRows.of(self._matcher, TreeRows(tree.token_ids, tree.parents), self.lexer)
+        own = TreeRows(tree.token_ids, tree.parents)
+        rows = MaskedRows.of(self._matcher, own, self.lexer, self._forced_text, self._last, self._forced)
         if may_be_late:
             rows.most_seconds = _most_seconds(len(tree.token_ids))
         return FollowedTree(self, rows)
@@ -176,20 +180,27 @@ class FollowedGrammar:
 
     def _read(self, output: Sequence[int]) -> None:
         tokens = list(output[self._length :])
-        self._matcher.consume_tokens(tokens)
-        if self._followed is not None:
-            self._trail = self._trail_behind(self._followed, tokens)
+        if tokens:
+            self._matcher.consume_tokens(tokens)
+            self._last = tokens[-1]
+            self._trail, self._forced = self._behind(self._followed, tokens)
         self._output, self._length, self._kept, self._followed = output, len(output), None, None
 
-    def _trail_behind(self, followed: _MaskedTree, tokens: Sequence[int]) -> Trail:
-        """The trail behind tokens that follow the root of a tree, as far as its rows show it."""
-        trail, row, (tree, few) = self._trail, 0, followed
+    def _behind(self, followed: _MaskedTree | None, tokens: Sequence[int]) -> tuple[Trail, tuple[int, ...]]:
+        """The trail behind tokens that follow the root of a tree, and the tokens that are forced there, as far as its
+        rows show them."""
+        trail, row, forced = self._trail, 0, tuple[int, ...]()
+        if followed is None:
+            return trail, forced
+        tree, few, known = followed
         for token in tokens:
+            if row < 0:
+                return trail, ()
+            forced = known.get(row, forced)
+            forced = forced[1:] if forced[:1] == (token,) else ()
             trail = self._expected.trail_behind(trail, few[row], token)
             row = _child_of(tree, row, token)
-            if row < 0:
-                break
-        return trail
+        return trail, forced
 
     def _masked(
         self,
@@ -214,7 +225,7 @@ class FollowedGrammar:
             if end is None:
                 return self._complexity(len(tree.token_ids)), free
             few, free = reached.few(), max(free, end)
-        self._followed = _MaskedTree(tree, few)
+        self._followed = _MaskedTree(tree, few, masked.forced)
         return TreeMasks(room, reached.places), free
 
     def _compute_lacking(
@@ -247,7 +258,7 @@ class FollowedGrammar:
         found, followed = ExpectedNodes(), self._followed
         if followed is None or not any(followed.few):
             return found, masks
-        tree, few = followed
+        tree, few, _ = followed
         known, masks = self._expected.behind(self._trail, few[0], self._matcher, (), masks)
         if known is not None:
             found = known
@@ -342,10 +353,12 @@ class FollowedGrammar:
 
 
 class _MaskedTree(NamedTuple):
-    """Rows of a tree, and the tokens that may follow each: none where they are many, or no walk reaches the row."""
+    """Rows of a tree, the tokens that may follow each, none where they are many or no walk reaches the row, and those
+    that are forced, see `MaskedRows`."""
 
     tree: TreeRows
     few: list[tuple[int, ...]]
+    forced: dict[int, tuple[int, ...]]
 
 
 class _FollowedRow(NamedTuple):

@@ -6,7 +6,7 @@ from __future__ import annotations
 import itertools
 import os
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from functools import cache
@@ -21,6 +21,8 @@ from target_service.compiling import compiled
 if TYPE_CHECKING:
     from llguidance import LLMatcher
 
+    from target_service.grammars.forced_text import ForcedText
+
 Ints = NDArray[np.int32]
 # Threads that compute masks beside the engine's, of as many processors at most. Chosen: a mask takes 10 to 30 us, up to
 # 150 near the end of a string of bounded length, and a step has some hundred of them.
@@ -30,6 +32,8 @@ _MOST_HELPERS = min(15, (os.cpu_count() or 1) - 1)
 # which were waited for, took two and three times as long on two busy cores
 # (`benchmarks/results/2026-11-28-cpu-form-passes.md`).
 _MASKS_EACH = 16
+# [32] each with one bit set.
+_BITS = (1 << np.arange(32, dtype=np.int64)).astype(np.int32)
 # A path of expected text ends where more tokens than these may come. Chosen: ten digits and what may follow them are
 # still listed.
 MOST_CHILDREN = 16
@@ -42,12 +46,21 @@ class TreeRows(NamedTuple):
     parents: Sequence[int]  # each below its row; that of the first, the root, is 0
 
 
-class RowChain(NamedTuple):
-    """Rows of a tree, each the parent of the next, and a grammar that has read the tokens up to the first of them."""
+@dataclass(slots=True, eq=False)
+class RowChain:
+    """Rows of a tree, each the parent of the next.
+
+    Attributes:
+        matcher: has read the tokens up to the first row: that of the output, or a copy once it reads others.
+        rows: the rows.
+        token_ids: of the rows behind the first.
+        last: the token that the matcher has read last, -1 for none.
+    """
 
     matcher: LLMatcher
     rows: list[int]
-    token_ids: list[int]  # of the rows behind the first
+    token_ids: list[int]
+    last: int
 
 
 @dataclass(slots=True, eq=False)
@@ -62,40 +75,48 @@ class MaskedRows:
         most_seconds: after which no further mask is begun, if masks may be late.
         late: whether some masks were not computed for that reason.
         first: the place of its first mask.
+        forced: by row, tokens that come one after the other behind it, each of which is allowed alone; of the first
+            row of each such text. Those behind the root may be known before.
     """
 
     tree: TreeRows
     lexer: object
+    text: ForcedText
     chains: list[RowChain]
+    forced: dict[int, tuple[int, ...]]
     seconds: float = 0.0
     most_seconds: float = inf
     late: bool = False
     first: int = 0
 
     @classmethod
-    def of(cls, matcher: LLMatcher, tree: TreeRows, lexer: object) -> MaskedRows:
+    def of(
+        cls, matcher: LLMatcher, tree: TreeRows, lexer: object, text: ForcedText, last: int, forced: tuple[int, ...]
+    ) -> MaskedRows:
         """Cut a tree into chains. Copies of the matcher read them: a copy takes a microsecond, and what it meets stays
-        its own."""
-        rows = list(range(len(tree.token_ids)))
+        its own. `last` and `forced` are of the root, see `RowChain` and `MaskedRows`."""
+        rows, known = list(range(len(tree.token_ids))), {0: forced} if forced else {}
         if list(tree.parents[1:]) == rows[:-1]:
-            return cls(tree, lexer, [RowChain(matcher.deep_copy(), rows, list(tree.token_ids[1:]))])
+            return cls(tree, lexer, text, [RowChain(matcher, rows, list(tree.token_ids[1:]), last)], known)
         children: list[list[int]] = [[] for _ in tree.token_ids]
         for row in range(1, len(tree.token_ids)):
             children[tree.parents[row]].append(row)
         chains, begins = list[RowChain](), [(0, list[int]())]
         while begins:
             row, path = begins.pop()
-            own = matcher.deep_copy()
-            if own.try_consume_tokens(path) < len(path):
-                continue
+            own = matcher
+            if path:
+                own = matcher.deep_copy()
+                if own.try_consume_tokens(path) < len(path):
+                    continue
             rows, token_ids = [row], list[int]()
             while below := children[row]:
                 begins += [(other, [*path, *token_ids, tree.token_ids[other]]) for other in below[1:]]
                 row = below[0]
                 rows.append(row)
                 token_ids.append(tree.token_ids[row])
-            chains.append(RowChain(own, rows, token_ids))
-        return cls(tree, lexer, chains)
+            chains.append(RowChain(own, rows, token_ids, path[-1] if path else last))
+        return cls(tree, lexer, text, chains, known)
 
     def without_masks(self, reached: ReachedRows) -> ReachedRows:
         """The rows of this tree, `reached` until now, as if no mask of theirs was computed."""
@@ -154,13 +175,13 @@ def compute_masks(trees: Sequence[MaskedRows], room: Ints) -> tuple[ReachedRows,
         groups.setdefault(id(tree.lexer), []).append(tree)
     # Nothing is computed where a grammar ends.
     room[1 : firsts[-1]].fill(0)
-    address, mask_bytes, left = room.ctypes.data, room.strides[0], iter([*groups.values()])
+    left = iter([*groups.values()])
 
     def compute() -> None:
         # A group is taken by one thread alone.
         while group := next(left, None):
             for tree in group:
-                _compute_in_turn(tree, address + tree.first * mask_bytes, mask_bytes)
+                _compute_in_turn(tree, room)
 
     most = min(len(groups) - 1, (firsts[-1] - 1) // _MASKS_EACH, _MOST_HELPERS)
     helpers = [_helpers().submit(compute) for _ in range(most)]
@@ -241,20 +262,50 @@ def list_tokens(words: Ints, tokens: Ints) -> int:
     return count
 
 
-def _compute_in_turn(tree: MaskedRows, address: int, mask_bytes: int) -> None:
-    """Write the masks of a tree's chains, one behind the other from an address on, and note how long that took."""
-    begin, place = time.thread_time(), 0
+def _compute_in_turn(tree: MaskedRows, room: Ints) -> None:
+    """Write the masks of a tree's chains, one behind the other from its place on, and note how long that took."""
+    begin, begin_wall, first = time.thread_time(), time.perf_counter(), tree.first
+
+    def is_late() -> bool:
+        # A processor's time is never longer, and takes longer to read.
+        elapsed = time.perf_counter() - begin_wall
+        return elapsed > tree.most_seconds and time.thread_time() - begin > tree.most_seconds
+
     for chain in tree.chains:
-        matcher, first = chain.matcher, place
-        place += len(chain.rows)
-        for row in range(len(chain.rows)):
-            if first + row and time.thread_time() - begin > tree.most_seconds:
-                tree.late = True
-                break
-            if row and not matcher.try_consume_tokens([chain.token_ids[row - 1]]):
-                break
-            matcher.unsafe_compute_mask_ptr(address + (first + row) * mask_bytes, mask_bytes)
+        _compute_chain(tree, chain, room, first, is_late)
+        if tree.late:
+            break
+        first += len(chain.rows)
     tree.seconds = time.thread_time() - begin
+
+
+def _compute_chain(tree: MaskedRows, chain: RowChain, room: Ints, first: int, is_late: Callable[[], bool]) -> None:
+    """Write the masks of a chain from the `first` place on, up to one behind which the grammar forbids the next row."""
+    # The row that comes next, and tokens that the matcher has read; -1 if it is still that of the output.
+    row, read = 0, 0 if chain.rows[0] else -1
+    while row < len(chain.rows):
+        if first + row > tree.first and is_late():
+            tree.late = True
+            return
+        forced = tree.forced.get(chain.rows[row])
+        if forced is None:
+            if read < 0:
+                chain.matcher, read = chain.matcher.deep_copy(), 0
+            if chain.matcher.try_consume_tokens(chain.token_ids[read:row]) < row - read:
+                return
+            read = row
+            forced = tree.text.behind(chain.matcher, chain.token_ids[row - 1] if row else chain.last)
+            if forced:
+                tree.forced[chain.rows[row]] = forced
+            else:
+                mask_bytes = room.strides[0]
+                chain.matcher.unsafe_compute_mask_ptr(room.ctypes.data + (first + row) * mask_bytes, mask_bytes)
+                row += 1
+        for token in forced:
+            room[first + row, token >> 5] = _BITS[token & 31]
+            row += 1
+            if row == len(chain.rows) or chain.token_ids[row - 1] != token:
+                return
 
 
 @cache

@@ -12,6 +12,7 @@ from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
 from outrider.errors import NotSupported
+from target_service.grammars.forced_text import ForcedText
 from target_service.text.token_bytes import token_bytes
 from target_service.text.tokenizer import ModelTokenizer
 
@@ -75,6 +76,7 @@ class TokenWords:
         # The same texts are cut again and again: of a form that is asked for often, and for every mask within them.
         # Texts whose tokens are kept, of up to as many bytes. Chosen.
         self._cut = functools.lru_cache(4096)(self._tokens)
+        self.forced = ForcedText(self.tokens, frozenset(special), self)
 
     def __call__(self, text: bytes) -> list[int]:
         """Tokens that begin a text which a form forces: all of a short one. Called for every mask where text is forced,

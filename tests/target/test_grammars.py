@@ -89,6 +89,9 @@ class CountedMatcher:
         self._calls["consume"] += len(tokens)
         return self._matcher.try_consume_tokens(tokens)
 
+    def compute_ff_tokens(self) -> list[int]:
+        return self._matcher.compute_ff_tokens()
+
     def unsafe_compute_mask_ptr(self, address: int, size: int) -> None:
         self._calls["mask"] += 1
         self._matcher.unsafe_compute_mask_ptr(address, size)
