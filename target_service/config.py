@@ -20,10 +20,6 @@ _IN_PASS = "inpass:"
 # Processes that compile at start: as many as there are cores besides those of target and draft, and so many at most,
 # since each takes some 300 MB. Chosen.
 _MOST_COMPILERS, _OTHER_CORES = 12, 4
-# Longest steps with prompts. On a GPU between vLLM's longest gaps of 64 streams at 8B size on an H100 (p99, 21 ms plain
-# and 29 with a head): of the waits simulated by `benchmarks/host/simulated_prompts.py` 22 to 25 make most tokens. On
-# two cores a step of 24 ms would read no rows beside a decoding one of 34.
-_PROMPT_WAIT_GPU_MS, _PROMPT_WAIT_CPU_MS = 24.0, 200.0
 # Most sequences of one step.
 MAX_SEQUENCES = 1024
 
@@ -353,7 +349,10 @@ class TargetConfig(ServiceSettings):
     @property
     def longest_prompt_wait(self) -> float:
         """`prompt_wait_ms`, 0 resolved, in seconds."""
-        return (self.prompt_wait_ms or (_PROMPT_WAIT_CPU_MS if self.device == "cpu" else _PROMPT_WAIT_GPU_MS)) / 1e3
+        # Longest steps with prompts. On a GPU between vLLM's longest gaps of 64 streams at 8B size on an H100 (p99, 21
+        # ms plain and 29 with a head): of the waits simulated by `benchmarks/host/simulated_prompts.py` 22 to 25 make
+        # most tokens. On two cores a step of 24 ms would read no rows beside a decoding one of 34.
+        return (self.prompt_wait_ms or (200.0 if self.device == "cpu" else 24.0)) / 1e3
 
     @property
     def chunk_rows(self) -> int:

@@ -22,8 +22,6 @@ from outrider_gateway.targets import Targets
 Result = TypeVar("Result")
 # Bytes of a body that are not counted: what a connection holds of every body before anybody reads it.
 UNCOUNTED_BYTES = 64 * 1024
-# Longer bodies are read by a thread. Chosen: parsing and checking this many takes a millisecond.
-_LONG_BYTES = 32 * 1024
 
 
 @dataclass(frozen=True, slots=True)
@@ -90,7 +88,8 @@ class GatewayAdmission:
     async def read(self, holder: Holder, size: int, work: Callable[[], Result]) -> Result:
         """Read a body of `size` bytes by `work`: a long one in a thread, in its tenant's turn. Raises `TooMany` where
         too many wait for that, and what `work` raises."""
-        if size <= _LONG_BYTES:
+        # Longer bodies are read by a thread. Chosen: parsing and checking this many takes a millisecond.
+        if size <= 32 * 1024:
             return work()
         with _refusing():
             return await self._texts.call(holder.tenant, work)

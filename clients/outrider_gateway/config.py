@@ -21,13 +21,8 @@ _HOST = re.compile(rf"\.?{_LABEL}(\.{_LABEL})*")
 # Of a name by RFC 1035.
 MAX_HOST = 253
 ANY_HOST = "*"
-# Chosen.
-MOST_WORKERS = 64
 # Whether connections can be handed to another process, as everywhere but on Windows.
 CAN_SHARE = hasattr(socket, "send_fds")
-# Without a number of workers: one for so many cores, and so many at most. Chosen: target, engine and clients have the
-# other cores, and each worker takes some 60 MB.
-_CORES_EACH, _CHOSEN_AT_MOST = 4, 4
 
 
 @dataclass(frozen=True)
@@ -39,8 +34,9 @@ class GatewayConfig(Settings):
         "target services, with commas between: HOST:PORT, unix:PATH, or dns:///HOST:PORT for every address of a name",
     )
     listen: str = setting("127.0.0.1:8000", "HOST:PORT to serve HTTP on")
+    # Chosen.
     workers: int = setting(
-        0, "processes that answer, behind one port; 0 chooses by the cores that there are", ge=0, le=MOST_WORKERS
+        0, "processes that answer, behind one port; 0 chooses by the cores that there are", ge=0, le=64
     )
     page: bool = setting(True, "serve the chat page at /")
     allow_host: str = setting("", "names that clients know this server by, commas between; .a.example has all below")
@@ -105,7 +101,9 @@ class GatewayConfig(Settings):
     @property
     def processes(self) -> int:
         """Processes that answer: `workers`, or as many as there are cores for."""
-        return self.workers or min(_CHOSEN_AT_MOST, max(1, int(usable_cores() // _CORES_EACH))) if CAN_SHARE else 1
+        # Without a number of workers: one for so many cores, and so many at most. Chosen: target, engine and clients
+        # have the other cores, and each worker takes some 60 MB.
+        return self.workers or min(4, max(1, int(usable_cores() // 4))) if CAN_SHARE else 1
 
     @property
     def targets(self) -> tuple[str, ...]:

@@ -20,15 +20,10 @@ from outrider_gateway.failures import GatewayFailed, Refused, TooMany, refusal
 from outrider_gateway.targets import Targets
 
 logger = logging.getLogger(__name__)
-# How long an answer holds. A token that is revoked meanwhile is still refused by the target, for each request; one that
-# was given out meanwhile is refused here for so long. Chosen.
-_KNOWN_SECONDS, _REFUSED_SECONDS = 60.0, 2.0
 # Callers remembered, of each kind: some hundred bytes each.
 _REMEMBERED = 4096
 # Longer than a target delays a refusal.
 _ASK_SECONDS = 15.0
-# Refusals that the same caller gets again.
-_LASTING = (Unauthenticated, PermissionDenied, InvalidField)
 Value = TypeVar("Value")
 # A caller's tenant, or what makes its refusal: an exception is raised once.
 Found = str | Callable[[], Refused]
@@ -61,8 +56,10 @@ class KnownCallers:
     def __init__(self, targets: Targets, clock: Callable[[], float] = time.monotonic) -> None:
         """`clock` returns monotonic seconds."""
         self._targets = targets
-        self._tenants: Remembered[Found] = Remembered(_KNOWN_SECONDS, _REMEMBERED, clock)
-        self._refusals: Remembered[Found] = Remembered(_REFUSED_SECONDS, _REMEMBERED, clock)
+        # How long an answer holds. A token that is revoked meanwhile is still refused by the target, for each request;
+        # one that was given out meanwhile is refused here for so long. Chosen.
+        self._tenants: Remembered[Found] = Remembered(60.0, _REMEMBERED, clock)
+        self._refusals: Remembered[Found] = Remembered(2.0, _REMEMBERED, clock)
         self._asking: dict[bytes, asyncio.Task[Found]] = {}
         # Questions at once, far fewer than the streams of a connection to a target: those about wrong tokens are
         # answered late.
@@ -105,7 +102,8 @@ class KnownCallers:
                 target.leave_out(error)
             except OutriderError as error:
                 found = partial(refusal, error, {"input": ""})
-                if isinstance(error, _LASTING):
+                # Refusals that the same caller gets again.
+                if isinstance(error, (Unauthenticated, PermissionDenied, InvalidField)):
                     self._refusals.put(key, found)
             except Exception as error:
                 # An answer that cannot be read, for example; another target's may be sound.

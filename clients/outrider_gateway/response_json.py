@@ -22,7 +22,6 @@ from outrider_gateway.prompt_echo import PromptEcho
 from outrider_gateway.token_texts import TokenTexts, merged
 
 _FINISH = {FinishReason.END_OF_SEQUENCE: "stop", FinishReason.STOP: "stop", FinishReason.LENGTH: "length"}
-_FINGERPRINT = f"outrider-{outrider.__version__}"
 
 
 class ResponseBuilder:
@@ -42,7 +41,7 @@ class ResponseBuilder:
             "object": chat_kind if request.chat else "text_completion",
             "created": int(time.time()),
             "model": model,
-            "system_fingerprint": _FINGERPRINT,
+            "system_fingerprint": f"outrider-{outrider.__version__}",
         }
         # Whether events have nothing but parts of answers.
         self._plain = not (request.drafts or request.logprobs or request.continuous_usage)

@@ -31,8 +31,6 @@ from outrider_gateway.shared_state import SharedState, most_connections
 from outrider_gateway.targets import FoundTargets, Targets
 
 logger = logging.getLogger(__name__)
-# Descriptors besides those of connections: of targets, logs and libraries. Chosen.
-_OTHER_FILES = 128
 
 
 class GatewayServer:
@@ -208,7 +206,8 @@ def _client(connection: Connection, tracing: Tracing) -> Client:
 
 def raise_file_limit(config: GatewayConfig) -> None:
     """Have descriptors for all connections: without one for a further, none is accepted, not even for health."""
-    wanted = most_connections(config) + _OTHER_FILES
+    # Descriptors besides those of connections: of targets, logs and libraries. Chosen.
+    wanted = most_connections(config) + 128
     try:
         import resource
     except ImportError:

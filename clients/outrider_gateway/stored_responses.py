@@ -9,8 +9,6 @@ from dataclasses import dataclass
 
 from outrider_client.messages import ChatTurn
 
-# Of a response and each of its turns, beside their text. Chosen: about what Python takes for them.
-_OVERHEAD_BYTES = 512
 # Part of all bytes that one tenant may have. Chosen, as the shares of admission are.
 _TENANT_PART = 4
 
@@ -27,7 +25,8 @@ class StoredResponse:
         """Bytes that it is counted as."""
         texts = sum(len(turn.content) + len(turn.reasoning) for turn in self.turns)
         calls = sum(len(call.arguments) for turn in self.turns for call in turn.tool_calls)
-        return len(self.body) + texts + calls + _OVERHEAD_BYTES * (1 + len(self.turns))
+        # Of a response and each of its turns, beside their text. Chosen: about what Python takes for them.
+        return len(self.body) + texts + calls + 512 * (1 + len(self.turns))
 
 
 class StoredResponses:

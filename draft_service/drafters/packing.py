@@ -20,8 +20,6 @@ Octets = npt.NDArray[np.uint8]
 SEQUENCE_ID, STEP, FIRST_ID, VOCABULARY = range(4)
 # Wire types of protobuf.
 _VARINT, _LENGTH_DELIMITED = 0, 2
-# Most bytes of a tree beside its nodes: ten fields' tags and lengths or numbers; and of one node.
-_HEAD_BYTES, _NODE_BYTES = 80, 14
 _FIELDS = draft_pb2.SequenceGrowth.DESCRIPTOR.fields_by_name
 _SEQUENCES = draft_pb2.GrowSequences.DESCRIPTOR.fields_by_name["sequences"].number << 3 | _LENGTH_DELIMITED
 _ID_TAG, _STEP_TAG, _FIRST_TAG, _REPLACES_TAG = (
@@ -35,7 +33,8 @@ _SEVEN, _CONTINUED = np.uint64(7), np.uint64(0x80)
 
 def room_for(trees: int, nodes: int) -> int:
     """An upper bound on the bytes of encoded trees."""
-    return trees * (_HEAD_BYTES + _NODE_BYTES * nodes)
+    # Most bytes of a tree beside its nodes: ten fields' tags and lengths or numbers; and of one node.
+    return trees * (80 + 14 * nodes)
 
 
 def signed(number: int) -> int:

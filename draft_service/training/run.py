@@ -35,8 +35,6 @@ from outrider.machine import describe_machine, describe_versions
 from outrider.settings import SettingsError
 
 log = logging.getLogger(__name__)
-# Reserved of --minutes for the last validation and saving: this multiple of the first validation's time, plus seconds.
-_RESERVE_VALIDATIONS, _RESERVE_SECONDS = 2.0, 3.0
 # Packages whose versions are recorded beside the usual ones.
 _PACKAGES = ("triton", "safetensors")
 
@@ -147,7 +145,9 @@ class _TrainingRun:
             # Of the time that is left after writing, what one validation may take, of which a run has two at least.
             # Chosen, not measured: most of the time is for training.
             trainer.validate(0.1 * max(0.0, self.budget.part(1.0)))
-            reserve = _RESERVE_SECONDS + _RESERVE_VALIDATIONS * (time.monotonic() - began)
+            # Reserved of --minutes for the last validation and saving: this multiple of the first validation's time,
+            # plus seconds.
+            reserve = 3.0 + 2.0 * (time.monotonic() - began)
             if beside is not None:
                 trainer.synchronise(beside.check)
             with phase("training") as shown:

@@ -28,11 +28,6 @@ Value = TypeVar("Value")
 _LONG_TEXT, _LONG_CHAT = 2048, 16
 # Most bytes of a predicted text for each token of the context.
 _PREDICTED_BYTES_PER_TOKEN = 16
-# What a template may add to a conversation, in characters: some for each message, and a preamble. Chosen; published
-# ones add at most a page.
-_TEMPLATE_PER_MESSAGE, _TEMPLATE_PREAMBLE = 1024, 65536
-# And how much longer it may write what it is given.
-_TEMPLATE_EXPANSION = 4
 
 
 class TextEncoder(Protocol):
@@ -150,7 +145,9 @@ class Prompts:
             definitions = ()
         size += len(chat.tools.definitions)
         # A template may repeat what it is given, and write JSON on many lines.
-        most = _TEMPLATE_EXPANSION * size + _TEMPLATE_PER_MESSAGE * count + _TEMPLATE_PREAMBLE
+        # What a template may make of a conversation, in characters: four times what it is given, some for each message,
+        # and a preamble. Chosen; published ones add at most a page.
+        most = 4 * size + 1024 * count + 65536
         long = size > _LONG_TEXT or count > _LONG_CHAT
         job = EncodeChat(turns, special, most, _ending(chat), arguments, [*map(dict, definitions)])
         return await self._run(tenant, long, job, field_path)

@@ -15,8 +15,6 @@ from outrider_client.bench.prompts import BenchPrompt
 from outrider_client.bench.samples import TRANSFORMERS, BenchMode, Block, RequestOutcome
 from outrider_client.client import Message
 
-# Requests of a block per concurrent one: enough to keep all running, few enough to alternate modes often.
-_ROUNDS_PER_BLOCK = 4
 WARM_UP: tuple[Message, ...] = (("user", "Count from one to ten, then count from one to ten once more."),)
 
 
@@ -73,7 +71,8 @@ class Runner:
         return blocks
 
     def _blocks(self, concurrency: int) -> Iterator[list[BenchPrompt]]:
-        size = 1 if concurrency == 1 else concurrency * _ROUNDS_PER_BLOCK
+        # Requests of a block per concurrent one: enough to keep all running, few enough to alternate modes often.
+        size = 1 if concurrency == 1 else concurrency * 4
         for _, group in groupby(self._plan.prompts, key=lambda prompt: prompt.task):
             prompts = list(group)
             for start in range(0, len(prompts), size):

@@ -29,8 +29,6 @@ INTERRUPTED, EXIT_DIFFERENT = 130, 3
 # gRPC's status of a call that the service does not implement.
 _NO_METHOD = "UNIMPLEMENTED"
 _PORTS = {"target": 50051, "draft": 50052}
-# Of a text that is wrong.
-_SHOWN_CHARACTERS = 80
 _TLS_ADVICE = {
     TlsProblem.EXPECTED: "If it speaks TLS, give --tls, or --tls-ca FILE where its certificate has an authority of its "
     "own; if it asks for a client's certificate, --tls-certificate and --tls-key.",
@@ -160,7 +158,8 @@ def run_command(command: Command, parser: argparse.ArgumentParser, arguments: ar
 
 def _no_utf8(error: UnicodeEncodeError) -> str:
     """Arguments that were no UTF-8 have what stands for their bytes; a path may, but nothing that is sent."""
-    return f"this text is no UTF-8: {one_line(error.object[:_SHOWN_CHARACTERS])}"
+    # Of a text that is wrong.
+    return f"this text is no UTF-8: {one_line(error.object[:80])}"
 
 
 def _fail(message: str) -> int:

@@ -25,8 +25,6 @@ from outrider_client.local.stack import given, private_directory, service_argv
 from outrider_client.local.supervisor import ServiceCommand, Supervisor
 from outrider_client.terminal.options import ClientOptions, UpOptions, flag_words
 
-# While the gateway waits, a target that does not listen yet is being started. Chosen: imports take some ten seconds.
-_TARGET_STARTS = ("--target-start-seconds", "120")
 _COLOURS = {"target": "cyan", "draft": "magenta", "gateway": "green", "outrider": "bold"}
 
 
@@ -72,7 +70,9 @@ def _up(arguments: argparse.Namespace) -> int:
         gateway = None
         if http:
             # It reaches the target by the settings of [client], like every client.
-            flags = (*given(listen=http, target=listen), *_TARGET_STARTS, *shared)
+            # While the gateway waits, a target that does not listen yet is being started. Chosen: imports take some ten
+            # seconds.
+            flags = (*given(listen=http, target=listen), *("--target-start-seconds", "120"), *shared)
             if not gpus and ("gateway", "workers") not in named:
                 # A CPU makes fewer tokens than one process writes.
                 flags += ("--workers", "1")

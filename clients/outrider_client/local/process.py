@@ -22,8 +22,6 @@ from outrider_client.failures import ServiceUnreachable
 # Of prctl(2): the signal that a process gets when its parent ends.
 _PR_SET_PDEATHSIG = 1
 _LINE_END = re.compile(r"[\r\n]+")
-# Characters of a line without an end that are passed on as a line.
-_LONGEST_LINE = 64 * 1024
 _POLL_SECONDS = 0.1
 
 
@@ -110,7 +108,8 @@ async def _read_lines(stream: asyncio.StreamReader, on_line: Callable[[str], Non
         *lines, rest = rest + first, *others
         for line in filter(None, lines):
             on_line(line)
-        if len(rest) >= _LONGEST_LINE:
+        # Characters of a line without an end that are passed on as a line.
+        if len(rest) >= 64 * 1024:
             on_line(rest)
             rest = ""
     rest += decoder.decode(b"", final=True)

@@ -29,8 +29,6 @@ from outrider.checkpoints.tensors import TensorOnDisk, read_tensor
 # MTP modules, which draft (`draft_service.mtp`) and are no part of the model.
 _MTP = re.compile(r"(model\.)?mtp(_layers)?\.")
 _LAYER = re.compile(r"((?:model\.)?layers\.(\d+)\.).+")
-# What joins embedding and state in an MTP module that stands behind a model's layers, as in DeepSeek-V3 and GLM-4.5.
-_MTP_JOIN = "eh_proj.weight"
 _EXPERT = re.compile(r"(.+\.experts)\.(\d+)\.(.+)")
 # A KeyError that is shorter has a name alone.
 _NAME = 60
@@ -184,7 +182,9 @@ def _used(tensors: Mapping[str, TensorEntry], skeleton: PreTrainedModel) -> dict
             continue
         layer = _LAYER.fullmatch(name)
         if layer is not None and int(layer[2]) >= layers:
-            if f"{layer[1]}{_MTP_JOIN}" not in tensors:
+            # What joins embedding and state in an MTP module that stands behind a model's layers, as in DeepSeek-V3 and
+            # GLM-4.5.
+            if f"{layer[1]}eh_proj.weight" not in tensors:
                 more.add(name)
             continue
         used[name] = entry

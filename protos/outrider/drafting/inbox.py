@@ -14,9 +14,6 @@ from outrider.wire.frames import DraftLink, SequenceGrowth
 QueuedEvent = SequenceGrowth | Opened | SequenceFailure | Connected | Disconnected | Lost
 # Seconds that one `listen` may take; later events wait a step at most. 64 growths of 64 nodes take a tenth of it.
 LISTEN_SECONDS = 0.02
-# A draft is cut off after so many calls of `listen` in a row, over so many seconds, that left events: it sends faster
-# than the engine can read. One long step between two calls is not counted against it.
-_CALLS_BEHIND, _SECONDS_BEHIND = 32, 1.0
 
 
 class DraftInbox(ABC):
@@ -60,7 +57,9 @@ class DraftInbox(ABC):
         if not self._calls_behind:
             self._behind_since = begun
         self._calls_behind += 1
-        if self._calls_behind < _CALLS_BEHIND or time.monotonic() - self._behind_since < _SECONDS_BEHIND:
+        # A draft is cut off after so many calls of `listen` in a row, over so many seconds, that left events: it sends
+        # faster than the engine can read. One long step between two calls is not counted against it.
+        if self._calls_behind < 32 or time.monotonic() - self._behind_since < 1.0:
             return
         self._calls_behind = 0
         with self._wake:

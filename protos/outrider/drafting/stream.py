@@ -40,8 +40,6 @@ WORK_PER_ANSWER = 4 * (1 + 2 * MAX_NODES)
 # Work that is saved is at most that of this many answers, or of one per open sequence. With trees of 1,023 nodes 16
 # save as much as 64 did with 255: what a burst may cost the engine.
 MAX_ANSWERS_KEPT = 16
-# Bytes of features in one frame. With one more piece a frame is still well below a draft's message limit of 4 MiB.
-MAX_FRAME_FEATURE_BYTES = 2 * MAX_FEATURE_BYTES
 _Part = TypeVar("_Part", draft_pb2.SequenceAdvance, draft_pb2.SequenceFeatures)
 
 
@@ -213,7 +211,9 @@ def _in_frames(parts: list[_Part]) -> Iterator[list[_Part]]:
     size = 0
     for part in parts:
         more = len(part.features.data)
-        if chunk and (size + more > MAX_FRAME_FEATURE_BYTES or len(chunk) == MAX_SEQUENCES_PER_FRAME):
+        # Bytes of features in one frame. With one more piece a frame is still well below a draft's message limit of 4
+        # MiB.
+        if chunk and (size + more > 2 * MAX_FEATURE_BYTES or len(chunk) == MAX_SEQUENCES_PER_FRAME):
             yield chunk
             chunk, size = [], 0
         chunk.append(part)

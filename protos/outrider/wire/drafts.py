@@ -29,8 +29,6 @@ from outrider.wire.same_names import message_of, shared_fields, value_of
 
 # Node ids are uint32 on the wire; at two growths of 1,023 a step they last for 2 million steps.
 MAX_NODE_ID = 2**32 - 1
-# Nodes that a draft says it has at most: older targets refuse one that says more, and newer ones ask for all.
-_MAX_NODES_SENT = 255
 _MAX_TRACEPARENT = 128
 _MAX_DRAFTER_NAME = 64
 
@@ -183,7 +181,8 @@ def info_from_pb(pb: draft_pb2.GetDraftInfoResponse) -> DraftInfo:
 
 
 def info_to_pb(info: DraftInfo) -> draft_pb2.GetDraftInfoResponse:
-    limits = replace(info.limits, max_nodes=min(info.limits.max_nodes, _MAX_NODES_SENT))
+    # Nodes that a draft says it has at most: older targets refuse one that says more, and newer ones ask for all.
+    limits = replace(info.limits, max_nodes=min(info.limits.max_nodes, 255))
     features = None if info.features is None else request_to_pb(info.features)
     return message_of(draft_pb2.GetDraftInfoResponse, info, limits=limits_to_pb(limits), features=features)
 

@@ -19,8 +19,6 @@ if TYPE_CHECKING:
     from huggingface_hub import CachedRepoInfo
     from huggingface_hub.hf_api import ModelInfo
 
-# For a list of files, from a hub that has just answered. Chosen, not measured.
-_LIST_SECONDS = 30.0
 _COMMIT = re.compile("[0-9a-f]{40}")
 
 
@@ -78,7 +76,8 @@ def fetch(model: HubId) -> Path:
         ) from None
     name, revision = model.name, model.revision
     with _asking_for(model):
-        listed = HfApi().model_info(name, revision=revision, files_metadata=True, timeout=_LIST_SECONDS)
+        # For a list of files, from a hub that has just answered. Chosen, not measured.
+        listed = HfApi().model_info(name, revision=revision, files_metadata=True, timeout=30.0)
     _check_files(model, listed)
     with _asking_for(model):
         # Before the weights, which may take hours.
