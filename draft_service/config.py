@@ -40,7 +40,6 @@ class DraftConfig(ServiceSettings):
     drain_seconds: float = setting(5.0, "time open sequences get after SIGTERM", ge=0)
     auth_tokens: str = setting("", "file of `TOKEN TENANT` lines; callers without a token are refused when set")
     trusted_tenant: str = setting("target", "tenant whose token may open sequences of every tenant")
-    trace_ratio: float = setting(1.0, "share of streams without a parent trace that are traced", ge=0, le=1)
 
 
 def drafter_config(

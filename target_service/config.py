@@ -260,7 +260,6 @@ class TargetConfig(ServiceSettings):
     log_requests: bool = setting(
         False, "log a line for each request that ends, at level info: tenant, tokens, times, drafted share, and no text"
     )
-    trace_ratio: float = setting(1.0, "share of requests without a parent trace that are traced", ge=0, le=1)
     trace_steps: bool = setting(False, "a child span per step in traced requests", rare=True)
 
     @property

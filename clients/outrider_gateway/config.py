@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from outrider.addresses import address_problem
 from outrider.busy_polling import usable_cores
 from outrider.pem import check_pair
-from outrider.settings import Settings, SettingsError, comma_words, setting
+from outrider.settings import ServerSettings, SettingsError, comma_words, setting
 from outrider_gateway.discovery import target_name
 
 # As browsers write the origin of a page: in lower case, without a path.
@@ -26,7 +26,7 @@ CAN_SHARE = hasattr(socket, "send_fds")
 
 
 @dataclass(frozen=True)
-class GatewayConfig(Settings):
+class GatewayConfig(ServerSettings):
     """Everything `outrider gateway` takes, by flag, environment (`OUTRIDER_GATEWAY_*`) or `[gateway]` table."""
 
     target: str = setting(
@@ -69,14 +69,9 @@ class GatewayConfig(Settings):
         1.25, "load that a target may have, as a multiple of the mean, before tenants move on", ge=1
     )
 
-    tls_certificate: str = setting("", "PEM certificate chain; plain HTTP when empty")
-    tls_key: str = setting("", "PEM private key")
-    otlp_endpoint: str = setting("", "OTLP gRPC endpoint for traces; off when empty")
-    trace_ratio: float = setting(1.0, "share of requests without a parent trace that are traced", ge=0, le=1)
     log_requests: bool = setting(
         False, "log a line for each request that ends, at level info: status, tokens, time, drafted share, and no text"
     )
-    log_level: str = setting("info", "log level", choices=("debug", "info", "warning", "error"))
 
     def __post_init__(self) -> None:
         super().__post_init__()

@@ -7,14 +7,12 @@ docs/gateway.md are made of both: `python -m outrider_gateway.request_fields doc
 from __future__ import annotations
 
 import json
-import re
-import sys
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from enum import Enum
-from pathlib import Path
 from typing import Any, get_type_hints
 
+from outrider.page_tables import rendered, table, write_pages
 from outrider_gateway.bodies import (
     ChatFields,
     CompletionFields,
@@ -182,35 +180,28 @@ COMPLETION_FIELDS = _by_name((*_COMPLETIONS, *_ALIKE))
 RESPONSES_FIELDS = _by_name((*_ALIKE, *_RESPONSES))
 MESSAGES_FIELDS = _by_name((*_ALIKE, *_MESSAGES))
 
-_MARKED = re.compile(r"(<!-- fields: (\w+) -->\n).*?(<!-- end -->)", re.DOTALL)
+_HEADS = {Use.TAKEN: "what it does", Use.IGNORED: "why it has no effect", Use.REFUSED: "why it is refused"}
+_WHERE = {
+    "both": _ALIKE, "chat": _CHAT, "completions": _COMPLETIONS, "responses": _RESPONSES, "messages": _MESSAGES,
+    "/tokenize": _TOKENIZE, "/detokenize": _DETOKENIZE,
+}  # fmt: skip
 
 
 def render(page: str) -> str:
     """The page with every marked table of fields replaced. Raises `ValueError` for a mark of another use."""
-    return _MARKED.sub(lambda mark: mark[1] + _table(Use(mark[2])) + mark[3], page)
+    return rendered(page, "fields", lambda name: _table(Use(name)))
 
 
 def _table(use: Use) -> str:
-    rows = [("field", "of", _HEADS[use]), ("---",) * 3]
-    for fields, where in (
-        (_ALIKE, "both"),
-        (_CHAT, "chat"),
-        (_COMPLETIONS, "completions"),
-        (_RESPONSES, "responses"),
-        (_MESSAGES, "messages"),
-        (_TOKENIZE, "/tokenize"),
-        (_DETOKENIZE, "/detokenize"),
-    ):
+    rows = []
+    for where, fields in _WHERE.items():
         # Fields of one note stand together.
         notes: dict[str, list[str]] = {}
         for field in fields:
             if field.use is use:
                 notes.setdefault(field.note, []).append(_shown(field))
         rows += [(", ".join(names), where, note) for note, names in notes.items()]
-    return "".join("| " + " | ".join(row) + " |\n" for row in rows)
-
-
-_HEADS = {Use.TAKEN: "what it does", Use.IGNORED: "why it has no effect", Use.REFUSED: "why it is refused"}
+    return table(("field", "of", _HEADS[use]), rows)
 
 
 def _shown(field: RequestField) -> str:
@@ -218,12 +209,5 @@ def _shown(field: RequestField) -> str:
     return f"`{field.name}`" + (f" (but {values})" if values else "")
 
 
-def main(arguments: Sequence[str]) -> int:
-    for name in arguments:
-        path = Path(name)
-        path.write_text(render(path.read_text()))
-    return 0
-
-
 if __name__ == "__main__":
-    sys.exit(main(sys.argv[1:]))
+    write_pages(render)

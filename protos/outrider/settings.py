@@ -100,7 +100,18 @@ class Settings:
 
 
 @dataclasses.dataclass(frozen=True)
-class ServiceSettings(Settings):
+class ServerSettings(Settings):
+    """Settings of services and gateways."""
+
+    tls_certificate: str = setting("", "PEM certificate chain; plain text when empty")
+    tls_key: str = setting("", "PEM private key")
+    otlp_endpoint: str = setting("", "OTLP gRPC endpoint for traces; off when empty")
+    trace_ratio: float = setting(1.0, "share of requests without a parent trace that are traced", ge=0, le=1)
+    log_level: str = setting("info", "log level", choices=("debug", "info", "warning", "error"))
+
+
+@dataclasses.dataclass(frozen=True)
+class ServiceSettings(ServerSettings):
     """Settings that both services have."""
 
     metrics_listen: str = setting("", "HOST:PORT of the Prometheus endpoint; off when empty")
@@ -111,11 +122,7 @@ class ServiceSettings(Settings):
     )
     reflection: bool = setting(False, "serve gRPC reflection", rare=True)
     admin_listen: str = setting("", "loopback HOST:PORT for channelz; off when empty", rare=True)
-    tls_certificate: str = setting("", "PEM certificate chain; plain text when empty")
-    tls_key: str = setting("", "PEM private key")
     tls_client_ca: str = setting("", "PEM roots for client certificates; required of clients when set")
-    otlp_endpoint: str = setting("", "OTLP gRPC endpoint for traces; off when empty")
-    log_level: str = setting("info", "log level", choices=("debug", "info", "warning", "error"))
 
 
 def _type_of(config: type[Any], name: str) -> tuple[type[Any], bool]:
