@@ -3,8 +3,8 @@
 Weights are random, those of the target and of the head in the shape of Llama 3 8B and its published heads. No sequence
 is under way: rows are computed all the same, and attention has no keys to read. Captured graphs are replayed.
 
-    python -m benchmarks.engine.pass_drafting --json FILE
-    python -m benchmarks.engine.pass_drafting --passes 128x16:8 --layers 4 --profile
+    python -m benchmarks.heads.pass_drafting --json FILE
+    python -m benchmarks.heads.pass_drafting --passes 128x16:8 --layers 4 --profile
 """
 
 from __future__ import annotations

@@ -1,0 +1,1 @@
+"""Benchmarks of draft heads that the target runs behind its own passes."""
