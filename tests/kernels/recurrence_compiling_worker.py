@@ -11,7 +11,7 @@ from typing import Any
 from compiling import shared_bytes
 from triton.compiler import ASTSource
 
-from tree_kernels.recurrence import triton_gating, triton_kernels, triton_mixing, triton_selective
+from tree_kernels.recurrence import triton_gating, triton_kernels, triton_keyed, triton_mixing, triton_selective
 
 HALF = ("inputs", "ring", "windows", "weight", "bias", "output", "folded", "rows", "queries", "keys", "reading")
 HALF += ("values", "scores", "product", "mixed", "gate", "norm")
@@ -48,8 +48,11 @@ def kernels() -> Iterator[tuple[str, Any, dict[str, Any]]]:
     yield "scan", triton_selective.scan_kernel, sizes
     # Of Kimi Linear.
     sizes = {"WINDOW": 64, "CHANNELS": 12288, "HEADS": 32, "DK": 128, "DV": 128, "QUERY_AT": 0, "KEY_AT": 4096}
-    sizes |= {"VALUE_AT": 8192, "NORMED": True, "SCALING": 128**-0.5, "BLOCK_K": 128, "BLOCK_V": 32}
-    yield "mix keyed", triton_selective.mix_keyed_kernel, sizes
+    sizes |= {"VALUE_AT": 8192, "NORMED": True, "SCALING": 128**-0.5, "BLOCK_K": 128, "PRECISION": "tf32x3"}
+    for prompts in (False, True):
+        own = {"BLOCK_V": 32, "STAGES": 2, "PROMPTS": prompts}
+        yield f"mix keyed {prompts}", triton_keyed.mix_keyed_kernel, sizes | own
+    yield "prepare keyed", triton_keyed.prepare_keyed_kernel, sizes | {"BLOCK_V": 128}
     yield "keep gates", triton_selective.keep_gates_kernel, {"WINDOW": 64, "GATES": 8208, "BLOCK": 1024}
     for norms, group in ((True, 8192), (False, 1024)):
         sizes = {"HEAD": 64, "GROUP": group, "GROUPS": 8192 // group, "NORMS": norms, "BLOCK": group}
@@ -65,7 +68,7 @@ def compiled(name: str, kernel: Any, constants: dict[str, Any]) -> int:
         (place,): [["tt.divisibility", 16]] for place, each in enumerate(names) if signature[each].startswith("*")
     }
     source = ASTSource(kernel, signature, {(names.index(each),): value for each, value in constants.items()}, aligned)
-    options = {"num_warps": 2 if name == "plan" else 4}
+    options = {"num_warps": {"plan": 2, "prepare keyed": 8}.get(name, 4)}
     return shared_bytes(source, options)
 
 

@@ -24,8 +24,9 @@ from tree_kernels.recurrence.triton_gating import (
     space_output_kernel,
 )
 from tree_kernels.recurrence.triton_kernels import convolve_kernel, keep_kernel, plan_kernel
+from tree_kernels.recurrence.triton_keyed import mix_keyed_kernel, prepare_keyed_kernel
 from tree_kernels.recurrence.triton_mixing import CHUNK, mix_kernel, prepare_kernel
-from tree_kernels.recurrence.triton_selective import keep_gates_kernel, mix_keyed_kernel, scan_kernel
+from tree_kernels.recurrence.triton_selective import keep_gates_kernel, scan_kernel
 from tree_kernels.recurrence.types import (
     MOST_NODES,
     Convolved,
@@ -225,12 +226,14 @@ class TritonRecurrence:
         assert isinstance(plan, TritonRecurrencePlan) and isinstance(convolved, TritonConvolved)
         shape, tensors, rows = states.shape, plan.tensors, convolved.rows
         output = rows.new_empty(len(rows), shape.heads, shape.value_width)
+        prompts = plan.most_rows > states.window
+        prepared = self._prepared_keyed(plan, shape, rows, gates, layout, states.window, prompts=prompts)
         mix_keyed_kernel[(plan.batch.sequences, shape.heads, triton.cdiv(shape.value_width, _COLUMNS))](
-            rows, gates, convolved.folded, states.gates[layer], states.states[layer], output, tensors.query_starts,
-            tensors.prefix_lengths, tensors.slots, tensors.causal, plan.pending, plan.words, WINDOW=states.window,
-            CHANNELS=shape.channels, HEADS=shape.heads, DK=shape.key_width, DV=shape.value_width,
-            QUERY_AT=layout.query_at, KEY_AT=layout.key_at, VALUE_AT=layout.value_at, NORMED=layout.normed,
-            SCALING=layout.scaling, BLOCK_K=triton.next_power_of_2(shape.key_width), BLOCK_V=_COLUMNS, num_warps=4,
+            rows, gates, convolved.folded, states.gates[layer], states.states[layer], output, prepared.queries,
+            prepared.keys, prepared.reading, prepared.values, prepared.scores, prepared.reached, tensors.query_starts,
+            tensors.prefix_lengths, tensors.slots, tensors.causal, plan.pending, plan.words, PROMPTS=prompts,
+            BLOCK_V=_COLUMNS, STAGES=2 if rows.element_size() == 2 else 1, num_warps=4,
+            **self._keyed_constants(shape, layout, states.window),
         )  # fmt: skip
         self._keep_gates(plan, states, layer, gates)
         return output
@@ -310,6 +313,39 @@ class TritonRecurrence:
             plan.words, BLOCK_V=max(16, triton.next_power_of_2(shape.value_width)), num_warps=8, **constants,
         )  # fmt: skip
         return prepared
+
+    def _prepared_keyed(
+        self,
+        plan: TritonRecurrencePlan,
+        shape: StateShape,
+        rows: Tensor,
+        gates: Tensor,
+        layout: HeadsLayout,
+        window: int,
+        *,
+        prompts: bool,
+    ) -> PreparedRows:
+        """As `_prepared`, of prompts in passes that may have some."""
+        if not prompts:
+            return PreparedRows(rows, rows, rows, rows, rows, gates)
+        constants = self._keyed_constants(shape, layout, window)
+        count, heads, sequences = len(rows), shape.heads, plan.batch.sequences
+        queries, keys, reading = (rows.new_empty(count, heads, constants["BLOCK_K"]) for _ in range(3))
+        values, scores = (rows.new_empty(count, heads, width) for width in (shape.value_width, CHUNK.value))
+        chunks = triton.cdiv(count, CHUNK.value) + sequences
+        prepared = PreparedRows(
+            queries, keys, reading, values, scores, gates.new_empty(chunks, heads, constants["BLOCK_K"])
+        )
+        prepare_keyed_kernel[(sequences, heads, triton.cdiv(plan.most_rows, CHUNK.value))](
+            rows, gates, queries, keys, reading, values, scores, prepared.reached, plan.tensors.query_starts,
+            BLOCK_V=max(16, triton.next_power_of_2(shape.value_width)), num_warps=8, **constants,
+        )  # fmt: skip
+        return prepared
+
+    def _keyed_constants(self, shape: StateShape, layout: HeadsLayout, window: int) -> dict[str, Any]:
+        """What both kernels of keyed states are compiled for."""
+        own = self._constants(shape, layout, window)
+        return {name: value for name, value in own.items() if name not in ("GROUP", "DELTA", "FEW")}
 
     def _constants(self, shape: StateShape, layout: HeadsLayout, window: int) -> dict[str, Any]:
         """What both kernels are compiled for."""

@@ -15,11 +15,11 @@ _EPSILON = tl.constexpr(1e-6)
 # Rows that are prepared together.
 CHUNK = tl.constexpr(64)
 # Rows whose system is solved by substitution, one after the other; blocks of them by products.
-_BLOCK = tl.constexpr(16)
+SOLVED = tl.constexpr(16)
 
 
 @triton.jit
-def _part(rows, row, at, WIDTH: tl.constexpr, BLOCK: tl.constexpr, CHANNELS: tl.constexpr, there):  # type: ignore[no-untyped-def]
+def parts_of(rows, row, at, WIDTH: tl.constexpr, BLOCK: tl.constexpr, CHANNELS: tl.constexpr, there):  # type: ignore[no-untyped-def]
     """[n, BLOCK] fp32: numbers `at` on of rows [n]."""
     k = tl.arange(0, BLOCK)
     here = there[:, None] & (k < WIDTH)[None, :]
@@ -27,28 +27,29 @@ def _part(rows, row, at, WIDTH: tl.constexpr, BLOCK: tl.constexpr, CHANNELS: tl.
 
 
 @triton.jit
-def _of_length_one(heads, NORMED: tl.constexpr):  # type: ignore[no-untyped-def]
+def of_length_one(heads, NORMED: tl.constexpr):  # type: ignore[no-untyped-def]
+    """Heads [n, BLOCK], divided by their length where they are normed."""
     if NORMED:
         heads = heads * tl.rsqrt(tl.sum(heads * heads, 1) + _EPSILON)[:, None]
     return heads
 
 
 @triton.jit
-def _broken(numbers):  # type: ignore[no-untyped-def]
+def is_broken(numbers):  # type: ignore[no-untyped-def]
     """1 where a number is not finite. Not by `x - x`: where x is a product, a GPU makes one operation of both, and the
     result is what rounding took from x."""
     return tl.where(tl.abs(numbers) < float("inf"), 0, 1)
 
 
 @triton.jit
-def _broken_rows(rows):  # type: ignore[no-untyped-def]
+def broken_rows(rows):  # type: ignore[no-untyped-def]
     """[n] whether a row of [n, m] has numbers that are not finite."""
-    return tl.max(_broken(rows), 1) > 0
+    return tl.max(is_broken(rows), 1) > 0
 
 
 @triton.jit
 def one_part(row, at, WIDTH: tl.constexpr, BLOCK: tl.constexpr, NORMED: tl.constexpr):  # type: ignore[no-untyped-def]
-    """[BLOCK] fp32: numbers `at` on of one row, as `_part` and `_of_length_one` have them."""
+    """[BLOCK] fp32: numbers `at` on of one row, as `parts_of` and `of_length_one` have them."""
     k = tl.arange(0, BLOCK)
     part = tl.load(row + at + k, mask=k < WIDTH, other=0.0).to(tl.float32)
     if NORMED:
@@ -66,24 +67,24 @@ def _with_token(state, key, value, decay, beta, DELTA: tl.constexpr):  # type: i
 
 
 @triton.jit
-def _inverse(system, PRECISION: tl.constexpr):  # type: ignore[no-untyped-def]
+def inverse_of(system, PRECISION: tl.constexpr):  # type: ignore[no-untyped-def]
     """(I + system)^-1 of a strictly lower triangular system [64, 64]: blocks of 16 on its diagonal by substitution, row
     after row, then blocks of blocks. Each value is final before another is made of it, so none grows beyond what it
     is, as powers of the system would."""
-    blocks: tl.constexpr = CHUNK // _BLOCK
-    i, block = tl.arange(0, _BLOCK), tl.arange(0, blocks)
+    blocks: tl.constexpr = CHUNK // SOLVED
+    i, block = tl.arange(0, SOLVED), tl.arange(0, blocks)
     same = (block[:, None] == block[None, :])[:, None, :, None]
-    whole = tl.reshape(system, [blocks, _BLOCK, blocks, _BLOCK])
+    whole = tl.reshape(system, [blocks, SOLVED, blocks, SOLVED])
     # [4, 16, 16], the blocks on the diagonal, and their inverses, of which each row is made of those above it.
     diagonal = tl.sum(tl.where(same, whole, 0.0), 2)
-    inverse = tl.zeros([blocks, _BLOCK, _BLOCK], tl.float32)
+    inverse = tl.zeros([blocks, SOLVED, SOLVED], tl.float32)
     inverse += tl.where((i[:, None] == i[None, :])[None, :, :], 1.0, 0.0)
-    for row in range(1, _BLOCK):
+    for row in range(1, SOLVED):
         here = (i == row)[None, :, None]
         of_row = tl.sum(tl.where(here, diagonal, 0.0), 1)
         made = tl.sum(of_row[:, :, None] * tl.where((i < row)[None, :, None], inverse, 0.0), 1)
         inverse = tl.where(here, inverse - made[:, None, :], inverse)
-    spread = tl.where(same, inverse[:, :, None, :], 0.0) + tl.zeros([blocks, _BLOCK, blocks, _BLOCK], tl.float32)
+    spread = tl.where(same, inverse[:, :, None, :], 0.0) + tl.zeros([blocks, SOLVED, blocks, SOLVED], tl.float32)
     first = tl.reshape(spread, [CHUNK, CHUNK])
     below = tl.reshape(tl.where(same, 0.0, whole), [CHUNK, CHUNK])
     below = tl.dot(first, below, input_precision=PRECISION)
@@ -119,13 +120,13 @@ def prepare_kernel(  # type: ignore[no-untyped-def]
             word = tl.load(words + row, mask=there, other=0)
             mask = ((word[:, None] >> i.to(tl.int64)[None, :]) & 1) != 0
         of_key = head // GROUP * DK
-        query = _of_length_one(_part(rows, row, QUERY_AT + of_key, DK, BLOCK_K, CHANNELS, there), NORMED) * SCALING
-        key = _of_length_one(_part(rows, row, KEY_AT + of_key, DK, BLOCK_K, CHANNELS, there), NORMED)
-        value = _part(rows, row, VALUE_AT + head * DV, DV, BLOCK_V, CHANNELS, there)
+        query = of_length_one(parts_of(rows, row, QUERY_AT + of_key, DK, BLOCK_K, CHANNELS, there), NORMED) * SCALING
+        key = of_length_one(parts_of(rows, row, KEY_AT + of_key, DK, BLOCK_K, CHANNELS, there), NORMED)
+        value = parts_of(rows, row, VALUE_AT + head * DV, DV, BLOCK_V, CHANNELS, there)
         log = tl.load(gates + row * 2 * HEADS + head, mask=there, other=0.0)
         beta = tl.load(gates + row * 2 * HEADS + HEADS + head, mask=there, other=0.0)
         # Of no effect on nodes that do not descend from it.
-        broken = _broken_rows(key) | _broken_rows(value) | (_broken(log) + _broken(beta) > 0)
+        broken = broken_rows(key) | broken_rows(value) | (is_broken(log) + is_broken(beta) > 0)
         key, value = tl.where(broken[:, None], 0.0, key), tl.where(broken[:, None], 0.0, value)
         log, beta = tl.where(broken, 0.0, log), tl.where(broken, 0.0, beta)
         sums = tl.sum(tl.where(mask, log[None, :], 0.0), 1)
@@ -145,7 +146,7 @@ def prepare_kernel(  # type: ignore[no-untyped-def]
         added = beta[:, None] * value
         if DELTA:
             system = beta[:, None] * tl.dot(rounded, tl.trans(rounded), input_precision=PRECISION) * weights
-            inverse = _inverse(tl.where(i[:, None] > i[None, :], system, 0.0), PRECISION).to(kind)
+            inverse = inverse_of(tl.where(i[:, None] > i[None, :], system, 0.0), PRECISION).to(kind)
             read = (beta * tl.exp(sums))[:, None] * key
             tl.store(reading + wide, tl.dot(inverse, read.to(kind), input_precision=PRECISION), mask=there[:, None])
             added = tl.dot(inverse, added.to(kind), input_precision=PRECISION)
@@ -194,15 +195,15 @@ def _solve_few(  # type: ignore[no-untyped-def]
     """Write the outputs of nodes `row` [n] behind a state [BLOCK_K, BLOCK_V], whose ancestors `mask` [n, n] has.
     `depth` substitutions suffice: node after node, each gets its ancestors' final values."""
     of_key = head // GROUP * DK
-    query = _of_length_one(_part(rows, row, QUERY_AT + of_key, DK, BLOCK_K, CHANNELS, there), NORMED) * SCALING
-    key = _of_length_one(_part(rows, row, KEY_AT + of_key, DK, BLOCK_K, CHANNELS, there), NORMED)
+    query = of_length_one(parts_of(rows, row, QUERY_AT + of_key, DK, BLOCK_K, CHANNELS, there), NORMED) * SCALING
+    key = of_length_one(parts_of(rows, row, KEY_AT + of_key, DK, BLOCK_K, CHANNELS, there), NORMED)
     here = there[:, None] & (column < DV)[None, :]
     value_at = row.to(tl.int64)[:, None] * CHANNELS + VALUE_AT + head * DV + column[None, :]
     value = tl.load(rows + value_at, mask=here, other=0.0).to(tl.float32)
     log = tl.load(gates + row.to(tl.int64) * 2 * HEADS + head, mask=there, other=0.0)
     beta = tl.load(gates + row.to(tl.int64) * 2 * HEADS + HEADS + head, mask=there, other=0.0)
     # Of no effect on nodes that do not descend from it.
-    broken = _broken_rows(key) | _broken_rows(value) | (_broken(log) + _broken(beta) > 0)
+    broken = broken_rows(key) | broken_rows(value) | (is_broken(log) + is_broken(beta) > 0)
     key, value = tl.where(broken[:, None], 0.0, key), tl.where(broken[:, None], 0.0, value)
     log, beta = tl.where(broken, 0.0, log), tl.where(broken, 0.0, beta)
     sums = tl.sum(tl.where(mask, log[None, :], 0.0), 1)

@@ -1,5 +1,5 @@
-"""Triton: states that decay by more than one factor a head, in one launch: fold what was accepted, read the state at
-each row. A second keeps the rows' gates.
+"""Triton: states of channels, in one launch: fold what was accepted, read the state at each row. A second keeps the
+rows' gates.
 
 A tree's node runs its own path from the state on, which is in registers: paths of guesses are short, and no node's
 state is ever written.
@@ -9,8 +9,6 @@ from __future__ import annotations
 
 import triton
 import triton.language as tl
-
-from tree_kernels.recurrence.triton_mixing import one_part
 
 
 @triton.jit
@@ -69,75 +67,6 @@ def scan_kernel(  # type: ignore[no-untyped-def]
                         own = _behind(own, rates, gates + row * size, value, channel, index, CHANNELS, WIDTH)
                 query = tl.load(queries + (first + i) * WIDTH + index, mask=index < WIDTH, other=0.0)
                 tl.store(output + (first + i) * CHANNELS + channel, tl.sum(own * query[None, :], 1), mask=within)
-
-
-@triton.jit
-def _keyed_behind(  # type: ignore[no-untyped-def]
-    state, row, gates, head, column, HEADS: tl.constexpr, DK: tl.constexpr, DV: tl.constexpr, KEY_AT: tl.constexpr,
-    VALUE_AT: tl.constexpr, NORMED: tl.constexpr, BLOCK_K: tl.constexpr,
-):  # fmt: skip
-    """A state [BLOCK_K, m] behind one more token, whose convolved row begins at `row` and whose gates at `gates`."""
-    k = tl.arange(0, BLOCK_K)
-    decay = tl.exp(tl.load(gates + head * DK + k, mask=k < DK, other=0.0))
-    beta = tl.load(gates + HEADS * DK + head)
-    key = one_part(row, KEY_AT + head * DK, DK, BLOCK_K, NORMED)
-    value = tl.load(row + VALUE_AT + head * DV + column, mask=column < DV, other=0.0).to(tl.float32)
-    state = state * decay[:, None]
-    added = beta * (value - tl.sum(key[:, None] * state, 0))
-    return state + key[:, None] * added[None, :]
-
-
-@triton.jit
-def mix_keyed_kernel(  # type: ignore[no-untyped-def]
-    rows, gates, folded, ring_gates, states, output, query_starts, prefix_lengths, slots, causal, pending_keys, words,
-    WINDOW: tl.constexpr, CHANNELS: tl.constexpr, HEADS: tl.constexpr, DK: tl.constexpr, DV: tl.constexpr,
-    QUERY_AT: tl.constexpr, KEY_AT: tl.constexpr, VALUE_AT: tl.constexpr, NORMED: tl.constexpr, SCALING: tl.constexpr,
-    BLOCK_K: tl.constexpr, BLOCK_V: tl.constexpr,
-):  # fmt: skip
-    """Program (sequence, head, columns of values): `folded` [B, window, C] and `rows` [R, C] are outputs of the
-    convolution, `gates` [R, H * Dk + H] fp32, `output` [R, H, Dv]."""
-    b, head = tl.program_id(0), tl.program_id(1)
-    start = tl.load(query_starts + b)
-    count = tl.load(query_starts + b + 1) - start
-    if count > 0:
-        prefix, slot = tl.load(prefix_lengths + b), tl.load(slots + b).to(tl.int64)
-        pending, first, size = tl.load(pending_keys + b), start.to(tl.int64), HEADS * DK + HEADS
-        k, column = tl.arange(0, BLOCK_K), tl.program_id(2) * BLOCK_V + tl.arange(0, BLOCK_V)
-        here = (k < DK)[:, None] & (column < DV)[None, :]
-        at = states + (slot * HEADS + head) * DK * DV + k[:, None] * DV + column[None, :]
-        # Of a sequence that begins, the slot holds what another left.
-        state = tl.load(at, mask=here & (prefix + tl.zeros_like(k) > 0)[:, None], other=0.0)
-        for t in range(pending):
-            place = slot * WINDOW + (prefix - pending + t) % WINDOW
-            of_key = folded + (b.to(tl.int64) * WINDOW + t) * CHANNELS
-            state = _keyed_behind(
-                state, of_key, ring_gates + place * size, head, column, HEADS, DK, DV, KEY_AT, VALUE_AT, NORMED, BLOCK_K
-            )
-        known = count > WINDOW
-        if count <= WINDOW:
-            tl.store(at, state, mask=here)
-        chain = known | (tl.load(causal + b) != 0)
-        for i in range(count):
-            row, own = first + i, state
-            if chain:
-                state = _keyed_behind(
-                    state, rows + row * CHANNELS, gates + row * size, head, column, HEADS, DK, DV, KEY_AT, VALUE_AT,
-                    NORMED, BLOCK_K,
-                )  # fmt: skip
-                own = state
-            else:
-                word = tl.load(words + row)
-                for j in range(i + 1):
-                    if ((word >> j) & 1) != 0:
-                        own = _keyed_behind(
-                            own, rows + (first + j) * CHANNELS, gates + (first + j) * size, head, column, HEADS, DK, DV,
-                            KEY_AT, VALUE_AT, NORMED, BLOCK_K,
-                        )  # fmt: skip
-            query = one_part(rows + row * CHANNELS, QUERY_AT + head * DK, DK, BLOCK_K, NORMED) * SCALING
-            made = tl.sum(query[:, None] * own, 0)
-            tl.store(output + (row * HEADS + head) * DV + column, made, mask=column < DV)
-        if known:
-            tl.store(at, state, mask=here)
 
 
 @triton.jit
