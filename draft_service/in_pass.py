@@ -44,7 +44,7 @@ if TYPE_CHECKING:
 log = logging.getLogger(__name__)
 # (sequences up to which, levels, nodes that a level expands): a pass has rows for some of a tree's best nodes, fewer of
 # each sequence the more there are, and a level takes 2 to 3 % of a pass.
-_SHAPES = ((2, 7, 8), (8, 6, 8), (16, 5, 4), (32, 4, 2), (64, 3, 2))
+_SHAPES = ((2, 7, 8), (4, 6, 8), (16, 5, 4), (32, 4, 2), (64, 3, 2))
 # For more.
 _LEAST_LEVELS, _LEAST_WIDTH = 2, 1
 

@@ -10,6 +10,7 @@ from transformers import PreTrainedModel
 from draft_service.eagle.config import EagleConfig
 from draft_service.eagle.head import EagleHead
 from draft_service.in_pass import InPassHead
+from tree_models.layers.placing import Placement
 
 VOCABULARY, LAYERS = 211, (0, 1, 2)
 SETTINGS: dict[str, Any] = {
@@ -19,13 +20,14 @@ SETTINGS: dict[str, Any] = {
 
 
 def head_of(model: PreTrainedModel, kept: int = 0) -> EagleHead:
+    """A head on the model's device, whose layer comes behind `kept` others in the cache."""
     made = make_head(
         hidden_size=model.config.hidden_size, target_hidden_size=model.config.hidden_size, vocab_size=VOCABULARY,
-        draft_vocab_size=VOCABULARY, feature_layers=LAYERS,
+        draft_vocab_size=VOCABULARY, feature_layers=LAYERS, head_dim=12,
     )  # fmt: skip
     if not kept:
         return made
-    behind = EagleHead(made.config, None, kept=kept)
+    behind = EagleHead(made.config, None, Placement(model.device, model.dtype), kept)
     for name, weight in behind.weights().items():
         weight.copy_(made.weights()[name])
     return behind.eval()

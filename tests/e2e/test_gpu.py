@@ -13,6 +13,7 @@ import pytest
 import torch
 from conftest import make_tiny
 from engine_harness import Outcome, Propose, engine_config, knowing_tree, make_runner, random_tree, request, run
+from in_pass_heads import LAYERS, in_pass_head
 from latent_models import make_latent
 from other_weights import other_weights
 from structured_forms import SCHEMAS, trained_tokenizer
@@ -53,7 +54,11 @@ def requests(sampling: SamplingParams, mode: VerificationMode | None = None) -> 
 
 
 def captured(
-    runner: ModelRunner, *, invariant: bool = False, enable_device_row_selection: bool = False
+    runner: ModelRunner,
+    *,
+    invariant: bool = False,
+    enable_device_row_selection: bool = False,
+    hooked: tuple[int, ...] = (),
 ) -> tuple[ModelRunner, DeviceSteps]:
     # Only on a machine that runs these tests: Triton may be absent elsewhere.
     from target_service.model.cuda_graphs.runner import CapturedRunner, CaptureOptions
@@ -61,7 +66,8 @@ def captured(
 
     if enable_device_row_selection:
         runner.enable_device_row_selection(SEQUENCES)
-    options = CaptureOptions(ROWS, SEQUENCES, layers=LayerOptions(compiled=not invariant, invariant=invariant))
+    layers = LayerOptions(compiled=not invariant, invariant=invariant)
+    options = CaptureOptions(ROWS, SEQUENCES, layers, hooked)
     taken = CapturedRunner(runner, options)
     # As at a start whose time was over before the largest sizes were captured.
     taken.capture(taken.buckets[: len(taken.buckets) // 2])
@@ -181,6 +187,31 @@ def test_what_the_device_drafts_changes_no_token(
     assert [one.token_ids for one in outcomes] == [one.token_ids for one in said]
     if sampling is SAMPLINGS["greedy"]:
         assert sum(one.finished.totals.accepted_tokens for one in outcomes) > 0
+
+
+@pytest.fixture(scope="module")
+def drafting() -> tuple[ModelRunner, DeviceSteps]:
+    """Passes behind which a head drafts."""
+    model = make_tiny().cuda()
+    runner = make_runner(model, attention="triton", in_pass=in_pass_head(model))
+    return captured(runner, enable_device_row_selection=True, hooked=LAYERS)
+
+
+@pytest.mark.parametrize("sampling", SAMPLINGS.values(), ids=SAMPLINGS)
+@pytest.mark.parametrize("passes", [1, 4])
+def test_a_head_behind_passes_changes_no_token(
+    exact: tuple[ModelRunner, ModelRunner, DeviceSteps],
+    drafting: tuple[ModelRunner, DeviceSteps],
+    sampling: SamplingParams,
+    passes: int,
+) -> None:
+    eager, (taken, steps) = exact[0], drafting
+    wanted = [replace(one, token_ids=3 * one.token_ids, max_tokens=64) for one in requests(sampling)]
+    said = run(eager, wanted)
+    outcomes = run(taken, wanted, stagger=3, launch=steps, passes=passes)
+    assert [one.token_ids for one in outcomes] == [one.token_ids for one in said]
+    table = taken.node_table
+    assert table is not None and (table.tables[:, 1] > 8).sum() >= len(wanted), "every sequence had a tree"
 
 
 def test_nothing_is_captured_while_requests_run(

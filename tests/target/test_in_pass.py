@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import random
 from collections.abc import Callable
+from dataclasses import replace
 from typing import Any, NamedTuple
 
 import pytest
@@ -19,18 +20,26 @@ from transformers import PreTrainedModel
 
 from draft_service.drafters.base import DraftSequence
 from draft_service.eagle.config import EagleConfig
+from draft_service.eagle.drafter import EagleDrafter
 from draft_service.eagle.head import EagleHead
 from draft_service.in_pass import InPassHead, shape_for
+from outrider.drafting.link import prepare_in_pass
+from outrider.errors import NotSupported
 from outrider.sampling import SamplingParams, VerificationMode
+from outrider.settings import SettingsError
+from outrider.structured_output import StructuredOutput
+from target_service.config import TargetConfig
 from target_service.core.sequence import SequenceRequest
-from target_service.execution.device_executor import DeviceSteps
+from target_service.execution.device_executor import DeviceSteps, _is_drafted_in_passes
 from target_service.model.cuda_graphs.capturing import capture_steps
 from target_service.model.cuda_graphs.runner import CaptureOptions
 from target_service.model.runner import runner_over
 from target_service.model.support import description_of
+from target_service.preflight import check_settings
 from tree_kernels.node_table.layout import NODES
 from tree_models.building import build
 from tree_models.fused.preparing import LayerOptions
+from tree_models.in_pass import MakeDrafter, PassTarget
 from tree_models.layers.placing import Placement
 from tree_models.reference import published_tensors
 
@@ -105,6 +114,14 @@ def steps_of(without_gpu: None, model: PreTrainedModel) -> Callable[[], tuple[Re
     return make
 
 
+@pytest.fixture(scope="module")
+def alone(model: PreTrainedModel) -> EagleDrafter:
+    """The same head in a draft service."""
+    shape = shape_for(EagleConfig(**SETTINGS).tree, SEQUENCES)
+    settings = SETTINGS | {"cuda_graphs": False, "num_steps": shape.num_steps, "frontier": shape.width}
+    return make_drafter(head_of(model), **settings)
+
+
 def wanted(sampling: SamplingParams) -> list[SequenceRequest]:
     rng = random.Random(3)
     prompts = [[rng.randrange(3, VOCABULARY) for _ in range(length)] for length in (5, 17, 60)]
@@ -114,7 +131,11 @@ def wanted(sampling: SamplingParams) -> list[SequenceRequest]:
 @pytest.mark.parametrize("kind", SAMPLINGS)
 @pytest.mark.parametrize("passes", [1, 4])
 def test_the_output_is_that_without_drafts_and_the_trees_are_the_heads(
-    steps_of: Callable[[], tuple[RerunRunner, DeviceSteps, Recording]], model: PreTrainedModel, kind: str, passes: int
+    steps_of: Callable[[], tuple[RerunRunner, DeviceSteps, Recording]],
+    model: PreTrainedModel,
+    alone: EagleDrafter,
+    kind: str,
+    passes: int,
 ) -> None:
     sampling = SAMPLINGS[kind]
     requests = wanted(sampling)
@@ -125,31 +146,87 @@ def test_the_output_is_that_without_drafts_and_the_trees_are_the_heads(
         outcomes = run(runner, requests, launch=steps, passes=passes, stagger=2, config=config)
     assert [outcome.token_ids for outcome in outcomes] == expected
     texts = [(*one.token_ids, *output) for one, output in zip(requests, expected, strict=True)]
-    compared = [check(drafted, texts, model, sampling) for drafted in drafter.drafted]
-    assert len(compared) > MAX_TOKENS and sum(compared) > 0.8 * len(compared)
+    # Of four behind each other one: the trees of a draft service take most of this test's time.
+    compared = [check(drafted, texts, model, alone, sampling) for drafted in drafter.drafted[passes - 1 :: 4]]
+    assert len(compared) > 8 and sum(compared) > 0.7 * len(compared)
 
 
-def check(drafted: Drafted, texts: list[tuple[int, ...]], model: PreTrainedModel, sampling: SamplingParams) -> bool:
+def check(
+    drafted: Drafted,
+    texts: list[tuple[int, ...]],
+    model: PreTrainedModel,
+    alone: EagleDrafter,
+    sampling: SamplingParams,
+) -> bool:
     """Whether a tree is whole, and the head's own behind one of the texts. One that is cut by its pages has fewer."""
     known = [list(text[: drafted.base]) for text in texts if len(text) >= drafted.base]
-    trees = [grown(text, model, sampling) for text in known if text[-1] == drafted.root]
+    trees = [grown(text, model, alone, sampling) for text in known if text[-1] == drafted.root]
     # Behind its end, a sequence goes on until its launch is over.
     ended = any(len(text) < drafted.base for text in texts)
     assert ended or any(drafted.paths <= tree for tree in trees), drafted.base
     return any(drafted.paths == tree for tree in trees)
 
 
-def grown(text: list[int], model: PreTrainedModel, sampling: SamplingParams) -> Paths:
+def grown(text: list[int], model: PreTrainedModel, alone: EagleDrafter, sampling: SamplingParams) -> Paths:
     """The tree that the head grows in a draft service."""
-    shape = shape_for(EagleConfig(**SETTINGS).tree, SEQUENCES)
-    settings = SETTINGS | {"cuda_graphs": False, "num_steps": shape.num_steps, "frontier": shape.width}
-    drafter = make_drafter(head_of(model), **settings)
     mode = VerificationMode.COUPLED if sampling.temperature else VerificationMode.GREEDY
     sequence = DraftSequence(1, text, 1, VOCABULARY, mode=mode, seed=sampling.seed or 0, sampling=sampling)
-    drafter.open(sequence)
+    alone.open(sequence)
     sequence.features.append(states_of(model, text[:-1], LAYERS), 0)
-    (tree,) = drafter.propose([sequence])
+    (tree,) = alone.propose([sequence])
+    alone.close(sequence)
     paths: list[tuple[int, ...]] = [()]
     for token, parent in zip(tree.token_ids[1:], tree.parents[1:], strict=True):
         paths.append((*paths[parent], token))
     return set(paths[1:])
+
+
+def test_only_what_the_device_chooses_for_gets_trees() -> None:
+    """What the host writes into a sequence's table is not overwritten."""
+    plain_one = request([5, 6, 7], 4)
+    assert _is_drafted_in_passes(plain_one)
+    form = replace(SamplingParams(), structured_output=StructuredOutput("json_object"))
+    others = (
+        request([5, 6, 7], 4, sampling=form),
+        replace(plain_one, prediction=(8, 9)),
+        replace(plain_one, speculate=False),
+        replace(plain_one, external=True),
+        replace(plain_one, mode=VerificationMode.REJECTION),
+        replace(plain_one, max_draft_nodes=0),
+    )
+    assert not any(map(_is_drafted_in_passes, others))
+
+
+@pytest.mark.parametrize("named", ["trie", "medusa", "merged --merged-drafters trie,prompt_lookup"])
+def test_a_drafter_that_does_not_run_in_passes(named: str) -> None:
+    with pytest.raises(SettingsError, match="does not run in the target's passes"):
+        prepare_in_pass(f"inpass:{named}")
+
+
+def test_a_head_of_another_target() -> None:
+    make: MakeDrafter = prepare_in_pass("inpass:merged --head smollm2-135m-instruct")
+    usual = PassTarget("smollm2-135m-instruct", 30, 30, 576, 49152, "", CPU, torch.float32)
+    for other, problem in (
+        (usual._replace(vocabulary_size=32000), "49152 tokens, this one 32000"),
+        (usual._replace(hidden_size=4096), "576 wide, the target's are 4096"),
+        (usual._replace(tokenizer_fingerprint="another"), "another tokenizer"),
+    ):
+        with pytest.raises(NotSupported, match=problem):
+            make(other)
+
+
+@pytest.mark.parametrize(
+    ("changes", "problem"),
+    [
+        ({"device": "cpu"}, "needs captured steps on a GPU"),
+        ({"attention": "flashinfer"}, "needs captured steps on a GPU"),
+        ({"batch_invariant": True}, "not with --batch-invariant"),
+        ({"draft_head": "some/head"}, "not with --draft-head"),
+    ],
+)
+def test_settings_of_passes_that_cannot_draft(changes: dict[str, Any], problem: str) -> None:
+    usual: dict[str, Any] = {"device": "cuda:0", "draft": "inpass:eagle", "listen": "127.0.0.1:0"}
+    with pytest.raises(SettingsError, match=problem):
+        check_settings(TargetConfig(**(usual | changes)))
+    with pytest.raises(SettingsError, match="names no drafter"):
+        check_settings(TargetConfig(**(usual | {"draft": "inpass: "})))
