@@ -118,12 +118,13 @@ class Runner:
         outcome.seconds = time.monotonic() - begun
         return outcome
 
-    async def warm_up(self) -> None:
-        """Let the trie see every answer once."""
+    async def warm_up(self, samplings: Iterable[str]) -> None:
+        """Let the trie see every answer of these once."""
         async with self._world.client() as client:
-            for sampling in SAMPLINGS.values():
-                for prompt in self._world.taught.prompts:
-                    await client.generate(token_ids=prompt, sampling=replace(sampling, max_tokens=MAX_TOKENS)).result()
+            for name in samplings:
+                sampling = replace(SAMPLINGS[name], max_tokens=MAX_TOKENS)
+                prompts = self._world.taught.prompts
+                await asyncio.gather(*(client.generate(token_ids=one, sampling=sampling).result() for one in prompts))
 
     async def _befall_all(self, plan: Plan, outcome: Outcome) -> None:
         """All faults, and then the time that the services take until they are whole, by themselves."""
@@ -180,12 +181,12 @@ class Runner:
 
 async def _lane(seeds: Sequence[int], taught_folder: Taught, folder: Path, name: str) -> list[Outcome]:
     """All runs of one arrangement, in one world."""
-    first, outcomes = Plan.of(seeds[0], len(taught_folder.prompts)), []
-    async with world_of(taught_folder, folder / name, first.drafter, first.placement) as world:
+    plans, outcomes = [Plan.of(seed, len(taught_folder.prompts)) for seed in seeds], []
+    async with world_of(taught_folder, folder / name, plans[0].drafter, plans[0].placement) as world:
         runner = Runner(world)
-        await runner.warm_up()
-        for seed in seeds:
-            plan = Plan.of(seed, len(taught_folder.prompts))
+        await runner.warm_up(dict.fromkeys(plan.sampling for plan in plans))
+        for plan in plans:
+            seed = plan.seed
             say(f"seed {seed}: {name}, {plan.sampling}, {', '.join(fault.kind for fault in plan.faults)}")
             outcome = await runner.run(plan)
             for problem in outcome.problems:

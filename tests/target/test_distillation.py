@@ -203,7 +203,7 @@ def test_a_model_that_is_not_there_is_named() -> None:
 
 def test_sampled_conversations_go_on_for_as_many_turns(teacher: Teacher, tokenizer: Any) -> None:
     order = replace(ORDER, turns=2, max_length=400, max_prompt=80, max_answer=80, temperatures=(1.0,))
-    texts = some(teacher.write(order), 24)
+    texts = some(teacher.write(order), 12)
     later = [text for text in texts if _asked(text, tokenizer) == 2]
     assert later
     assert {text.number % 2 for text in later} == {1}
