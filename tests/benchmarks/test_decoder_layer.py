@@ -10,6 +10,7 @@ from pathlib import Path
 
 import pytest
 from kernel_worker import FOLDER, INTERPRETED
+from warm_python import shared_python
 
 ROOT = Path(__file__).parents[2]
 COMMAND = "benchmarks/kernels/decoder_layer.py --device cpu --shape tiny --rows 5 33 --sequences 2 --layers 2 --json"
@@ -23,8 +24,8 @@ def test_every_way_through_a_layer_computes_the_same(tmp_path: Path, monkeypatch
     monkeypatch.setenv("PYTHONPATH", os.pathsep.join(filter(None, [str(ROOT), *sys.path])))
     path = tmp_path / "layers.json"
     runner = str(FOLDER.with_name("interpreted.py"))
-    command = [sys.executable, "-W", "ignore", runner, *COMMAND.split(), str(path)]
-    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=True, timeout=240)
+    command = [str(shared_python("interpreter") / "python"), runner, *COMMAND.split(), str(path)]
+    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=True)
     assert len(done.stdout.splitlines()) == 3
     results = json.loads(path.read_text(encoding="utf-8"))["results"]
     assert [one["rows"] for one in results] == [5, 33]

@@ -28,6 +28,7 @@ from chaos.sound_frames import DRAFT, HEALTH, TARGET, Call, calls
 from chaos.taught import taught
 from chaos.world import World, free_ports, world_of
 from google.rpc import code_pb2
+from waits import HUNG_SECONDS
 
 from outrider.sampling import SamplingParams
 
@@ -85,7 +86,7 @@ async def fuzz_doors(open_doors: Doors, seed: int, frames: int) -> dict[str, Any
     async with asyncio.TaskGroup() as group:
         for _ in range(_BESIDE):
             group.create_task(work())
-    async with asyncio.timeout(10):
+    async with asyncio.timeout(HUNG_SECONDS):
         while open_doors.engine.open_sequences:
             await asyncio.sleep(0.01)
     return {
@@ -136,7 +137,7 @@ async def fuzz_wire(world: World, seed: int, frames: int, metrics_ports: Sequenc
 
 def _calls_ended(port: int) -> Counter[str]:
     """How many calls a service has ended with each status."""
-    with urllib.request.urlopen(f"http://127.0.0.1:{port}/metrics", timeout=10) as response:
+    with urllib.request.urlopen(f"http://127.0.0.1:{port}/metrics", timeout=HUNG_SECONDS) as response:
         text = response.read().decode()
     found: Counter[str] = Counter()
     for code, count in re.findall(r'^outrider_rpc_calls_total\{[^}]*code="(\w+)"[^}]*\} ([0-9.e+]+)', text, re.M):

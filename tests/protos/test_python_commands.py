@@ -8,6 +8,7 @@ import subprocess
 from pathlib import Path
 
 import pytest
+from waits import HUNG_SECONDS
 
 from outrider.processes.python import module_command
 
@@ -22,7 +23,7 @@ def test_a_folder_of_weights_cannot_run_its_modules(tmp_path: Path, planted: str
     module.parent.mkdir(exist_ok=True)
     module.write_text("import pathlib; pathlib.Path('ran').touch()\n")
     command = module_command("outrider.healthcheck", "--help")
-    done = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, timeout=120)
+    done = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, timeout=HUNG_SECONDS)
     assert done.returncode == 0 and done.stdout.startswith("usage:"), done.stderr
     assert not (tmp_path / "ran").exists()
 

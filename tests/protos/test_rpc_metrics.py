@@ -10,7 +10,7 @@ from typing import Any
 
 import grpc
 import pytest
-from waits import HUNG_SECONDS
+from waits import HUNG_SECONDS, ever_longer, until
 
 from outrider.errors import QuotaExceeded
 from outrider.serving import GrpcServer, Service, ServingOptions
@@ -64,7 +64,7 @@ async def breaks(_request: bytes, _context: Any) -> bytes:
 
 
 async def hangs(_request: bytes, _context: Any) -> bytes:
-    await asyncio.sleep(60)
+    await asyncio.Event().wait()
     return b""
 
 
@@ -93,10 +93,20 @@ async def test_a_call_that_is_cancelled() -> None:
 
 
 async def test_a_call_whose_deadline_passes() -> None:
-    async with serving(hangs) as (calls, call):
-        with pytest.raises(grpc.aio.AioRpcError):
-            await call(b"", timeout=0.2)
-        await eventually(calls, "DEADLINE_EXCEEDED")
+    for seconds in ever_longer():
+        arrived = asyncio.Event()
+
+        async def arrives(request: bytes, context: Any, arrived: asyncio.Event = arrived) -> bytes:
+            arrived.set()
+            return await hangs(request, context)
+
+        async with serving(arrives) as (calls, call):
+            with pytest.raises(grpc.aio.AioRpcError):
+                await call(b"", timeout=seconds)
+            if arrived.is_set():
+                await eventually(calls, "DEADLINE_EXCEEDED")
+                return
+    raise AssertionError("no deadline was long enough for a call to arrive")
 
 
 @pytest.mark.parametrize(
@@ -133,5 +143,7 @@ async def test_a_service_that_loads_knows_no_other_methods_either() -> None:
             with pytest.raises(grpc.aio.AioRpcError) as caught:
                 await channel.unary_unary(f"/{name}/{method}")(b"")
             assert caught.value.code().name == code
+        # The server counts it after the caller has its answer.
+        await until(lambda: counted(calls))
     await server.stop(0)
     assert counted(calls) == {(f"{name}/Generate", "UNAVAILABLE"): 1}

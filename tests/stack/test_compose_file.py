@@ -12,6 +12,7 @@ from typing import Any
 import pytest
 import yaml
 from compose_stack import ROOT
+from waits import HUNG_SECONDS
 
 from draft_service.config import DraftConfig
 from draft_service.eagle.config import EagleConfig
@@ -183,7 +184,7 @@ def composes() -> list[list[str]]:
 
 
 def _is_there(command: list[str]) -> bool:
-    return subprocess.run([*command, "version"], capture_output=True, timeout=60).returncode == 0
+    return subprocess.run([*command, "version"], capture_output=True, timeout=HUNG_SECONDS).returncode == 0
 
 
 @pytest.mark.skipif(not composes(), reason="no compose is installed")
@@ -197,6 +198,6 @@ def test_compose_itself_accepts_the_files(command: list[str], files: tuple[str, 
         env={**os.environ, "OUTRIDER_TOKENS": "pyproject.toml"},
         capture_output=True,
         text=True,
-        timeout=60,
+        timeout=HUNG_SECONDS,
     )
     assert done.returncode == 0, done.stderr

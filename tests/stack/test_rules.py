@@ -11,6 +11,7 @@ from typing import Any
 
 import pytest
 from dashboard import METRIC, STACK, alerts, answerable, rules
+from waits import HUNG_SECONDS
 
 from outrider.telemetry.table import METRICS
 
@@ -95,7 +96,7 @@ LOOK_AT = {"QueueGrowing": ("30m", "3m"), "AcceptanceDropped": ("55m", "55m")}
 
 
 def promtool(*arguments: str) -> None:
-    done = subprocess.run(["promtool", *arguments], capture_output=True, text=True, timeout=120)
+    done = subprocess.run(["promtool", *arguments], capture_output=True, text=True, timeout=HUNG_SECONDS)
     assert done.returncode == 0, done.stdout + done.stderr
 
 

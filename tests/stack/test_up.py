@@ -11,6 +11,7 @@ from pathlib import Path
 
 import pytest
 from compose_stack import ROOT
+from waits import HUNG_SECONDS
 
 SCRIPT = ROOT / "target_service" / "stack" / "up.sh"
 READY = "/stack_model_1|exited|0|0|\n/stack_target_1|running|0|0|healthy\n/stack_jaeger_1|running|0|0|"
@@ -49,7 +50,9 @@ class Machine:
         (self.folder / "up").write_text(str(up))
         (self.folder / "ids").write_text("1 2\n" if looks else "")
         environment = {"PATH": str(self.folder), "LAID": str(self.folder), "OUTRIDER_UP_SECONDS": str(seconds)}
-        done = subprocess.run([str(SCRIPT), *flags], env=environment, capture_output=True, text=True, timeout=60)
+        done = subprocess.run(
+            [str(SCRIPT), *flags], env=environment, capture_output=True, text=True, timeout=HUNG_SECONDS
+        )
         return done.returncode, done.stdout + done.stderr
 
     @property
