@@ -63,9 +63,11 @@ class Fields:
 
     def ignore(self, names: Iterable[str]) -> None:
         """Take fields that change nothing here."""
-        for name in names:
-            self._known.add(name)
-            self._values.pop(name, None)
+        self._known.update(names)
+        # A conversation has thousands of messages, and most have no such field.
+        if self._values:
+            for name in names:
+                self._values.pop(name, None)
 
     def end(self, table: Mapping[str, RequestField] | None = None) -> None:
         """Refuse whatever was not read, but for what the table ignores, and harmless values of what it refuses."""
