@@ -51,7 +51,7 @@ class RowChain:
     """Rows of a tree, each the parent of the next.
 
     Attributes:
-        matcher: has read the tokens up to the first row: that of the output, or a copy once it reads others.
+        matcher: has read the tokens up to the first row: that of the output, or a copy as soon as it reads others.
         rows: the rows.
         token_ids: of the rows behind the first.
         last: the token that the matcher has read last, -1 for none.
@@ -281,19 +281,21 @@ def _compute_in_turn(tree: MaskedRows, room: Ints) -> None:
 
 def _compute_chain(tree: MaskedRows, chain: RowChain, room: Ints, first: int, is_late: Callable[[], bool]) -> None:
     """Write the masks of a chain from the `first` place on, up to one behind which the grammar forbids the next row."""
-    # The row that comes next, and tokens that the matcher has read; -1 if it is still that of the output.
-    row, read = 0, 0 if chain.rows[0] else -1
+    # The row that comes next, tokens that the matcher has read, and whether it is still that of the output: what it
+    # meets at the root is the output's own.
+    row, read, is_output = 0, 0, not chain.rows[0]
     while row < len(chain.rows):
         if first + row > tree.first and is_late():
             tree.late = True
             return
         forced = tree.forced.get(chain.rows[row])
         if forced is None:
-            if read < 0:
-                chain.matcher, read = chain.matcher.deep_copy(), 0
-            if chain.matcher.try_consume_tokens(chain.token_ids[read:row]) < row - read:
-                return
-            read = row
+            if read < row:
+                if is_output:
+                    chain.matcher, is_output = chain.matcher.deep_copy(), False
+                if chain.matcher.try_consume_tokens(chain.token_ids[read:row]) < row - read:
+                    return
+                read = row
             forced = tree.text.behind(chain.matcher, chain.token_ids[row - 1] if row else chain.last)
             if forced:
                 tree.forced[chain.rows[row]] = forced
@@ -301,6 +303,8 @@ def _compute_chain(tree: MaskedRows, chain: RowChain, room: Ints, first: int, is
                 mask_bytes = room.strides[0]
                 chain.matcher.unsafe_compute_mask_ptr(room.ctypes.data + (first + row) * mask_bytes, mask_bytes)
                 row += 1
+                if row == len(chain.rows):
+                    return
         for token in forced:
             room[first + row, token >> 5] = _BITS[token & 31]
             row += 1

@@ -20,7 +20,9 @@ from target_service.grammars.following import FollowedGrammar, masks_of
 from target_service.grammars.row_masks import TreeRows
 from target_service.grammars.vocabulary import grammar_tokenizer
 
-END, SCHEMAS = 2, 40
+END = 2
+# Of those of the tests that validate texts: among them are some whose forced text ends in bytes that begin a token.
+SCHEMAS = range(240, 280)
 _CLOSING = tuple('"}]@.')
 _MOST_WILD, _MOST = 60, 300
 OTHERS = (
@@ -88,9 +90,11 @@ def check_passes(
     return known
 
 
-@pytest.mark.parametrize("first", range(0, SCHEMAS, 20))
+@pytest.mark.parametrize("first", SCHEMAS[::20])
 def test_masks_of_passes_are_those_of_a_matcher_that_masks_every_row(grammars: Grammars, first: int) -> None:
-    schemas = [StructuredOutput(json_schema=json.dumps(each)) for each in random_schemas(SCHEMAS)[first : first + 20]]
+    schemas = [
+        StructuredOutput(json_schema=json.dumps(each)) for each in random_schemas(SCHEMAS.stop)[first : first + 20]
+    ]
     known = 0
     for place, form in enumerate(chain(schemas, OTHERS), start=first):
         dice = random.Random(place)
