@@ -42,11 +42,13 @@ if TYPE_CHECKING:
     from tree_models.layers.paged import PagedPass
 
 log = logging.getLogger(__name__)
-# (sequences up to which, levels, nodes that a level expands): a pass has rows for some of a tree's best nodes, fewer of
-# each sequence the more there are, and a level takes 2 to 3 % of a pass.
-_SHAPES = ((2, 7, 8), (4, 6, 8), (16, 5, 4), (32, 4, 2), (64, 3, 2))
+# (sequences up to which, levels, nodes that a level expands). Trees are as deep as pays, since one sequence in seven or
+# ten has all of its levels accepted, and narrow, so that a level has 64 rows at most where that loses nothing: with an
+# 8B target on an H200 one of 8 rows takes 0.15 ms, of 32 rows 0.17, of 64 rows 0.20 and of 128 rows 0.27, of passes of
+# 6 to 10 ms (`benchmarks/results/2026-11-29-h200-heads-behind-passes.md`).
+_SHAPES = ((4, 7, 8), (8, 7, 4), (16, 6, 2), (32, 5, 2), (64, 3, 2))
 # For more.
-_LEAST_LEVELS, _LEAST_WIDTH = 2, 1
+_LEAST_LEVELS, _LEAST_WIDTH = 3, 1
 
 
 def connect(argument: str) -> Callable[[PassTarget], InPassDrafter]:
