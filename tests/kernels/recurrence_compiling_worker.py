@@ -15,7 +15,7 @@ from tree_kernels.recurrence import triton_gating, triton_kernels, triton_keyed,
 
 HALF = ("inputs", "ring", "windows", "weight", "bias", "output", "folded", "rows", "queries", "keys", "reading")
 HALF += ("values", "scores", "product", "mixed", "gate", "norm")
-OTHERS = dict.fromkeys(("gates", "ring_gates", "folded_gates", "states", "reached"), "*fp32")
+OTHERS = dict.fromkeys(("gates", "ring_gates", "folded_gates", "states", "reached", "ends", "steps"), "*fp32")
 OTHERS |= {"decay": "*fp32", "words": "*i64", "stride": "i32", "epsilon": "fp32"}
 OTHERS |= {"skip": "*fp32", "values_stride": "i32", "gate_stride": "i32"}
 
@@ -46,6 +46,7 @@ def kernels() -> Iterator[tuple[str, Any, dict[str, Any]]]:
     # Of Jamba.
     sizes = {"WINDOW": 64, "CHANNELS": 8192, "WIDTH": 16, "BLOCK_C": 32, "BLOCK_N": 16}
     yield "scan", triton_selective.scan_kernel, sizes
+    yield "scan later", triton_selective.scan_later_kernel, sizes
     # Of Kimi Linear.
     sizes = {"WINDOW": 64, "CHANNELS": 12288, "HEADS": 32, "DK": 128, "DV": 128, "QUERY_AT": 0, "KEY_AT": 4096}
     sizes |= {"VALUE_AT": 8192, "NORMED": True, "SCALING": 128**-0.5, "BLOCK_K": 128, "PRECISION": "tf32x3"}

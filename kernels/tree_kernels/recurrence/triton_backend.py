@@ -26,7 +26,7 @@ from tree_kernels.recurrence.triton_gating import (
 from tree_kernels.recurrence.triton_kernels import convolve_kernel, keep_kernel, plan_kernel
 from tree_kernels.recurrence.triton_keyed import mix_keyed_kernel, prepare_keyed_kernel
 from tree_kernels.recurrence.triton_mixing import CHUNK, mix_kernel, prepare_kernel
-from tree_kernels.recurrence.triton_selective import keep_gates_kernel, scan_kernel
+from tree_kernels.recurrence.triton_selective import SCANNED, keep_gates_kernel, scan_kernel, scan_later_kernel
 from tree_kernels.recurrence.types import (
     MOST_NODES,
     Convolved,
@@ -205,12 +205,24 @@ class TritonRecurrence:
         assert isinstance(plan, TritonRecurrencePlan) and isinstance(convolved, TritonConvolved)
         shape, tensors, rows, ring = states.shape, plan.tensors, convolved.rows, states.gates[layer]
         output, count = torch.empty_like(rows, dtype=torch.float32), plan.batch.sequences
-        scan_kernel[(count, triton.cdiv(shape.channels, _SCANNED_CHANNELS))](
-            rows, gates, queries, decay, convolved.folded, ring, states.states[layer], output, tensors.query_starts,
-            tensors.prefix_lengths, tensors.slots, tensors.causal, plan.pending, plan.words, WINDOW=states.window,
-            CHANNELS=shape.channels, WIDTH=shape.key_width, BLOCK_C=_SCANNED_CHANNELS,
-            BLOCK_N=triton.next_power_of_2(shape.key_width), num_warps=2,
+        chunks = triton.cdiv(plan.most_rows, SCANNED.value) if plan.most_rows > states.window else 1
+        places = triton.cdiv(len(rows), SCANNED.value) + count if chunks > 1 else 0
+        ends, steps = (decay.new_empty(places, shape.channels, width) for width in (shape.key_width, 1))
+        sizes: dict[str, Any] = {
+            "WINDOW": states.window, "CHANNELS": shape.channels, "WIDTH": shape.key_width, "BLOCK_C": _SCANNED_CHANNELS,
+            "BLOCK_N": triton.next_power_of_2(shape.key_width), "num_warps": 2,
+        }  # fmt: skip
+        parts = triton.cdiv(shape.channels, _SCANNED_CHANNELS)
+        scan_kernel[(count, parts, chunks)](
+            rows, gates, queries, decay, convolved.folded, ring, states.states[layer], output, ends, steps,
+            tensors.query_starts, tensors.prefix_lengths, tensors.slots, tensors.causal, plan.pending, plan.words,
+            **sizes,
         )  # fmt: skip
+        if chunks > 1:
+            scan_later_kernel[(count, parts, chunks - 1)](
+                rows, gates, queries, decay, states.states[layer], output, ends, steps, tensors.query_starts,
+                tensors.slots, **sizes,
+            )  # fmt: skip
         self._keep_gates(plan, states, layer, gates)
         return output
 

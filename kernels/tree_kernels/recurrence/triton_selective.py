@@ -1,5 +1,5 @@
-"""Triton: states of channels, in one launch: fold what was accepted, read the state at each row. A second keeps the
-rows' gates.
+"""Triton: states of channels, in one launch: fold what was accepted, read the state at each row. Of prompts it runs
+chunks side by side, and a second launch puts them one behind another. The last keeps the rows' gates.
 
 A tree's node runs its own path from the state on, which is in registers: paths of guesses are short, and no node's
 state is ever written.
@@ -9,6 +9,9 @@ from __future__ import annotations
 
 import triton
 import triton.language as tl
+
+# Rows of a prompt that are run one after the other. Chosen: 512 rows then take 32 steps twice and up to 15 between.
+SCANNED = tl.constexpr(32)
 
 
 @triton.jit
@@ -20,43 +23,64 @@ def _behind(state, decay, gates, value, channel, index, CHANNELS: tl.constexpr, 
 
 
 @triton.jit
+def _place_of_chunk(start, b, chunk):  # type: ignore[no-untyped-def]
+    """Among all sequences' chunks: none has more than its rows and one fill."""
+    return (start // SCANNED + b + chunk).to(tl.int64)
+
+
+@triton.jit
 def scan_kernel(  # type: ignore[no-untyped-def]
-    rows, gates, queries, decay, folded, ring_gates, states, output, query_starts, prefix_lengths, slots, causal,
-    pending_keys, words, WINDOW: tl.constexpr, CHANNELS: tl.constexpr, WIDTH: tl.constexpr, BLOCK_C: tl.constexpr,
-    BLOCK_N: tl.constexpr,
+    rows, gates, queries, decay, folded, ring_gates, states, output, ends, steps, query_starts, prefix_lengths, slots,
+    causal, pending_keys, words, WINDOW: tl.constexpr, CHANNELS: tl.constexpr, WIDTH: tl.constexpr,
+    BLOCK_C: tl.constexpr, BLOCK_N: tl.constexpr,
 ):  # fmt: skip
-    """Program (sequence, channels): `folded` [B, window, C] and `rows` [R, C] are outputs of the convolution, `gates`
-    [R, C + N] and `queries` [R, N] of the rows, `decay` [C, N], `output` [R, C]; all but the first two are fp32."""
-    b = tl.program_id(0)
+    """Program (sequence, channels, chunk): `folded` [B, window, C] and `rows` [R, C] are outputs of the convolution,
+    `gates` [R, C + N] and `queries` [R, N] of the rows, `decay` [C, N], `output` [R, C]; all but the
+    first two are fp32.
+
+    Of a prompt each chunk but the last is run by itself, the first behind the state and the others behind nothing: into
+    `ends` [chunks, C, N] what is behind it, and into `steps` [chunks, C] their sum. The first one's outputs are final.
+    """
+    b, chunk = tl.program_id(0), tl.program_id(2)
     start = tl.load(query_starts + b)
     count = tl.load(query_starts + b + 1) - start
-    if count > 0:
+    known = count > WINDOW
+    if (count > 0) & ((chunk == 0) | (known & ((chunk + 1) * SCANNED < count))):
         prefix, slot = tl.load(prefix_lengths + b), tl.load(slots + b).to(tl.int64)
-        pending, first = tl.load(pending_keys + b), start.to(tl.int64)
+        pending, first = tl.where(chunk == 0, tl.load(pending_keys + b), 0), start.to(tl.int64)
         channel, index = tl.program_id(1) * BLOCK_C + tl.arange(0, BLOCK_C), tl.arange(0, BLOCK_N)
         within, size = channel < CHANNELS, CHANNELS + WIDTH
         here = within[:, None] & (index < WIDTH)[None, :]
         rates = tl.load(decay + channel[:, None] * WIDTH + index[None, :], mask=here, other=0.0)
         at = states + (slot * CHANNELS + channel)[:, None] * WIDTH + index[None, :]
         # Of a sequence that begins, the slot holds what another left.
-        state = tl.load(at, mask=here & (prefix + tl.zeros_like(channel) > 0)[:, None], other=0.0)
+        begun = tl.where(chunk == 0, prefix, 0) + tl.zeros_like(channel) > 0
+        state = tl.load(at, mask=here & begun[:, None], other=0.0)
         for t in range(pending):
             place = slot * WINDOW + (prefix - pending + t) % WINDOW
             of_key = folded + (b.to(tl.int64) * WINDOW + t) * CHANNELS
             value = tl.load(of_key + channel, mask=within, other=0.0).to(tl.float32)
             state = _behind(state, rates, ring_gates + place * size, value, channel, index, CHANNELS, WIDTH)
-        known = count > WINDOW
         if count <= WINDOW:
             tl.store(at, state, mask=here)
         if known | (tl.load(causal + b) != 0):
-            for i in range(count):
+            summed = tl.zeros([BLOCK_C], tl.float32)
+            last = tl.where(known, tl.minimum((chunk + 1) * SCANNED, count), count)
+            for i in range(chunk * SCANNED, last):
                 row = first + i
                 value = tl.load(rows + row * CHANNELS + channel, mask=within, other=0.0).to(tl.float32)
                 state = _behind(state, rates, gates + row * size, value, channel, index, CHANNELS, WIDTH)
-                query = tl.load(queries + row * WIDTH + index, mask=index < WIDTH, other=0.0)
-                tl.store(output + row * CHANNELS + channel, tl.sum(state * query[None, :], 1), mask=within)
+                summed += tl.load(gates + row * size + channel, mask=within, other=0.0)
+                if chunk == 0:
+                    query = tl.load(queries + row * WIDTH + index, mask=index < WIDTH, other=0.0)
+                    tl.store(output + row * CHANNELS + channel, tl.sum(state * query[None, :], 1), mask=within)
             if known:
-                tl.store(at, state, mask=here)
+                if count <= SCANNED:
+                    tl.store(at, state, mask=here)
+                else:
+                    of_chunk = _place_of_chunk(start, b, chunk) * CHANNELS + channel
+                    tl.store(ends + of_chunk[:, None] * WIDTH + index[None, :], state, mask=here)
+                    tl.store(steps + of_chunk, summed, mask=within)
         else:
             for i in range(count):
                 word, own = tl.load(words + first + i), state
@@ -67,6 +91,39 @@ def scan_kernel(  # type: ignore[no-untyped-def]
                         own = _behind(own, rates, gates + row * size, value, channel, index, CHANNELS, WIDTH)
                 query = tl.load(queries + (first + i) * WIDTH + index, mask=index < WIDTH, other=0.0)
                 tl.store(output + (first + i) * CHANNELS + channel, tl.sum(own * query[None, :], 1), mask=within)
+
+
+@triton.jit
+def scan_later_kernel(  # type: ignore[no-untyped-def]
+    rows, gates, queries, decay, states, output, ends, steps, query_starts, slots, WINDOW: tl.constexpr,
+    CHANNELS: tl.constexpr, WIDTH: tl.constexpr, BLOCK_C: tl.constexpr, BLOCK_N: tl.constexpr,
+):  # fmt: skip
+    """Program (sequence, channels, chunk from the second on) of prompts: the state behind the chunks before it, then
+    its own outputs; of the last one the state. Behind `scan_kernel`, whose tensors these are."""
+    b, chunk = tl.program_id(0), tl.program_id(2) + 1
+    start = tl.load(query_starts + b)
+    count = tl.load(query_starts + b + 1) - start
+    if (count > WINDOW) & (chunk * SCANNED < count):
+        first, slot = start.to(tl.int64), tl.load(slots + b).to(tl.int64)
+        channel, index = tl.program_id(1) * BLOCK_C + tl.arange(0, BLOCK_C), tl.arange(0, BLOCK_N)
+        within, size = channel < CHANNELS, CHANNELS + WIDTH
+        here = within[:, None] & (index < WIDTH)[None, :]
+        rates = tl.load(decay + channel[:, None] * WIDTH + index[None, :], mask=here, other=0.0)
+        state = tl.zeros([BLOCK_C, BLOCK_N], tl.float32)
+        for earlier in range(chunk):
+            of_chunk = _place_of_chunk(start, b, earlier) * CHANNELS + channel
+            summed = tl.load(steps + of_chunk, mask=within, other=0.0)
+            end = tl.load(ends + of_chunk[:, None] * WIDTH + index[None, :], mask=here, other=0.0)
+            state = tl.exp(summed[:, None] * rates) * state + end
+        last = tl.minimum((chunk + 1) * SCANNED, count)
+        for i in range(chunk * SCANNED, last):
+            row = first + i
+            value = tl.load(rows + row * CHANNELS + channel, mask=within, other=0.0).to(tl.float32)
+            state = _behind(state, rates, gates + row * size, value, channel, index, CHANNELS, WIDTH)
+            query = tl.load(queries + row * WIDTH + index, mask=index < WIDTH, other=0.0)
+            tl.store(output + row * CHANNELS + channel, tl.sum(state * query[None, :], 1), mask=within)
+        if last == count:
+            tl.store(states + (slot * CHANNELS + channel)[:, None] * WIDTH + index[None, :], state, mask=here)
 
 
 @triton.jit
