@@ -33,12 +33,16 @@ FINE_SECONDS = (
     *(0.0001, 0.00015, 0.0002, 0.0003, 0.0004, 0.0005, 0.00075, 0.001, 0.0015, 0.002, 0.003, 0.004, 0.005),
     *(0.0075, 0.01, 0.015, 0.02, 0.03, 0.04, 0.05, 0.075, 0.1, 0.15, 0.2, 0.3, 0.5, 0.75, 1.0, 2.5, 5.0, 10.0),
 )
-LONG_SECONDS = (*FINE_SECONDS, 20.0, 40.0, 80.0, 160.0, 320.0, 640.0)
-# Seconds, for what takes microseconds.
-MICRO_SECONDS = (1e-6, 2e-6, 5e-6, 1e-5, 2e-5, 5e-5, *FINE_SECONDS[:-6])
-TOKENS = (1, 2, 4, 8, 16, 32, 64, 128, 256, 512, 1024, 2048, 4096, 8192, 16384, 32768, 65536, 131072)
-ROWS = (1, 2, 4, 8, 12, 16, 24, 32, 48, 64, 96, 128, 192, 256, 384, 512, 1024, 2048)
-LENGTHS = (1.0, 1.1, 1.2, 1.35, 1.5, 1.75, 2.0, 2.5, 3.0, 3.5, 4.0, 5.0, 6.0, 8.0, 10.0, 15.0, 20.0)
+# Bounds of histograms, by the word that a line of the tables below has in place of its type.
+_BUCKETS: Mapping[str, tuple[float, ...]] = {
+    "fine": FINE_SECONDS,
+    "long": (*FINE_SECONDS, 20.0, 40.0, 80.0, 160.0, 320.0, 640.0),
+    # For what takes microseconds.
+    "micro": (1e-6, 2e-6, 5e-6, 1e-5, 2e-5, 5e-5, *FINE_SECONDS[:-6]),
+    "tokens": tuple(2**power for power in range(18)),
+    "rows": (1, 2, 4, 8, 12, 16, 24, 32, 48, 64, 96, 128, 192, 256, 384, 512, 1024, 2048),
+    "lengths": (1.0, 1.1, 1.2, 1.35, 1.5, 1.75, 2.0, 2.5, 3.0, 3.5, 4.0, 5.0, 6.0, 8.0, 10.0, 15.0, 20.0),
+}
 # Depths counted one by one; deeper nodes count under the last.
 MAX_DEPTH = 64
 
@@ -66,11 +70,6 @@ _VLLM: Mapping[str, str] = {
     "outrider_request_prompt_tokens": "vllm:request_prompt_tokens",
     "outrider_request_generation_tokens": "vllm:request_generation_tokens",
 }
-# Bounds of histograms, by the word that a line of the tables below has in place of its type.
-_BUCKETS: Mapping[str, tuple[float, ...]] = {
-    "fine": FINE_SECONDS, "long": LONG_SECONDS, "micro": MICRO_SECONDS, "tokens": TOKENS, "rows": ROWS,
-    "lengths": LENGTHS,
-}  # fmt: skip
 _ROW = re.compile(r"(\w+) (\w+)(?:\(([\w, ]+)\))?: (.+)")
 
 
