@@ -164,6 +164,8 @@ def _published_name(name: str, names: WeightNames) -> str:
     """What checkpoints call a tensor of a layer that has another name in memory."""
     usual = WeightNames()
     renamed = {usual.sinks: names.sinks, usual.shared_down: names.shared_down}
+    # A.X-K1's, which is a part of its experts in memory.
+    renamed["mlp.post_mlp_layernorm"] = names.after_mlp
     # A single name is of a merged tensor, which is merged in memory too.
     renamed |= dict(zip(usual.shared_gate_up, names.shared_gate_up, strict=False))
     gate = "self_attn.forget_gate."

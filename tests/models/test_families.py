@@ -125,6 +125,7 @@ TINY_MODELS: dict[str, tuple[str, dict[str, Any]]] = {
         },
     ),
     "deepseek_v3": ("deepseek_v3", V3 | SIGMOID),
+    "axk1": ("axk1", V3 | SIGMOID),
     "deepseek_v3, halves": ("deepseek_v3", V3 | {"q_lora_rank": None, "rope_interleave": False}),
     "glm4_moe_lite": ("glm4_moe_lite", V3 | SIGMOID),
     "glm4_moe_lite, listed": (

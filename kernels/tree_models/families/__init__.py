@@ -28,6 +28,7 @@ FAMILIES: Mapping[str, Family] = {
     "afmoe": mixtures.afmoe,
     "apertus": others.apertus,
     "arcee": llama.arcee,
+    "axk1": deepseek.axk1,
     "bamba": granite.bamba,
     "cohere": others.cohere,
     "cohere2": others.cohere2,

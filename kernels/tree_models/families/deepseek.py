@@ -1,9 +1,10 @@
-"""DeepSeek V2, V3 and R1, Kimi K2, and the families with their latent attention: GLM-4.7-Flash, Youtu, MiniCPM3,
-Kimi Linear."""
+"""DeepSeek V2, V3 and R1, Kimi K2, and the families with their latent attention: GLM-4.7-Flash, A.X-K1, Youtu,
+MiniCPM3, Kimi Linear."""
 
 from __future__ import annotations
 
 import math
+from dataclasses import replace
 from typing import Any
 
 from tree_models.families.common import Description, activation, counted, decoder, layer, mlp, rms_norm
@@ -48,6 +49,13 @@ def deepseek_v2(config: Any) -> Description:
 def deepseek_v3(config: Any) -> Description:
     """DeepSeek V3 and R1, Kimi K2, GLM-4.7-Flash: sigmoid scores, a bias that balances load."""
     return _latent_experts(config, sigmoid_experts(config), interleaved=bool(config.rope_interleave))
+
+
+def axk1(config: Any) -> Description:
+    """A.X-K1: DeepSeek V3 with a norm behind experts."""
+    found, norm = deepseek_v3(config), rms_norm(config)
+    layers = (replace(one, after_mlp=norm) if isinstance(one.mlp, ExpertsSpec) else one for one in found.spec.layers)
+    return Description(replace(found.spec, layers=tuple(layers)), WeightNames(after_mlp="post_mlp_layernorm"))
 
 
 def youtu(config: Any) -> Description:
