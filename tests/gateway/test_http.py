@@ -6,7 +6,6 @@ import asyncio
 import json
 import re
 import signal
-import sys
 from typing import Any
 
 import httpx
@@ -15,6 +14,7 @@ from scripted_engine import ScriptedEngine
 from scripted_service import byte_tokenizer
 from tcp_server import answering
 from waits import HUNG_SECONDS, until
+from warm_python import shared_python
 
 from outrider.errors import DeadlineExceeded
 from outrider.serving import Authenticator, Caller
@@ -657,7 +657,7 @@ async def test_drain_lets_running_answers_finish(gateways: Any) -> None:
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
 async def test_process_ends_on_a_signal(gateway: Any, number: signal.Signals) -> None:
     process = await asyncio.create_subprocess_exec(
-        *(sys.executable, "-m", "outrider_client.cli", "gateway", "--listen", "127.0.0.1:0"),
+        *(shared_python("services") / "outrider", "gateway", "--listen", "127.0.0.1:0"),
         *("--target", gateway.targets[0].server.address),
         stderr=asyncio.subprocess.PIPE,
     )
@@ -687,8 +687,9 @@ async def test_process_ends_on_a_signal(gateway: Any, number: signal.Signals) ->
     ],
 )
 async def test_settings_that_cannot_work(flags: list[str], message: str) -> None:
+    python = shared_python("services") / "python"
     process = await asyncio.create_subprocess_exec(
-        sys.executable, "-m", "outrider_gateway", *flags, stderr=asyncio.subprocess.PIPE
+        python, "-m", "outrider_gateway", *flags, stderr=asyncio.subprocess.PIPE
     )
     _, said = await asyncio.wait_for(process.communicate(), HUNG_SECONDS)
     assert process.returncode == 2

@@ -125,7 +125,7 @@ def vector_cases(qwen: Sizes) -> dict[str, Sizes]:
         "1 row": base,
         "3 rows": replace(base, rows=3),
         "odd sizes": replace(base, rows=2, hidden=41, inner=25, experts=11, routing=Routing(3)),
-        "several blocks": replace(base, hidden=600, inner=300, routing=Routing(2), vectors=large),
+        "several blocks": replace(base, hidden=600, inner=300, routing=Routing(1), vectors=large),
         "layer norms": replace(base, layer_norm=True),
         "granite": replace(base, multiplier=0.22, activation=linear.ActivationKind.GELU_TANH, residual=False),
         "no gates": replace(
