@@ -24,14 +24,7 @@ from tree_kernels.attention.tree_mask import ancestor_mask
 from tree_kernels.recurrence.gating import SpaceOutput, delta_gates, gated_heads, space_gates, space_output
 from tree_kernels.recurrence.reference import split_heads
 from tree_kernels.recurrence.states import RecurrentStates
-from tree_kernels.recurrence.torch_selective import (
-    fold_tokens,
-    keyed_behind,
-    mix_keyed_known,
-    mix_keyed_nodes,
-    scan_known,
-    scan_nodes,
-)
+from tree_kernels.recurrence.torch_selective import fold_tokens, keyed_behind, mix_keyed_nodes, scan_known, scan_nodes
 from tree_kernels.recurrence.types import Convolved, HeadsLayout, RecurrencePlan, ShortConvolution, StateRule
 
 # Rows of a prompt that are solved together, as in transformers.
@@ -217,12 +210,14 @@ class TorchRecurrence:
             for token in zip(keys, values, before.gates, strict=True):
                 state.copy_(keyed_behind(state, *token))
             part = slice(span.start, span.end)
-            heads = split_heads(rows[part].float(), shape, layout)
+            made, behind = mix_keyed_nodes(
+                state, *split_heads(rows[part].float(), shape, layout), gates[part], span.parents
+            )
+            output[part] = made
             if span.mask is None:
-                output[part] = mix_keyed_known(state, *heads, gates[part])
+                state.copy_(behind)
                 continue
-            output[part] = mix_keyed_nodes(state, *heads, gates[part], span.parents)
-            places = torch.arange(span.prefix, span.prefix + len(heads[0]), device=gates.device) % states.window
+            places = torch.arange(span.prefix, span.prefix + len(made), device=gates.device) % states.window
             states.gates[layer, span.slot, places, 0] = gates[part]
         return output
 

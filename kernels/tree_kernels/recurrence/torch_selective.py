@@ -10,8 +10,6 @@ from torch import Tensor
 
 # Rows of a prompt whose decays are made together. Chosen: those of 64 rows of Jamba's 8,192 channels take 34 MB.
 _CHUNK = 64
-# Rows of a prompt that are solved together. Chosen: decays between 16 rows of Kimi Linear's 32 heads take 8 MB in fp64.
-_KEYED_CHUNK = 16
 
 
 def fold_tokens(state: Tensor, values: Tensor, gates: Tensor, decay: Tensor) -> None:
@@ -60,8 +58,9 @@ def keyed_behind(state: Tensor, key: Tensor, value: Tensor, gates: Tensor) -> Te
 
 def mix_keyed_nodes(
     state: Tensor, queries: Tensor, keys: Tensor, values: Tensor, gates: Tensor, parents: Sequence[int] | None
-) -> Tensor:
-    """Outputs [n, H, Dv] of nodes behind a state [H, Dk, Dv]. `parents` come before their children, None is a chain."""
+) -> tuple[Tensor, Tensor]:
+    """Outputs [n, H, Dv] of nodes behind a state [H, Dk, Dv], and the state behind the last one. `parents` come before
+    their children, None is a chain."""
     held: dict[int, Tensor] = {}
     inner, made = set(parents or ()), torch.empty_like(values)
     for node, (query, key, value, gate) in enumerate(zip(queries, keys, values, gates, strict=True)):
@@ -72,46 +71,4 @@ def mix_keyed_nodes(
             state = own
         elif node in inner:
             held[node] = own
-    return made
-
-
-def mix_keyed_known(state: Tensor, queries: Tensor, keys: Tensor, values: Tensor, gates: Tensor) -> Tensor:
-    """Outputs [n, H, Dv] of known tokens, which become part of the state [H, Dk, Dv] in place."""
-    made = []
-    for first in range(0, len(values), _KEYED_CHUNK):
-        part = slice(first, first + _KEYED_CHUNK)
-        output, behind = _solved_chain(state, queries[part], keys[part], values[part], gates[part])
-        state.copy_(behind)
-        made.append(output)
-    return torch.cat(made)
-
-
-def _solved_chain(state: Tensor, queries: Tensor, keys: Tensor, values: Tensor, gates: Tensor) -> tuple[Tensor, Tensor]:
-    """Outputs [n, H, Dv] of a chain behind a state [H, Dk, Dv], solved together, and the state behind it.
-
-    As `torch_backend` has it, but a decay between two tokens is a vector of Dk numbers: with G(i) the sum of the
-    logarithms [Dk] up to token i,
-
-        u(i) = beta(i) * (v(i) - (k(i) exp(G(i))) S - sum over j < i of (k(i) exp(G(i) - G(j)) k(j)) u(j))
-
-    and no power is of a positive number. A token whose inputs are not finite spoils itself and those behind it.
-    """
-    count, heads, width = keys.shape
-    broken = ~torch.cat([keys.flatten(1), values.flatten(1), gates], dim=1).isfinite().all(dim=1)
-    keys, values = (one.masked_fill(broken[:, None, None], 0.0) for one in (keys, values))
-    gates = gates.masked_fill(broken[:, None], 0.0)
-    logs, betas = gates[:, : heads * width].view(count, heads, width), gates[:, heads * width :]
-    # In fp64: differences of large sums are small.
-    sums = logs.double().cumsum(0)
-    seen = torch.ones(count, count, dtype=torch.bool, device=state.device).tril_()
-    between = (sums[:, None] - sums[None]).masked_fill_(~seen[:, :, None, None], float("-inf")).exp().float()
-    # [i, j, H, Dk], the key of token j as token i meets it.
-    met, reached = between * keys, sums.exp().float()
-    scores = torch.einsum("ihk,ijhk->hij", queries, met)
-    system = betas.T[:, :, None] * torch.einsum("ihk,ijhk->hij", keys, met)
-    added = betas[:, :, None] * (values - torch.einsum("ihk,hkv->ihv", keys * reached, state))
-    solved = torch.linalg.solve_triangular(system, added.transpose(0, 1), upper=False, unitriangular=True)
-    outputs = torch.einsum("ihk,hkv->ihv", queries * reached, state) + torch.bmm(scores, solved).transpose(0, 1)
-    outputs[broken.cumsum(0) > 0] = float("nan")
-    behind = reached[-1, :, :, None] * state + torch.einsum("jhk,hjv->hkv", met[-1], solved)
-    return outputs, behind
+    return made, own

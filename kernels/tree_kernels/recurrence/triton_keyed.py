@@ -1,6 +1,11 @@
 """Triton: states each number of whose keys decays by itself, in one launch: fold what was accepted, read the state at
 each row. Of prompts another launch solves 64 rows at a time first, without the state.
 
+As `torch_backend` has it, but a decay between two tokens is a vector: with G(i) [Dk] the sum of the logarithms up to
+token i of a chunk, and S the state before it, what token i adds is k(i) u(i) with
+
+    u(i) = beta(i) * (v(i) - (k(i) exp(G(i))) S - sum over j < i of (k(i) exp(G(i) - G(j)) k(j)) u(j))
+
 A tree's node runs its own path from the state on, which is in registers: paths of guesses are short, and no node's
 state is ever written.
 """
