@@ -145,4 +145,4 @@ def _unpacked_error(_: type[Any], status: Any) -> OutriderError:
 
 
 _codec: MessageCodec[Message] = MessageCodec(Message, enc_hook=_packed_error, dec_hook=_unpacked_error)
-pack, unpack = _codec.pack, _codec.unpack
+pack, unpack, receive = _codec.pack, _codec.unpack, _codec.receive

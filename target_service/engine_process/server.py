@@ -17,7 +17,6 @@ from dataclasses import replace
 from typing import TYPE_CHECKING
 
 from outrider.errors import OutriderError
-from outrider.processes.children import received
 from outrider.processes.framing import FrameCutter
 from outrider.processes.outbox import Outbox
 from outrider.runtime import configure_logging, settled
@@ -38,9 +37,8 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger(__name__)
 
-# Longest wait for the serving process to read the last events, and bytes that are read at once. Chosen, not measured.
+# Longest wait for the serving process to read the last events. Chosen, not measured.
 _FLUSH_SECONDS = 2.0
-_RECEIVE_BYTES = 1 << 16
 # Outcomes that events report already.
 _IN_EVENTS = frozenset(reason.value for reason in FinishReason)
 
@@ -132,9 +130,8 @@ class EngineServer:
     def _run_commands(self, frames: FrameCutter) -> None:
         """Run the commands of the serving process until the socket closes."""
         try:
-            while data := received(self._connection, _RECEIVE_BYTES):
-                for body in frames.feed(data):
-                    self._command(messages.unpack(body))
+            for message in messages.receive(self._connection, frames):
+                self._command(message)
         # Whatever the error was: a process that no longer reads must end, which the other one notices.
         except Exception:
             logger.exception("bug in a command")
@@ -198,9 +195,8 @@ def serve_engine(descriptor: int, build: Build) -> int:
         signal.signal(name, signal.SIG_IGN)
     with socket.socket(fileno=descriptor) as connection:
         frames = FrameCutter()
-        while data := connection.recv(_RECEIVE_BYTES):
-            for message in map(messages.unpack, frames.feed(data)):
-                if isinstance(message, messages.Configure):
-                    configure_logging(message.config.log_level)
-                    return EngineServer(connection).serve(message.config, frames, build)
+        for message in messages.receive(connection, frames):
+            if isinstance(message, messages.Configure):
+                configure_logging(message.config.log_level)
+                return EngineServer(connection).serve(message.config, frames, build)
     return 1

@@ -62,4 +62,4 @@ Job = EncodeText | EncodePrediction | EncodeChat
 Message = Tokenizing | Job | Encoded | Failed
 
 _codec: MessageCodec[Message] = MessageCodec(Message)
-pack, unpack = _codec.pack, _codec.unpack
+pack, unpack, receive = _codec.pack, _codec.unpack, _codec.receive

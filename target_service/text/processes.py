@@ -10,10 +10,9 @@ import threading
 import weakref
 from collections.abc import Sequence
 
-from outrider.processes.children import exit_status, received, start_child
-from outrider.processes.framing import FrameCutter
+from outrider.processes.children import exit_status, start_child
 from outrider.processes.python import module_command
-from target_service.text.jobs import Encoded, Failed, Job, Tokenizing, pack, unpack
+from target_service.text.jobs import Encoded, Failed, Job, Tokenizing, pack, receive
 from target_service.text.tokenizer import ModelTokenizer
 
 logger = logging.getLogger(__name__)
@@ -110,12 +109,9 @@ class TextProcess:
 def _exchange(worker: socket.socket, job: Job) -> Encoded | Failed:
     """Send a job, and wait for its answer. Raises `OSError` where the worker ends first."""
     worker.sendall(pack(job))
-    frames = FrameCutter()
-    while data := received(worker, 1 << 16):
-        for body in frames.feed(data):
-            answer = unpack(body)
-            assert isinstance(answer, Encoded | Failed)
-            return answer
+    for answer in receive(worker):
+        assert isinstance(answer, Encoded | Failed)
+        return answer
     raise ConnectionError("the worker has ended")
 
 

@@ -13,13 +13,11 @@ import resource
 import signal
 import socket
 import sys
-from collections.abc import Iterator
 from pathlib import Path
 
 from tokenizers import Tokenizer
 
-from outrider.processes.children import received
-from outrider.processes.framing import LENGTH_BYTES, FrameCutter
+from outrider.processes.framing import LENGTH_BYTES
 from target_service.text.chat_template import NotContinued, RenderedTooLong, TemplateFailed
 from target_service.text.jobs import (
     EncodeChat,
@@ -31,6 +29,7 @@ from target_service.text.jobs import (
     Message,
     Tokenizing,
     pack,
+    receive,
     unpack,
 )
 from target_service.text.prompt_encoder import PromptEncoder
@@ -90,7 +89,7 @@ def _work(connection: socket.socket, encoder: PromptEncoder) -> None:
     """Answer jobs until the socket closes."""
     _limit_memory()
     signal.signal(signal.SIGPROF, signal.SIG_DFL)
-    for job in _messages(connection):
+    for job in receive(connection):
         assert isinstance(job, Job)
         signal.setitimer(signal.ITIMER_PROF, SECONDS + SECONDS_PER_BYTE * _size(job))
         try:
@@ -124,12 +123,6 @@ def _size(job: Job) -> int:
         given = len(str(job.arguments)) + len(str(job.tools))
         return given + sum(len(str(value)) for turn in job.turns for value in turn.values())
     return len(job.text)
-
-
-def _messages(connection: socket.socket) -> Iterator[Message]:
-    frames = FrameCutter()
-    while data := received(connection, 1 << 16):
-        yield from map(unpack, frames.feed(data))
 
 
 def _limit_memory() -> None:

@@ -31,7 +31,7 @@ def start_child(command: Sequence[str], *, own_group: bool = False) -> tuple[sub
     return process, ours
 
 
-def received(connection: socket.socket, most: int, flags: int = 0) -> bytes:
+def received(connection: socket.socket, most: int = 1 << 16, flags: int = 0) -> bytes:
     """At most so many bytes of the process at the other end, once there are some; none if it is gone."""
     try:
         return connection.recv(most, flags)

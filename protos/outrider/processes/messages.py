@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import socket
+from collections.abc import Callable, Iterator
 from typing import Any, Generic, TypeVar
 
 import msgspec
 
-from outrider.processes.framing import Buffer, framed
+from outrider.processes.children import received
+from outrider.processes.framing import Buffer, FrameCutter, framed
 
 Message = TypeVar("Message")
 
@@ -38,3 +40,9 @@ class MessageCodec(Generic[Message]):
         """The message of a frame's body. Raises `msgspec.DecodeError` for any other."""
         message: Message = self._decoder.decode(body)
         return message
+
+    def receive(self, connection: socket.socket, frames: FrameCutter | None = None) -> Iterator[Message]:
+        """The messages of the process at the other end, until it is gone. `frames` may have the beginning of one."""
+        frames = frames or FrameCutter()
+        while data := received(connection):
+            yield from map(self.unpack, frames.feed(data))

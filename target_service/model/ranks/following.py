@@ -24,8 +24,6 @@ from target_service.model.ranks.collectives import DistributedRanks
 from target_service.model.ranks.followed_passes import FollowedPasses
 from target_service.model.ranks.messages import ALIVE, BeginServing, Join, Ping, RankMessage, ReadWeights, unpack
 
-_RECEIVE_BYTES = 1 << 16
-
 
 class FollowingLink(DistributedRanks):
     """The link of a rank that follows."""
@@ -102,11 +100,11 @@ class _Inbox(Iterator[RankMessage]):
         until = time.monotonic() + self._polling_seconds
         while time.monotonic() < until:
             try:
-                return received(self._connection, _RECEIVE_BYTES, socket.MSG_DONTWAIT)
+                return received(self._connection, flags=socket.MSG_DONTWAIT)
             except BlockingIOError:
                 # So that the thread which waits for the end of the leading rank can run.
                 time.sleep(0)
-        return received(self._connection, _RECEIVE_BYTES)
+        return received(self._connection)
 
 
 def _end_with(connection: socket.socket) -> None:
