@@ -317,5 +317,18 @@ def test_what_ranks_cannot_share_is_refused() -> None:
         share_of(found.spec, found.names, 0, 2)
 
 
+def test_tokens_without_a_vector_of_their_own_read_the_first_ones() -> None:
+    """Of images and sounds, in Gemma 3n; a draft may have any."""
+    model_type, settings = WINDOWED["gemma3n"]
+    model = make_tiny(model_type, **settings | {"vocab_size_per_layer_input": 200})
+    description = describe(model.config)
+    assert description is not None
+    decoder = build(description, published_tensors(model), Placement(torch.device("cpu"), torch.float32))
+    assert decoder.layer_inputs is not None
+    with torch.inference_mode():
+        first, last, *beyond = decoder.layer_inputs(torch.tensor([0, 199, 200, 210]), torch.zeros(4, 48))
+    assert not torch.equal(last, first) and all(torch.equal(one, first) for one in beyond)
+
+
 def test_every_family_is_tried() -> None:
     assert set(FAMILIES) == {model_type for model_type, _ in TINY_MODELS.values()}
