@@ -42,13 +42,12 @@ if TYPE_CHECKING:
     from tree_models.layers.paged import PagedPass
 
 log = logging.getLogger(__name__)
-# (sequences up to which, levels, nodes that a level expands). Trees are as deep as pays, since one sequence in seven or
-# ten has all of its levels accepted, and narrow, so that a level has 64 rows at most where that loses nothing: with an
-# 8B target on an H200 one of 8 rows takes 0.15 ms, of 32 rows 0.17, of 64 rows 0.20 and of 128 rows 0.27, of passes of
-# 6 to 10 ms (`benchmarks/results/2026-11-29-h200-heads-behind-passes.md`).
-_SHAPES = ((4, 7, 8), (8, 7, 4), (16, 6, 2), (32, 5, 2), (64, 3, 2))
+# (sequences up to which, levels, nodes that a level expands). With an 8B target on an H200 a level of 8 rows takes
+# 0.15 ms, of 32 rows 0.17, of 64 rows 0.20 and of 128 rows 0.27, of passes of 6 to 10 ms. Of four sets of shapes these
+# made most tokens a second at 8, 32 and 128 sequences (`benchmarks/results/2026-11-29-h200-heads-behind-passes.md`).
+_SHAPES = ((4, 7, 8), (16, 5, 4), (32, 4, 2), (64, 3, 2))
 # For more.
-_LEAST_LEVELS, _LEAST_WIDTH = 3, 1
+_LEAST_LEVELS, _LEAST_WIDTH = 2, 1
 
 
 def connect(argument: str) -> Callable[[PassTarget], InPassDrafter]:
