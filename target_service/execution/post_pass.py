@@ -20,7 +20,7 @@ from weakref import WeakKeyDictionary
 import torch
 from torch import Tensor
 
-from target_service.execution.pass_drafting import PassDrafting
+from target_service.execution.pass_drafting import DraftingKind, PassDrafting
 from target_service.model.cuda_graphs.pass_graphs import PassGraphs
 from target_service.model.forward import ForwardPass
 from target_service.model.runner import ModelRunner
@@ -142,8 +142,11 @@ class PostPass:
             works = list(_all_work(drafts=len(done.token_ids) > 1, tables=tables, typical=self._typical))
             if number in smallest:
                 works += _work_of_some(drafts=len(done.token_ids) > 1, tables=tables)
+            drafted = set[DraftingKind | None]()
             for work in works:
-                yield partial(self._launch, work, done, None)
+                kind = None if self._drafting is None else self._drafting.kind(greedy=work.greedy)
+                yield partial(self._launch, work, done, None, drafts=kind not in drafted)
+                drafted.add(kind)
 
     def capture_ahead(self) -> None:
         """Capture what follows captured passes, size by size for as long as there is time, so that no request waits
@@ -204,9 +207,12 @@ class PostPass:
         if count:
             log.info("captured %d more kinds of what follows passes", count)
 
-    def _launch(self, work: PostPassWork, done: ForwardPass, distributions: Tensor | None) -> None:
+    def _launch(
+        self, work: PostPassWork, done: ForwardPass, distributions: Tensor | None, *, drafts: bool = True
+    ) -> None:
+        """Launch all of it, of a drafter only if `drafts`."""
         self._verify(work, done, distributions)
-        if self._drafting is not None:
+        if drafts and self._drafting is not None:
             self._launch_drafting(None, work, done)
         elif work.drafted:
             self._move(done)
