@@ -10,16 +10,14 @@ from torch import Tensor
 from draft_service.drafters.base import DraftSequence
 from outrider.sampling import VerificationMode
 from outrider.tree import MAX_DISTRIBUTION_SUPPORT
-
-# At lower temperatures the target's distribution is practically one token.
-_COLDEST = 0.05
+from tree_kernels.growth import COLDEST
 
 
 def temperature_of(sequence: DraftSequence) -> float:
     """The temperature of drafting. GREEDY ranks by the network's own distribution."""
     if sequence.mode is VerificationMode.GREEDY:
         return 1.0
-    return max(sequence.sampling.temperature or 1.0, _COLDEST)
+    return max(sequence.sampling.temperature or 1.0, COLDEST)
 
 
 def candidates_wanted(mode: VerificationMode, breadth: int, candidates: int) -> int:

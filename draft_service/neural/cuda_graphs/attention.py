@@ -19,7 +19,7 @@ if TYPE_CHECKING:
     from tree_kernels.attention.triton_backend import TritonAttention
 
 # The context length that the plan's tiles are chosen for.
-_USUAL_CONTEXT = 512
+USUAL_CONTEXT = 512
 _TORCH_TYPES = {
     np.int32: torch.int32,
     np.float32: torch.float32,
@@ -35,7 +35,7 @@ def capacity(sequences: int, tail: int, cache: DraftCache, *, tree: bool) -> Att
     chain = tuple(max(0, row - 1) for row in range(tail))
     return AttentionBatch(
         query_starts=tuple(range(0, sequences * tail + 1, tail)),
-        prefix_lengths=(_USUAL_CONTEXT,) * sequences,
+        prefix_lengths=(USUAL_CONTEXT,) * sequences,
         pages=((0,) * cache.num_pages, *((),) * (sequences - 1)),
         page_size=cache.page_size,
         parents=(chain if tree else None,) * sequences,

@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
+from draft_service.neural.cuda_graphs.attention import USUAL_CONTEXT
 from draft_service.neural.cuda_graphs.level_passes import LevelInputs, LevelPasses
 from draft_service.neural.network import Network, RowOutput
 from draft_service.neural.tree_config import TreeShape
@@ -27,10 +28,6 @@ class CacheSizes(NamedTuple):
     rows: int  # of a pass at most
 
 
-# The context length that the plan's tiles are chosen for.
-_USUAL_CONTEXT = 512
-
-
 class PassTrees:
     """What drafts behind passes of up to so many sequences: a tail of each, and the trees."""
 
@@ -42,7 +39,7 @@ class PassTrees:
         tail = 1 + shape.expanded
         batch = AttentionBatch(
             tuple(range(0, sequences * tail + 1, tail)),
-            (_USUAL_CONTEXT,) * sequences,
+            (USUAL_CONTEXT,) * sequences,
             ((0,) * sizes.pages_each,) * sequences,
             sizes.page_size,
             (tuple(max(0, row - 1) for row in range(tail)),) * sequences,

@@ -1,9 +1,10 @@
 """Trees that grow on the device a level at a time."""
 
 from tree_kernels.growth.dispatch import grow, gumbel_max_winners, keep, likeliest, make_growth, make_kept
-from tree_kernels.growth.types import Children, Growth, GumbelMax
+from tree_kernels.growth.types import COLDEST, Children, Growth, GumbelMax
 
 __all__ = [
+    "COLDEST",
     "Children",
     "Growth",
     "GumbelMax",

@@ -13,6 +13,9 @@ from typing import NamedTuple
 
 from torch import Tensor
 
+# Of the temperatures that trees are grown for: at lower ones the target's distribution is practically one token.
+COLDEST = 0.05
+
 
 class Children(NamedTuple):
     """The best children of each of R rows, best first; a score of 0 is no child."""

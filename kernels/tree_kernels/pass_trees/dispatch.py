@@ -17,8 +17,6 @@ from tree_kernels.pass_trees.types import Tails, VerifiedRows
 
 # Nodes of a tree beside its root: as many as a pass may verify of a sequence.
 NODES = KEPT
-# At lower temperatures the target's distribution is practically one token. Chosen, as in drafting from afar.
-COLDEST = 0.05
 
 
 def make_tails(sequences: int, levels: int, width: int, rows: int, pages: int, device: torch.device) -> Tails:

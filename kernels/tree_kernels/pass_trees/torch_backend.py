@@ -8,8 +8,8 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from tree_kernels.growth import COLDEST
 from tree_kernels.node_table.layout import COST_OF_HALVING, MOST_CHANCE, MOST_COST, NODES
-from tree_kernels.pass_trees.dispatch import COLDEST
 from tree_kernels.pass_trees.dispatch import NODES as MOST_NODES
 from tree_kernels.pass_trees.types import Tails, VerifiedRows
 from tree_kernels.verification.records import RECORD, TOKEN_BITS, Mode, records_of

@@ -7,8 +7,8 @@ import triton.language as tl
 from torch import Tensor
 
 from tree_kernels.attention.tree_mask import MAX_TREE_ROWS
+from tree_kernels.growth import COLDEST
 from tree_kernels.node_table import layout
-from tree_kernels.pass_trees.dispatch import COLDEST
 from tree_kernels.pass_trees.dispatch import NODES as MOST_NODES
 from tree_kernels.pass_trees.types import Tails, VerifiedRows
 from tree_kernels.verification.triton_rows import (
