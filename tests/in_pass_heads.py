@@ -21,9 +21,10 @@ SETTINGS: dict[str, Any] = {
 
 def head_of(model: PreTrainedModel, kept: int = 0) -> EagleHead:
     """A head on the model's device, whose layer comes behind `kept` others in the cache."""
+    width, vocabulary = model.config.hidden_size, model.config.vocab_size
     made = make_head(
-        hidden_size=model.config.hidden_size, target_hidden_size=model.config.hidden_size, vocab_size=VOCABULARY,
-        draft_vocab_size=VOCABULARY, feature_layers=LAYERS, head_dim=12,
+        hidden_size=width, target_hidden_size=width, vocab_size=vocabulary, draft_vocab_size=vocabulary,
+        feature_layers=LAYERS, head_dim=12,
     )  # fmt: skip
     if not kept:
         return made

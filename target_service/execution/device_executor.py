@@ -371,9 +371,8 @@ def _note_for_drafting(batch: StepBatch, parameters: NDArray[numpy.int32]) -> No
 
 
 def _is_drafted_in_passes(request: SequenceRequest) -> bool:
-    """Whether a sequence gets trees that are grown behind passes: where its table has none of the host's nodes."""
-    others = request.external or request.has_form or bool(request.prediction)
-    return request.device_rows and request.speculate and not others and request.max_draft_nodes > 0
+    """Whether a sequence gets trees that are grown behind passes. What the host sends later takes their place."""
+    return request.device_rows and request.speculate and request.max_draft_nodes > 0
 
 
 def _is_typical(rows: RowsToVerify) -> bool:

@@ -237,7 +237,8 @@ class NodeTables:
         if self.drafting is not None:
             self.drafting.set_trust(self.trust)
         for tree in self._trees.values():
-            if tree.changed:
+            # A tree that was grown behind a pass has taken the place of what was predicted.
+            if tree.changed or (self.drafting is not None and tree.predicted is not None):
                 self._publish(tree)
         self.mail.send()
 

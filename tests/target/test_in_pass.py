@@ -3,6 +3,7 @@ grows in a draft service."""
 
 from __future__ import annotations
 
+import json
 import random
 from collections.abc import Callable
 from dataclasses import replace
@@ -16,6 +17,8 @@ from engine_harness import engine_config, plain, request, run
 from hidden_states import states_of
 from in_pass_heads import LAYERS, SETTINGS, VOCABULARY, head_of
 from rerun_graphs import CPU, ROWS, SEQUENCES, ReadBack, RerunRunner, without_gpu
+from structured_forms import SCHEMAS, trained_tokenizer
+from structured_forms import VOCABULARY as FORM_VOCABULARY
 from transformers import PreTrainedModel
 
 from draft_service.drafters.base import DraftSequence
@@ -36,6 +39,7 @@ from target_service.model.cuda_graphs.runner import CaptureOptions
 from target_service.model.runner import runner_over
 from target_service.model.support import description_of
 from target_service.preflight import check_settings
+from target_service.text.tokenizer import ModelTokenizer
 from tree_kernels.node_table.layout import NODES
 from tree_models.building import build
 from tree_models.fused.preparing import LayerOptions
@@ -93,17 +97,22 @@ class Recording(InPassHead):
         self.drafted += [tree_in(to.tables[slot]) for slot, base in zip(slots, bases, strict=True) if base]
 
 
+CONFIG = engine_config(max_step_rows=ROWS, max_running=SEQUENCES, prefill_chunk=ROWS // 2)
+# Of a model, and its tokenizer.
+MakeSteps = Callable[[PreTrainedModel, ModelTokenizer | None], tuple[RerunRunner, DeviceSteps, Recording]]
+
+
 @pytest.fixture
-def steps_of(without_gpu: None, model: PreTrainedModel) -> Callable[[], tuple[RerunRunner, DeviceSteps, Recording]]:
+def steps_of(without_gpu: None) -> MakeSteps:
     del without_gpu
 
-    def make() -> tuple[RerunRunner, DeviceSteps, Recording]:
+    def make(model: PreTrainedModel, tokenizer: ModelTokenizer | None) -> tuple[RerunRunner, DeviceSteps, Recording]:
         description = description_of(model.config)
         assert description is not None
         decoder = build(description, published_tensors(model), Placement(CPU, torch.float32))
         drafter = Recording(head_of(model, kept=2))
-        sizes = {"num_pages": 96, "page_size": PAGE_SIZE, "end_token_ids": ()}
-        runner = runner_over(decoder, None, **sizes, in_pass=drafter)
+        sizes = {"num_pages": 96, "page_size": PAGE_SIZE, "end_token_ids": () if tokenizer is None else (2,)}
+        runner = runner_over(decoder, tokenizer, **sizes, in_pass=drafter)
         runner.attention = ReadBack()
         runner.enable_device_row_selection(SEQUENCES, 3)
         options = CaptureOptions(ROWS, SEQUENCES, LayerOptions(compiled=False), hooked=LAYERS, few_outputs=6)
@@ -131,7 +140,7 @@ def wanted(sampling: SamplingParams) -> list[SequenceRequest]:
 @pytest.mark.parametrize("kind", SAMPLINGS)
 @pytest.mark.parametrize("passes", [1, 4])
 def test_the_output_is_that_without_drafts_and_the_trees_are_the_heads(
-    steps_of: Callable[[], tuple[RerunRunner, DeviceSteps, Recording]],
+    steps_of: MakeSteps,
     model: PreTrainedModel,
     alone: EagleDrafter,
     kind: str,
@@ -140,10 +149,9 @@ def test_the_output_is_that_without_drafts_and_the_trees_are_the_heads(
     sampling = SAMPLINGS[kind]
     requests = wanted(sampling)
     expected = [plain(model, one) for one in requests]
-    config = engine_config(max_step_rows=ROWS, max_running=SEQUENCES, prefill_chunk=ROWS // 2)
-    runner, steps, drafter = steps_of()
+    runner, steps, drafter = steps_of(model, None)
     with torch.inference_mode():
-        outcomes = run(runner, requests, launch=steps, passes=passes, stagger=2, config=config)
+        outcomes = run(runner, requests, launch=steps, passes=passes, stagger=2, config=CONFIG)
     assert [outcome.token_ids for outcome in outcomes] == expected
     texts = [(*one.token_ids, *output) for one, output in zip(requests, expected, strict=True)]
     # Of four behind each other one: the trees of a draft service take most of this test's time.
@@ -182,19 +190,38 @@ def grown(text: list[int], model: PreTrainedModel, alone: EagleDrafter, sampling
 
 
 def test_only_what_the_device_chooses_for_gets_trees() -> None:
-    """What the host writes into a sequence's table is not overwritten."""
-    plain_one = request([5, 6, 7], 4)
-    assert _is_drafted_in_passes(plain_one)
-    form = replace(SamplingParams(), structured_output=StructuredOutput("json_object"))
+    usual = request([5, 6, 7], 4)
+    assert _is_drafted_in_passes(usual)
     others = (
-        request([5, 6, 7], 4, sampling=form),
-        replace(plain_one, prediction=(8, 9)),
-        replace(plain_one, speculate=False),
-        replace(plain_one, external=True),
-        replace(plain_one, mode=VerificationMode.REJECTION),
-        replace(plain_one, max_draft_nodes=0),
+        replace(usual, speculate=False),
+        replace(usual, external=True),
+        replace(usual, mode=VerificationMode.REJECTION),
+        replace(usual, max_draft_nodes=0),
     )
     assert not any(map(_is_drafted_in_passes, others))
+
+
+def test_forms_and_predictions_beside_a_head(steps_of: MakeSteps) -> None:
+    """What the host expects of a form, and what is predicted, go before the head's trees, which serve where there is
+    neither."""
+    model, tokenizer = make_tiny(vocab_size=FORM_VOCABULARY, eos_token_id=2), trained_tokenizer()
+    runner, steps, drafter = steps_of(model, tokenizer)
+    free = SamplingParams(ignore_eos=True)
+    forms = [StructuredOutput(json_schema=json.dumps(SCHEMAS[name])) for name in ("flat", "recursion")]
+    shaped = [request((5, 9, 14), 40, sampling=replace(free, ignore_eos=False, structured_output=one)) for one in forms]
+    usual = request((7, 11, 90), 40, sampling=free)
+    wanted = [*shaped, usual]
+    with torch.inference_mode():
+        alone = run(runner, [replace(one, speculate=False) for one in wanted], launch=steps, config=CONFIG)
+        assert not drafter.drafted
+        predicted = replace(usual, prediction=alone[-1].token_ids)
+        outcomes = run(runner, [*wanted, predicted], launch=steps, stagger=1, config=CONFIG)
+    assert [one.token_ids for one in outcomes] == [one.token_ids for one in (*alone, alone[-1])]
+    # The forms' own text, and the prediction, were taken.
+    steps_of_forms = [sum(one.finished.totals.steps for one in each[:2]) for each in (outcomes, alone)]
+    assert steps_of_forms[0] < 0.9 * steps_of_forms[1]
+    assert outcomes[-1].finished.totals.steps < 0.5 * alone[-1].finished.totals.steps
+    assert len(drafter.drafted) > 20
 
 
 @pytest.mark.parametrize("named", ["trie", "medusa", "merged --merged-drafters trie,prompt_lookup"])
