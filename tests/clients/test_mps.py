@@ -338,11 +338,11 @@ async def up(python: str, gpus: int, words: tuple[str, ...], port: int, *, draft
 @pytest.mark.parametrize(
     ("gpus", "words", "started"),
     [
-        (1, ("--drafter", "merged"), True),
+        (1, ("--drafter", "model"), True),
         (1, ("--drafter", "trie"), False),
         (1, ("--drafter", "none"), False),
         (1, ("--drafter", "merged", "--draft-flags", "--device cuda:0"), False),
-        (2, ("--drafter", "merged"), False),
+        (2, ("--drafter", "model"), False),
         (0, ("--drafter", "merged"), False),
     ],
     ids=["one", "trie", "none", "user-placed", "two", "cpu"],
@@ -365,13 +365,24 @@ async def test_without_it_a_draft_on_the_targets_gpu_runs_in_its_process(
 ) -> None:
     """With the flags and the file that a service would have had."""
     file = tmp_path / "outrider.toml"
-    file.write_text('[draft]\ndrafter = "merged"\n')
+    file.write_text('[draft]\ndrafter = "model"\n')
     words = ("--config", str(file), "--draft-flags", "--topk 4 --head 'my head'", *flags)
     said = await up(python, 1, words, unused_tcp_port)
     assert "hello from draft_service" not in said and "with the draft in its process" in said
-    assert "--draft inprocess:merged --device cuda:0 --cuda-graphs --topk 4 --head 'my head' --config" in said
+    assert "--draft inprocess:model --device cuda:0 --cuda-graphs --topk 4 --head 'my head' --config" in said
     assert ("So the draft runs in the target's process: install it" in said) == (not flags)
     assert ("which it shares with the target, in its process\n" in said) == bool(flags)
+
+
+@pytest.mark.parametrize("gpus", [1, 2])
+async def test_a_head_in_the_targets_passes_needs_no_daemon(
+    gpus: int, programs: Path, python: str, unused_tcp_port: int
+) -> None:
+    fake = FakeMps(programs)
+    said = await up(python, gpus, ("--drafter", "merged", "--draft-flags", "--head 'my head'"), unused_tcp_port)
+    assert "hello from draft_service" not in said and "MPS" not in said and fake.asked == []
+    assert "--draft inpass:merged --device cuda:0 --cuda-graphs --head 'my head'" in said
+    assert "the head drafts in its passes\n" in said
 
 
 @pytest.mark.usefixtures("programs")

@@ -65,6 +65,8 @@ NOT_RUN = {
     "needs a GPU",
     r"python -m benchmarks\.widened\.run": "needs a model of 8B cost; tests/benchmarks/test_widened.py runs a tiny one",
     r"outrider bench .*,transformers": "spawns a process, which the stand-in for python cannot; run by hand",
+    r"outrider up --drafter eagle|outrider target .*'inpass:": "need a GPU; tests/target/test_in_pass.py has their "
+    "passes, and tests/clients/test_mps.py what `outrider up` sets",
     r"outrider bench .*,lookup": "needs a GPU, on which a target looks up by itself",
     r"outrider draft --drafter yours|outrider target --draft inprocess:yours|outrider bench .*,yours": "stands for a "
     "drafter that the reader has written; those of tests/draft/test_named_class.py are run",
@@ -148,7 +150,7 @@ RULES = {
     r"\bTOKENS\b": "tokens",
     r"(?<= )/checkpoints": "{folder}",
     r"benchmarks/prompts\.jsonl": "prompts.jsonl",
-    r"docs/observability\.md": "observability.md",
+    r"docs/(observability|gateway)\.md": r"\1.md",
     # Sizes.
     r"--max-tokens \d\d\d?\b(?<!32)": "--max-tokens 8",
     r"--concurrency 1,\d+": "--concurrency 1,2",
@@ -364,7 +366,8 @@ def files(folder: Path, words: Mapping[str, str]) -> None:
     (folder / "operator.token").write_text("sixteen-letters!\n")
     torch.save({"0.1.weight": torch.zeros(2, 2)}, folder / "medusa_lm_head.pt")
     shutil.copytree(words["model"], folder / "step-700")
-    (folder / "observability.md").write_text((ROOT / "docs/observability.md").read_text())
+    for page in ("observability.md", "gateway.md"):
+        (folder / page).write_text((ROOT / "docs" / page).read_text())
     [bigram] = [text for page, text in programs("python") if page == "docs/drafters.md"]
     (folder / "bigram.py").write_text(bigram)
 
@@ -419,7 +422,7 @@ def test_commands_of_a_page(block: Block, request: pytest.FixtureRequest, tmp_pa
     try:
         for command in run_of(block):
             kind = kind_of(command)
-            if kind in SERVICES:
+            if kind in SERVICES and "--help" not in command:
                 place.serve(command, kind)
             else:
                 place.run(command)

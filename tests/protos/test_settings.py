@@ -274,7 +274,8 @@ def test_every_table_that_is_read_is_known() -> None:
         text = path.read_text()
         read |= set(re.findall(r'(?:load|options)\(\w+, "(\w+)", ', text))
         read |= set(re.findall(r'DrafterSpec\("(\w+)"', text))
-    assert read == SECTIONS
+    # vLLM gives its plugin settings, and no file has some.
+    assert read - {"vllm"} == SECTIONS
 
 
 @pytest.mark.parametrize("config", [TargetConfig, DraftConfig])
