@@ -22,6 +22,7 @@ from target_service.engine.loop import EngineLoop
 from target_service.execution.device_executor import DeviceSteps
 from target_service.execution.host_executor import HostSteps, Steps
 from target_service.model.runner import ModelRunner
+from target_service.sampling import verifier
 from target_service.telemetry.metrics import PrometheusObserver
 
 GREEDY = SamplingParams(temperature=0.0, ignore_eos=True)
@@ -91,7 +92,11 @@ SAMPLINGS = {
 
 @pytest.mark.parametrize("sampling", SAMPLINGS)
 @pytest.mark.parametrize("kind", KINDS)
-def test_a_prompt_with_a_broken_embedding_fails_alone(kind: str, sampling: str) -> None:
+def test_a_prompt_with_a_broken_embedding_fails_alone(
+    kind: str, sampling: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    # Coins of rejection sampling are drawn by it: by that of a few processes, an answer has the broken token.
+    monkeypatch.setattr(verifier, "_COIN_SECRET", bytes(16))
     model = poisoned(POISON)
     mode = VerificationMode.REJECTION if sampling == "rejection" else None
     prompts = [PROMPTS[0], [5, POISON, 7], PROMPTS[1]]
