@@ -125,8 +125,8 @@ class DeviceSteps:
         # Drafted rows that it accepts, by place in the batch; None where the device chose its rows.
         self._moves: Tensor | None = self._nothing
         self._drafting = None
-        if runner.in_pass is not None:
-            assert table is not None and self.tables is not None, "the device chooses rows where passes draft"
+        # Where steps could not be captured there is no table, and nothing drafts.
+        if runner.in_pass is not None and table is not None and self.tables is not None:
             self._drafting = self.tables.drafting = PassDrafting(runner, runner.in_pass, table, max_rows)
         parts = self._verifier, self._shaper, self._logprobs
         self._post_pass = PostPass(runner, *parts, backend, typical, self._drafting)

@@ -49,8 +49,8 @@ def capture_steps(captured: CapturedRunner, *, seconds: float, memory_share: flo
             raise ModelRefused(f"--tensor-parallel: steps cannot be captured: {error}") from error
         log.warning("steps run eagerly, for they cannot be captured: %s", error)
         captured.keep_to_captured()
-        # Choosing rows on the device only pays where passes do not wait for the host.
-        captured.node_table = None
+        # Choosing rows on the device only pays where passes do not wait for the host, and so does drafting there.
+        captured.node_table = captured.in_pass = None
     taken = max(0, before - captured.free_memory())
     if memory_share:
         # Partial results of latents are four times as wide as those of usual heads.
