@@ -7,14 +7,16 @@ from __future__ import annotations
 
 import argparse
 import os
-from collections.abc import Mapping, Sequence
+import shlex
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, fields
+from functools import partial
 from pathlib import Path
 from typing import Any, NoReturn
 
 from draft_service.drafters.base import DRAFTERS, drafter_spec
 from outrider.busy_polling import BUSY_POLL_SECONDS, MOST_BUSY_POLL_SECONDS
-from outrider.settings import HELP_ALL, ServiceSettings, SettingsError, add_flags, load, setting
+from outrider.settings import HELP_ALL, ServiceSettings, SettingsError, add_flags, load, setting, settings_file
 
 
 @dataclass(frozen=True)
@@ -67,14 +69,22 @@ def add_drafter_flags(parser: argparse.ArgumentParser, words: Sequence[str], dra
         added |= {field.name for field in fields(config)}
 
 
-def flags_in_process(drafter: str, words: Sequence[str], path: Path | None) -> argparse.Namespace:
-    """The flags of a drafter in the target's process. Those of the service are taken too, and have no effect there.
-    Raises `SettingsError` for flags that `outrider draft` would refuse, `NotSupported` for a drafter that is not
+def named_in_target(argument: str) -> tuple[str, Callable[[str], Any]]:
+    """A drafter in the target's process, and what returns the settings of any drafter by name, of `argument`: its name,
+    with flags of `outrider draft` behind it, quoted as in a shell. Flags of the service are taken too, and have no
+    effect. Other settings come from the environment and the file of `OUTRIDER_CONFIG`, as for the service.
+
+    Raises `SettingsError` for flags that `outrider draft` would refuse, and `NotSupported` for a drafter that is not
     there."""
+    path = settings_file()
+    try:
+        name, *words = shlex.split(argument)
+    except ValueError as error:
+        raise SettingsError(f"expected a drafter and its flags: {error}") from None
     parser = _Parser(add_help=False, allow_abbrev=False)
     add_flags(parser, DraftConfig)
-    add_drafter_flags(parser, words, drafter, path)
-    return parser.parse_args(words)
+    add_drafter_flags(parser, words, name, path)
+    return name, partial(drafter_config, flags=parser.parse_args(words), environment=os.environ, path=path)
 
 
 class _Parser(argparse.ArgumentParser):

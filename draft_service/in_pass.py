@@ -9,8 +9,6 @@ they are shared, kept and moved as the target's own.
 from __future__ import annotations
 
 import logging
-import os
-import shlex
 from collections.abc import Callable
 from dataclasses import replace
 from functools import partial
@@ -20,7 +18,7 @@ from torch import Tensor
 
 from draft_service.checkpoints.target import TargetCheckpoint
 from draft_service.checkpoints.vocabulary import read_token_map
-from draft_service.config import drafter_config, flags_in_process
+from draft_service.config import named_in_target
 from draft_service.drafters.base import drafter_spec
 from draft_service.eagle.checkpoint import EagleCheckpoint
 from draft_service.eagle.config import EagleConfig
@@ -33,7 +31,7 @@ from draft_service.neural.tree_config import TreeShape
 from outrider.errors import NotSupported
 from outrider.heads import head_source
 from outrider.model_store import model_source
-from outrider.settings import SettingsError, settings_file
+from outrider.settings import SettingsError
 from tree_models.in_pass import InPassDrafter, PassTarget, TablesToWrite, VerifiedPass
 from tree_models.layers.placing import Placement
 
@@ -51,21 +49,16 @@ _LEAST_LEVELS, _LEAST_WIDTH = 2, 1
 
 
 def connect(argument: str) -> Callable[[PassTarget], InPassDrafter]:
-    """Take the head that `argument` names: `eagle`, with its flags as in `draft_service.in_process.connect`. Returns a
-    function that loads it for a target. Raises `NotSupported` or `SettingsError`; the function also what reading
-    weights raises."""
-    path = settings_file()
-    try:
-        name, *words = shlex.split(argument)
-    except ValueError as error:
-        raise SettingsError(f"expected a drafter and its flags: {error}") from None
-    flags = flags_in_process(name, words, path)
-    parts = drafter_spec(name).parts(drafter_config(name, flags, os.environ, path)) or (name,)
+    """Take the EAGLE head of the drafter that `argument` names, see `named_in_target`: `eagle`, or a merged one, whose
+    other parts are left out. Returns a function that loads it for a target. Raises `NotSupported` or `SettingsError`;
+    the function also what reading weights raises."""
+    name, settings_of = named_in_target(argument)
+    parts = drafter_spec(name).parts(settings_of(name)) or (name,)
     if EagleDrafter.name not in parts:
         raise SettingsError(f"{name!r} does not run in the target's passes, {EagleDrafter.name!r} does")
     if others := [part for part in parts if part != EagleDrafter.name]:
         log.info("left out of the target's passes: %s", ", ".join(others))
-    config = drafter_config(EagleDrafter.name, flags, os.environ, path)
+    config = settings_of(EagleDrafter.name)
     assert isinstance(config, EagleConfig)
     # Trees as those of captured drafters.
     return partial(_load, EagleCheckpoint(head_source(config.head)), replace(config, cuda_graphs=True))
@@ -99,10 +92,12 @@ class InPassHead:
         self._head, self._network = head, HeadNetwork(head)
         self.cache_shapes = self._network.cache_shapes
         self._tree, self._last_position = config.tree, shape.max_positions - 1
-        self._attention: TreeAttention | None = None
+        # What `prepare` was given.
+        self._cache: tuple[TreeAttention, CacheSizes] | None = None
+        # By sequences at most.
         self._trees: dict[int, PassTrees] = {}
+        # For the rows of the pass that was read last, until trees grow from it.
         self._output: RowOutput | None = None
-        self._sizes = CacheSizes(1, 1, 1)
 
     def tail(self, sequences: int) -> int:
         """See `InPassDrafter.tail`."""
@@ -111,7 +106,7 @@ class InPassHead:
     def prepare(self, attention: TreeAttention, page_size: int, max_context: int, rows: int) -> None:
         """See `InPassDrafter.prepare`."""
         most = max_context + self.tail(1)
-        self._attention, self._sizes = attention, CacheSizes(page_size, -(-most // page_size), rows)
+        self._cache = attention, CacheSizes(page_size, -(-most // page_size), rows)
 
     def read(self, done: VerifiedPass, sequences: int) -> None:
         """See `InPassDrafter.read`."""
@@ -131,9 +126,9 @@ class InPassHead:
     def _trees_for(self, sequences: int) -> PassTrees:
         found = self._trees.get(sequences)
         if found is None:
-            assert self._attention is not None, "`prepare` comes first"
+            assert self._cache is not None, "`prepare` comes first"
             shape = shape_for(self._tree, sequences)
-            found = self._trees[sequences] = PassTrees(sequences, shape, self._network, self._attention, self._sizes)
+            found = self._trees[sequences] = PassTrees(sequences, shape, self._network, *self._cache)
         return found
 
 

@@ -7,8 +7,6 @@ drafter on the CPU is delivered inside the call that causes it, growth of one on
 from __future__ import annotations
 
 import logging
-import os
-import shlex
 import threading
 from collections.abc import Callable, Sequence
 from functools import partial
@@ -16,13 +14,12 @@ from queue import SimpleQueue
 from typing import TypeVar
 
 from draft_service.compiling import LOOPS
-from draft_service.config import DraftConfig, drafter_config, flags_in_process
+from draft_service.config import DraftConfig, named_in_target
 from draft_service.drafters.base import Drafter, create, device_of, fingerprint_of, info_of, loops_of
 from draft_service.faults import DrafterFailed, FaultLog, text_of
 from draft_service.session import ProposeSession, SequenceAdmission
 from outrider.drafting.events import Connected, Disconnected, DraftEvents, Grown, Opened, SequenceFailure
 from outrider.errors import DraftUnavailable, WrongVocabulary
-from outrider.settings import SettingsError, settings_file
 from outrider.wire.frames import DEFAULT_TENANT, OpenSequence, SequenceAdvance, SequenceFeatures
 
 logger = logging.getLogger(__name__)
@@ -31,22 +28,14 @@ Part = TypeVar("Part", OpenSequence, SequenceAdvance, SequenceFeatures)
 
 
 def connect(argument: str) -> Callable[[DraftEvents, int, str], InprocessLink]:
-    """Make the drafter that `argument` names, with flags of `outrider draft` behind the name, quoted as in a shell.
-    Returns a function that starts it and links it, once, given a target's events, vocabulary size and tokenizer
-    fingerprint, which are known when the target's model is loaded.
+    """Make the drafter that `argument` names, see `named_in_target`. Returns a function that starts it and links it,
+    once, given a target's events, vocabulary size and tokenizer fingerprint, which are known when the target's model is
+    loaded.
 
-    Other settings come from the environment and the file of `OUTRIDER_CONFIG`, as for the service. Raises
-    `NotSupported` or `SettingsError`; the function also raises `WrongVocabulary`: unlike for a service, which may be
-    replaced, a mismatch is the operator's mistake here.
+    Raises `NotSupported` or `SettingsError`; the function also raises `WrongVocabulary`: unlike for a service, which
+    may be replaced, a mismatch is the operator's mistake here.
     """
-    path = settings_file()
-    try:
-        name, *words = shlex.split(argument)
-    except ValueError as error:
-        raise SettingsError(f"expected a drafter and its flags: {error}") from None
-    flags = flags_in_process(name, words, path)
-    settings_of = partial(drafter_config, flags=flags, environment=os.environ, path=path)
-    drafter = create(name, settings_of)
+    drafter = create(*named_in_target(argument))
 
     def link(events: DraftEvents, vocabulary_size: int, tokenizer_fingerprint: str) -> InprocessLink:
         if drafter.vocabulary_size not in (0, vocabulary_size):

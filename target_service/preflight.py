@@ -153,7 +153,7 @@ def _check_in_pass(config: TargetConfig) -> None:
     }
     for problem, is_there in needed.items():
         if is_there:
-            raise SettingsError(f"--draft {IN_PASS_SCHEME}: {problem}")
+            raise SettingsError(f"--draft {IN_PASS_SCHEME} {problem}")
 
 
 def _check_draft(draft: str) -> None:
