@@ -48,6 +48,14 @@ TEXT_PARTS: dict[str, tuple[str, dict[str, Any]]] = {
             "output_multiplier": 0.3, "final_logit_softcapping": 1.5,
         },
     ),
+    "llama4": (
+        "llama4_text",
+        {
+            "num_hidden_layers": 4, "head_dim": 12, "attention_chunk_size": 5, "num_local_experts": 4,
+            "intermediate_size_mlp": 64, "intermediate_size": 32, "interleave_moe_layer_step": 2,
+            "no_rope_layer_interval": 3, "floor_scale": 3,
+        },
+    ),
 }  # fmt: skip
 
 _QWEN: dict[str, Any] = {"depth": 1, "num_heads": 2, "patch_size": 4}
@@ -68,6 +76,13 @@ WHOLE: dict[str, tuple[str, dict[str, Any]]] = {
         {
             **_WIDTHS, "num_hidden_layers": 1, "num_attention_heads": 2, "patch_size": 4, "pos_emb_height": 4,
             "pos_emb_width": 4,
+        },
+    ),
+    "llama4": (
+        "llama4",
+        {
+            **_WIDTHS, "num_hidden_layers": 1, "num_attention_heads": 2, "patch_size": 4, "image_size": 16,
+            "vision_output_dim": 16, "projector_input_dim": 16, "projector_output_dim": 16,
         },
     ),
 }  # fmt: skip

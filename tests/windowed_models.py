@@ -180,6 +180,13 @@ WINDOWED: dict[str, tuple[str, dict[str, Any]]] = {
             "num_shared_experts": 1, "route_scale": 2.5, "mup_enabled": True,
         },
     ),
+    "llama4, plain heads": (
+        "llama4_text",
+        {
+            "head_dim": 12, "attention_chunk_size": 4, "num_local_experts": 4, "use_qk_norm": False,
+            "attn_temperature_tuning": False, "no_rope_layer_interval": 2, "intermediate_size": 32,
+        },
+    ),
     "mellum": (
         "mellum",
         EXPERTS | {"head_dim": 16, "sliding_window": 5, "layer_types": ["sliding_attention", "full_attention"]},

@@ -125,7 +125,7 @@ def worst_error(inputs: Inputs, attention: Attention, causal: bool = False) -> f
         return float("nan")
     for b in random.sample(range(inputs.case.batch), min(3, inputs.case.batch)):
         slots = sequence_slots(batch, b).to(DEVICE)
-        mask = sequence_mask(batch, b, inputs.variant.window).to(DEVICE)
+        mask = sequence_mask(batch, b, inputs.variant).to(DEVICE)
         if causal:
             mask[:, batch.prefix_lengths[b] :] = ancestor_mask(None, rows).to(DEVICE)
         own = slice(b * rows, (b + 1) * rows)

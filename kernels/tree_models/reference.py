@@ -14,7 +14,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from tree_kernels.attention import AttentionBatch, TreeAttention, sequence_mask
+from tree_kernels.attention import AttentionBatch, AttentionVariant, TreeAttention, sequence_mask
 from tree_kernels.recurrence import RecurrentPass, RecurrentStates, TreeRecurrence
 from tree_models.agreement import TOLERANCE
 from tree_models.building import build
@@ -106,7 +106,7 @@ def layers_that_differ(decoder: Decoder, config: Any, source: TensorSource) -> l
     source = joined(source, decoder.names)
     with torch.device("meta"):
         model = causal_lm(config, attn_implementation="eager").eval()
-    inner = model.base_model
+    inner = _body(model)
     for kind in dict.fromkeys(decoder.spec.layers):
         index = decoder.spec.layers.index(kind)
         own = _made(inner, index, decoder.device).to(decoder.dtype)
@@ -119,6 +119,12 @@ def layers_that_differ(decoder: Decoder, config: Any, source: TensorSource) -> l
             found.append(f"layer {index} by {float(errors.median()):.2f}")
         own.to("meta")
     return found
+
+
+def _body(model: Any) -> Any:
+    """What has the layers, whatever its class says of itself."""
+    body = model.base_model
+    return body if hasattr(body, "layers") else body.model
 
 
 def _made(inner: Any, index: int, device: torch.device) -> Any:
@@ -183,6 +189,11 @@ def _stacked(names: Sequence[Sequence[str]], source: TensorSource) -> Tensor:
     if names[0] == names[-1] and len(names) > 1:
         return source.read(f"{names[0][0]}.weight")
     return torch.stack([torch.cat([source.read(f"{name}.weight") for name in of]) for of in names])
+
+
+def _variant(spec: Any) -> AttentionVariant:
+    """Which keys a layer's rows see."""
+    return AttentionVariant(getattr(spec, "window", None), chunked=getattr(spec, "chunked", False))
 
 
 def _batch() -> AttentionBatch:
@@ -252,7 +263,7 @@ def _outputs(own: Any, inner: Any, config: Any, decoder: Decoder, index: int) ->
             pair = tuple(one.transpose(1, 2) for one in every)
             # Of a kind of layers, or of one layer.
             given["shared_kv_states"] |= {config.layer_types[index]: pair, spec.keys_of: pair}
-    seen = sequence_mask(_batch(), 0, getattr(spec, "window", None)).to(decoder.device)
+    seen = sequence_mask(_batch(), 0, _variant(spec)).to(decoder.device)
     mask = torch.zeros(seen.shape, device=decoder.device, dtype=decoder.dtype)
     mask.masked_fill_(~seen, torch.finfo(decoder.dtype).min)
     output = own(
@@ -284,8 +295,9 @@ def surroundings_that_differ(config: Any) -> list[str]:
     small.dtype = small.pad_token_id = None
     if getattr(small, "vocab_size_per_layer_input", None):
         small.vocab_size_per_layer_input = small.vocab_size
-    if getattr(small, "sliding_window", None):
-        small.sliding_window = _WINDOW
+    for name in ("sliding_window", "attention_chunk_size"):
+        if getattr(small, name, None):
+            setattr(small, name, _WINDOW)
     description = describe(small)
     if description is None:
         return []
@@ -314,7 +326,7 @@ def _without_layers(config: Any, words: Tensor, places: Tensor) -> tuple[SimpleN
     whose layers have no memory."""
     with torch.device("meta"):
         model = causal_lm(config, attn_implementation="eager").eval()
-    body = model.base_model
+    body = _body(model)
     inside = {id(module) for module in body.layers.modules()}
     generator = torch.Generator().manual_seed(0)
     for module in list(model.modules()):
@@ -366,7 +378,7 @@ def _masks_that_differ(spec: DecoderSpec, given: Sequence[dict[str, Any]]) -> li
         if not isinstance(layer.attention, AttentionSpec | LatentSpec):
             continue
         mask = arguments.get("attention_mask")
-        own = sequence_mask(_batch(), 0, getattr(layer.attention, "window", None))
+        own = sequence_mask(_batch(), 0, _variant(layer.attention))
         # Without one every row sees all others.
         seen = torch.ones_like(own) if mask is None else mask[0, 0] if mask.dtype == torch.bool else mask[0, 0] > -1
         if not torch.equal(own, seen):
@@ -378,8 +390,10 @@ def _angles_that_differ(spec: DecoderSpec, seen: SimpleNamespace, places: Tensor
     found = []
     for index, (layer, arguments) in enumerate(zip(spec.layers, seen.layers, strict=True)):
         turning, given = layer.rotary, arguments.get("position_embeddings")
+        if turning is None or given is None or not any(turning.frequencies):
+            continue
         # What a layer does with its positions is compared with the layer.
-        if turning is not None and given is not None and not _same_angles(turning, given, places):
+        if not _same_angles(turning, given, places):
             found.append(index)
     return found
 

@@ -42,10 +42,11 @@ class HeadNormSpec:
 
 @dataclass(frozen=True, slots=True)
 class PositionScale:
-    """Queries times 1 + beta * log(1 + floor(position / length)), as Llama 4 and Ministral 3 have it."""
+    """Queries times 1 + beta * log(1 + floor((position + ahead) / length)), as Llama 4 and Ministral 3 have it."""
 
     beta: float
     length: int
+    ahead: int = 0
 
 
 @dataclass(frozen=True, slots=True)
@@ -86,6 +87,7 @@ class AttentionSpec:
     head_norm: HeadNormSpec | None = None
     clip: float | None = None  # queries, keys and values are limited to this size
     window: int | None = None  # tokens that are seen, a row's own among them; None for all
+    chunked: bool = False  # they are those of its chunk of so many positions; see `AttentionVariant`
     sinks: bool = False  # a logit of each head, one more term in its softmax's sum
     score_cap: float | None = None  # scores are cap * tanh(score / cap)
     gated: bool = False  # the output is multiplied by the sigmoid of a gate, made beside each head's query
@@ -299,6 +301,7 @@ class ExpertsSpec:
     latent: int = 0  # width that experts read and write, between two products of the rows; 0 where that is the rows'
     shared: MLPSpec | None = None  # for every row
     shared_gate: bool = False  # whose output is weighed by the sigmoid of a product
+    weighs_inputs: bool = False  # a row is multiplied by the weight of its only expert before that reads it (Llama 4)
 
 
 @dataclass(frozen=True, slots=True)

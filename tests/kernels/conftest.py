@@ -56,6 +56,7 @@ def make_case(
     window: int | None = None,
     score_cap: float | None = None,
     sinks: bool = False,
+    chunked: bool = False,
 ) -> Case:
     rng = random.Random(seed)
     generator = torch.Generator().manual_seed(seed)
@@ -82,11 +83,11 @@ def make_case(
             slots = torch.tensor(pages[b], dtype=torch.int64)[keys // page_size] * page_size + keys % page_size
             flat[slots] = torch.randn(len(keys), kv_heads, head_width, generator=generator)
             # What no window reaches is as good as nobody's.
-            flat[slots[: AttentionVariant(window).first_key(prefix)]] = float("nan")
+            flat[slots[: AttentionVariant(window, chunked=chunked).first_key(prefix)]] = float("nan")
         caches.append(cache.to(device=device, dtype=dtype))
     query = torch.randn(starts[-1], kv_heads * group, width, generator=generator).to(device=device, dtype=dtype)
     logits = torch.randn(kv_heads * group, generator=generator).to(device) if sinks else None
-    return Case(batch, query, *caches, width**-0.5, AttentionVariant(window, score_cap, logits))
+    return Case(batch, query, *caches, width**-0.5, AttentionVariant(window, score_cap, logits, chunked))
 
 
 CaseMaker = Callable[..., Case]

@@ -23,9 +23,9 @@ def trees(draw: st.DrawFn) -> tuple[int, ...]:
     return tuple(draw(st.integers(0, max(0, row - 1))) for row in range(rows))
 
 
-def alone(query: Tensor, keys: Tensor, values: Tensor, window: int, cap: float | None, sinks: Tensor | None) -> Tensor:
-    """[Hq, Dv] of the last token of a plain text, as its window has it, in fp64."""
-    keys, values = keys[-window:].double(), values[-window:].double()
+def alone(query: Tensor, keys: Tensor, values: Tensor, cap: float | None, sinks: Tensor | None) -> Tensor:
+    """[Hq, Dv] of the last token of what it sees of a plain text, in fp64."""
+    keys, values = keys.double(), values.double()
     outputs = []
     for head in range(HEADS):
         scores = keys[:, head // 2] @ query[head].double() * WIDTH**-0.5
@@ -36,19 +36,28 @@ def alone(query: Tensor, keys: Tensor, values: Tensor, window: int, cap: float |
 
 
 @settings(max_examples=60)
-@given(trees(), st.integers(0, 30), st.integers(1, 40), st.sampled_from([None, 0.8]), st.booleans(), st.integers(0, 99))
+@given(
+    trees(),
+    st.integers(0, 30),
+    st.integers(1, 40),
+    st.sampled_from([None, 0.8]),
+    *[st.booleans()] * 2,
+    st.integers(0, 99),
+)
 @pytest.mark.parametrize("backend", ["reference", "torch"])
 def test_a_row_sees_the_last_keys_of_its_own_path(
-    backend: Any, parents: tuple[int, ...], prefix: int, window: int, cap: float | None, has_sinks: bool, seed: int
-) -> None:
-    """By depth: siblings see as far back as each other. What no window reaches is NaN, and reaches nothing."""
+    backend: Any, parents: tuple[int, ...], prefix: int, window: int, cap: float | None, has_sinks: bool, chunked: bool,
+    seed: int,
+) -> None:  # fmt: skip
+    """Or those of its chunk. By depth: siblings see as far back as each other. What no window reaches is NaN, and
+    reaches nothing."""
     generator, rows = torch.Generator().manual_seed(seed), len(parents)
     query, keys, values = (
         torch.randn(count, heads, WIDTH, generator=generator)
         for count, heads in ((rows, HEADS), (prefix + rows, KV_HEADS), (prefix + rows, KV_HEADS))
     )
     sinks = torch.randn(HEADS, generator=generator) if has_sinks else None
-    variant = AttentionVariant(window, cap, sinks)
+    variant = AttentionVariant(window, cap, sinks, chunked)
     unseen = variant.first_key(prefix)
     size = 4
     pages = torch.randperm(20, generator=generator)[: -(-(prefix + rows) // size)].tolist()
@@ -63,7 +72,9 @@ def test_a_row_sees_the_last_keys_of_its_own_path(
         while path[0]:
             path.insert(0, parents[path[0]])
         seen = [*range(prefix), *(prefix + node for node in path)]
-        expected = alone(query[row], keys[seen], values[seen], window, cap, sinks)
+        last = len(seen) - 1
+        seen = seen[last // window * window if chunked else max(0, last - window + 1) :]
+        expected = alone(query[row], keys[seen], values[seen], cap, sinks)
         torch.testing.assert_close(found[row], expected, rtol=1e-4, atol=1e-5)
 
 
@@ -73,6 +84,8 @@ VARIANTS: dict[str, dict[str, Any]] = {
     "cap": {"score_cap": 0.7},
     "sinks": {"sinks": True},
     "all": {"window": 5, "score_cap": 3.0, "sinks": True},
+    "chunks": {"window": 21, "chunked": True},
+    "wide chunks": {"window": 500, "chunked": True},
 }
 
 

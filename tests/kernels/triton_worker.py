@@ -95,6 +95,7 @@ def cases() -> Iterator[tuple[str, dict[str, Any], TritonSettings]]:
             "seed": i,
             "window": rng.choice((None, rng.randrange(1, 60))),
             "sinks": rng.random() < 0.3,
+            "chunked": rng.random() < 0.4,
         }
         yield f"random {i}", arguments, settings
 
@@ -119,9 +120,17 @@ def variant_cases(balanced: TritonSettings) -> Iterator[tuple[str, dict[str, Any
         # Among all variants are sinks too.
         if not IN_TURN or name in ("fixed", "merged apart"):
             yield f"sinks, {name}", {"specs": RAGGED, "width": 16, "sinks": True}, one
+        if not IN_TURN or name in ("fixed", "tall"):
+            yield f"chunks, {name}", {"specs": RAGGED, "width": 16, "window": 16, "chunked": True}, one
     yield "cap", {"specs": RAGGED, "width": 16, "score_cap": 0.7}, balanced
     specs: list[Spec] = [(300, 70, "causal"), (200, 65, "tree"), (3, 130, "tree")]
     yield "long, window", {"specs": specs, "width": 16, "kv_heads": 1, "group": 5, "window": 50}, balanced
+    for window in (205,) if IN_TURN else (3, 64, 205):
+        yield (
+            f"chunks of {window}",
+            {"specs": [*specs, *RAGGED], "width": 16, "window": window, "chunked": True},
+            balanced,
+        )
 
 
 def device_cases() -> Iterator[tuple[str, dict[str, Any], TritonSettings]]:
@@ -144,6 +153,11 @@ def device_cases() -> Iterator[tuple[str, dict[str, Any], TritonSettings]]:
                 }  # fmt: skip
                 yield f"bf16 window {window}, {rows} rows, width {width}", arguments, TritonSettings()
                 yield f"bf16 window {window}, {rows} rows, width {width}, fixed", arguments, INVARIANT
+                yield (
+                    f"bf16 chunks of {window}, {rows} rows, width {width}",
+                    arguments | {"chunked": True},
+                    TritonSettings(),
+                )
     specs = [(100, 700, "causal"), (3000, 33, "tree"), (0, 1, "causal")]
     for rows in (1, 16, 64):
         # Multi-head latent attention in its expanded form.

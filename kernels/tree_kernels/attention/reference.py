@@ -34,7 +34,7 @@ class ReferenceAttention:
         for b in range(batch.sequences):
             start, end = batch.query_starts[b], batch.query_starts[b + 1]
             slots = sequence_slots(batch, b).to(query.device)
-            mask = sequence_mask(batch, b, variant.window).to(query.device)
+            mask = sequence_mask(batch, b, variant).to(query.device)
             keys, values = key_cache.flatten(0, 1)[slots], value_cache.flatten(0, 1)[slots]
             output[start:end] = attend(query[start:end], keys, values, mask, scale, variant)
         return output
@@ -78,13 +78,15 @@ def sequence_slots(batch: AttentionBatch, b: int) -> Tensor:
     return pages[keys // batch.page_size] * batch.page_size + keys % batch.page_size
 
 
-def sequence_mask(batch: AttentionBatch, b: int, window: int | None = None) -> Tensor:
+def sequence_mask(batch: AttentionBatch, b: int, variant: AttentionVariant = PLAIN) -> Tensor:
     """[R_b, L] bool: the whole prefix, then the ancestors within the tail; of both what the window holds."""
     rows, prefix = batch.row_counts[b], batch.prefix_lengths[b]
     ancestors = ancestor_mask(batch.parents[b], rows)
     mask = torch.cat([torch.ones(rows, prefix, dtype=torch.bool), ancestors], dim=1)
+    window = variant.window
     if window is None:
         return mask
     depths = ancestors.sum(dim=1) - 1
-    positions = torch.cat([torch.arange(prefix), prefix + depths])
-    return mask & (positions > (prefix + depths - window)[:, None])
+    own = prefix + depths
+    first = own - own % window if variant.chunked else own - window + 1
+    return mask & (torch.cat([torch.arange(prefix), own]) >= first[:, None])

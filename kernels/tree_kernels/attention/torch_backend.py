@@ -39,7 +39,8 @@ class TorchPlan(AttentionPlan):
     """What each sequence that has rows reads, in the order of the batch."""
 
     sequences: list[SequencePlan]
-    windowed: dict[int, list[SequencePlan]] = field(default_factory=dict)  # made by the first layer of a window
+    # Made by the first layer of a window, or of chunks.
+    windowed: dict[tuple[int, bool], list[SequencePlan]] = field(default_factory=dict)
 
 
 class TorchPlanner:
@@ -70,7 +71,7 @@ class TorchPlanner:
         causal = rows > 1 and prefix == 0 and batch.parents[b] is None and not narrow
         mask = None
         if rows > 1 and not causal:
-            mask = sequence_mask(batch, b, variant.window)[:, first:].to(self._device)
+            mask = sequence_mask(batch, b, variant)[:, first:].to(self._device)
         return SequencePlan(
             start=batch.query_starts[b],
             end=batch.query_starts[b + 1],
@@ -108,9 +109,10 @@ class TorchAttention(TorchPlanner):
     def _sequences(self, plan: TorchPlan, variant: AttentionVariant) -> list[SequencePlan]:
         if variant.window is None:
             return plan.sequences
-        if variant.window not in plan.windowed:
-            plan.windowed[variant.window] = self._planned(plan.batch, variant)
-        return plan.windowed[variant.window]
+        kind = variant.window, variant.chunked
+        if kind not in plan.windowed:
+            plan.windowed[kind] = self._planned(plan.batch, variant)
+        return plan.windowed[kind]
 
 
 def _run_one(

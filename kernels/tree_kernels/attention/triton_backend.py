@@ -34,7 +34,7 @@ class TritonAttention(TritonPlanner):
         if scale <= 0:
             # The kernel takes the maximum of the scores before scaling.
             raise ValueError(f"expected a positive scale, got {scale}")
-        layout = self._layout(plan, query, key_cache, value_cache, variant.window)
+        layout = self._layout(plan, query, key_cache, value_cache, variant)
         output = query.new_empty(query.shape[0], query.shape[1], layout.value_width)
         schedule = self.schedule_of(plan, layout)
         heads = {"GROUP": layout.group, "KV_HEADS": layout.kv_heads, "DV": layout.value_width}
@@ -57,7 +57,7 @@ class TritonAttention(TritonPlanner):
         return output
 
     def _layout(
-        self, plan: TritonPlan, query: Tensor, key_cache: Tensor, value_cache: Tensor, window: int | None
+        self, plan: TritonPlan, query: Tensor, key_cache: Tensor, value_cache: Tensor, variant: AttentionVariant
     ) -> HeadLayout:
         batch = plan.batch
         if not (key_cache.is_contiguous() and value_cache.is_contiguous() and query.stride(-1) == 1):
@@ -65,7 +65,8 @@ class TritonAttention(TritonPlanner):
         if not query.dtype == key_cache.dtype == value_cache.dtype:
             raise ValueError(f"expected one dtype, got {query.dtype}, {key_cache.dtype} and {value_cache.dtype}")
         group = query.shape[1] // key_cache.shape[2]
-        kv_heads, most = key_cache.shape[2], window or max(batch.prefix_lengths, default=0)
+        kv_heads, most = key_cache.shape[2], variant.window or max(batch.prefix_lengths, default=0)
+        window = (variant.window or 0) * (-1 if variant.chunked else 1)
         tiling = self._settings.tiling or choose_tiling(
             plan.max_output_rows * group,
             key_cache.shape[3],
@@ -76,4 +77,4 @@ class TritonAttention(TritonPlanner):
             processors=self.processors,
             words=mask_words(batch),
         )
-        return HeadLayout(group, kv_heads, key_cache.shape[3], value_cache.shape[3], tiling, window or 0)
+        return HeadLayout(group, kv_heads, key_cache.shape[3], value_cache.shape[3], tiling, window)

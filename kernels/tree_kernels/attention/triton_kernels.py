@@ -5,7 +5,7 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from tree_kernels.attention.triton_mask import hide, hide_before_window, row_positions
+from tree_kernels.attention.triton_mask import first_seen, hide, hide_before_window, row_positions
 from tree_kernels.attention.triton_merge import merge_if_last, write_partial, write_rows
 from tree_kernels.attention.triton_schedule import first_seen_tile
 
@@ -59,7 +59,7 @@ def _tile(  # type: ignore[no-untyped-def]
     if KEYS != "open":
         # What lies behind the last key may be NaN, and 0 * NaN is NaN: the last key stands in for it.
         offsets = tl.minimum(offsets, prefix + rows - 1)
-    if WINDOW > 0:
+    if WINDOW != 0:
         # Likewise before the first key that a row of the block sees, whose pages may have other owners.
         offsets = tl.maximum(offsets, first_key)
     slots = key_slots(page_table, offsets, first, PAGE_SIZE, BLOCK_N, FAR)
@@ -76,9 +76,10 @@ def _tile(  # type: ignore[no-untyped-def]
     if KEYS == "either":  # noqa: SIM102  one is known to the compiler, the other is not
         if first + BLOCK_N > open_keys:
             scores = hide(scores, words, first_word, first - prefix, row, live, is_causal, WORDS)
-    if WINDOW > 0:  # noqa: SIM102  likewise
-        # An ancestor stands at least as many rows before a row as it is levels above.
-        if first <= prefix + tl.max(tl.where(live, row, 0), 0) - WINDOW:
+    if WINDOW != 0:
+        # An ancestor stands at least as many rows before a row as it is levels above. Chunks may begin within a tree.
+        border = first_seen(prefix + tl.max(tl.where(live, row, 0), 0), WINDOW)
+        if first < border or (WINDOW < 0 and border > prefix):
             places = first + tl.arange(0, BLOCK_N)
             scores = hide_before_window(scores, places, prefix, rows, depths, position, is_causal, WINDOW)
     return softmax_step(scores, v, peak, mass, acc, scale_log2, KEYS == "open")
@@ -126,9 +127,9 @@ def _attend(  # type: ignore[no-untyped-def]
                 mass += 1.0
         own_depths = depths + row_start
         position, first_key, first = row, 0, 0
-        if WINDOW > 0:
+        if WINDOW != 0:
             position = row_positions(prefix, row, own_depths, live, is_causal)
-            first_key = tl.maximum(prefix + tl.where(is_causal > 0, block * BLOCK_M // GROUP, 0) - WINDOW + 1, 0)
+            first_key = first_seen(prefix + tl.where(is_causal > 0, block * BLOCK_M // GROUP, 0), WINDOW)
             # Fixed chunks begin with the first key of all; of them tiles that no row sees are left out here.
             seen = first_seen_tile(prefix, block, is_causal, GROUP, BLOCK_M, BLOCK_N, WINDOW)
             first = 0 if FIXED else seen
@@ -136,7 +137,7 @@ def _attend(  # type: ignore[no-untyped-def]
         open_keys = prefix + tl.where(is_causal > 0, block * BLOCK_M // GROUP, 0)
         key_head = key_cache + head * D
         value_head = value_cache + head * DV
-        begin = tl.maximum(low, seen) if WINDOW > 0 and FIXED else low
+        begin = tl.maximum(low, seen) if WINDOW != 0 and FIXED else low
         middle = begin
         if APART:
             middle = tl.maximum(tl.minimum(open_keys // BLOCK_N, high), low)
@@ -177,7 +178,7 @@ def attention_kernel(  # type: ignore[no-untyped-def]
 ):  # fmt: skip
     """Every program takes one chunk (if FIXED, chunks in turn), and of each chunk the groups that lie in it.
 
-    WINDOW and CAP are 0, and SINKS is false, where the layer has none. With a WINDOW, APART is false.
+    WINDOW and CAP are 0, and SINKS is false, where the layer has none; see `first_seen`. With a WINDOW, APART is false.
 
     Where MERGE_ROWS is not 0, the last program that stores its partial of a group merges it, MERGE_ROWS at a time.
     """

@@ -55,12 +55,20 @@ def row_positions(prefix, row, depths, live, is_causal):  # type: ignore[no-unty
 
 
 @triton.jit
+def first_seen(position, WINDOW: tl.constexpr):  # type: ignore[no-untyped-def]
+    """The position of the first key that a row sees: of its last WINDOW ones, or of its chunk of -WINDOW ones."""
+    if WINDOW > 0:
+        return tl.maximum(position - WINDOW + 1, 0)
+    return position // -WINDOW * -WINDOW
+
+
+@triton.jit
 def hide_before_window(scores, offsets, prefix, rows, depths, position, is_causal, WINDOW: tl.constexpr):  # type: ignore[no-untyped-def]
-    """Scores [M, N], -inf where a key's position is not above its row's less WINDOW. `offsets` [N] are places of keys,
-    the prefix's first; `position` [M] is the rows'."""
+    """Scores [M, N], -inf where a key's position is below the first that its row sees. `offsets` [N] are places of
+    keys, the prefix's first; `position` [M] is the rows'."""
     tail = offsets - prefix
     in_tail = (tail >= 0) & (tail < rows)
     depth = tl.load(depths + tail, mask=in_tail, other=0)
     # Those of chains were not written.
     own = tl.where(in_tail, prefix + tl.where(is_causal > 0, tail, depth), offsets)
-    return tl.where(own[None, :] > (position - WINDOW)[:, None], scores, float("-inf"))
+    return tl.where(own[None, :] >= first_seen(position, WINDOW)[:, None], scores, float("-inf"))

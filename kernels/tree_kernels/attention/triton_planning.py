@@ -48,7 +48,7 @@ class HeadLayout:
     width: int
     value_width: int
     tiling: Tiling
-    window: int = 0  # keys that a row sees; 0 for all
+    window: int = 0  # keys that a row sees, negative where they are a chunk; 0 for all
 
 
 @dataclass

@@ -17,6 +17,8 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
+from tree_kernels.attention.triton_mask import first_seen
+
 
 @triton.jit
 def _ancestors(start, rows, parents, words, depths, BLOCK_R: tl.constexpr, WORDS: tl.constexpr):  # type: ignore[no-untyped-def]
@@ -53,7 +55,7 @@ def first_seen_tile(  # type: ignore[no-untyped-def]
     """The tile of the first key that a block's rows see: the window's of its first row in a chain, the root's in a
     tree, whose rows may have any depth."""
     position = prefix + tl.where(causal > 0, block * BLOCK_M // GROUP, 0)
-    return tl.maximum(position - WINDOW + 1, 0) // BLOCK_N
+    return first_seen(position, WINDOW) // BLOCK_N
 
 
 @triton.jit
@@ -98,11 +100,11 @@ def schedule_kernel(  # type: ignore[no-untyped-def]
     end_blocks = (tl.minimum(rows, end_row) * GROUP + BLOCK_M - 1) // BLOCK_M
     group_counts = tl.maximum(end_blocks - first_block, 0) * KV_HEADS
     tiles = (prefix + rows + BLOCK_N - 1) // BLOCK_N
-    if WINDOW > 0 and FIXED_TILES == 0:
+    if WINDOW != 0 and FIXED_TILES == 0:
         own_kind = tl.load(causal + b, mask=b < sequences, other=0)
         tiles -= first_seen_tile(prefix, first_block, own_kind, GROUP, BLOCK_M, BLOCK_N, WINDOW)
         # A chain's block sees no more than the windows of its first and last row hold.
-        most = (BLOCK_M - 1) // GROUP + 1 + WINDOW
+        most = (BLOCK_M - 1) // GROUP + 1 + (WINDOW if WINDOW > 0 else -WINDOW)
         tiles = tl.where(own_kind > 0, tl.minimum(tiles, (most + BLOCK_N - 1) // BLOCK_N + 1), tiles)
     per_chunk, aligned = _divide(tiles, group_counts, programs, FIXED_TILES, 16)
     tiles = tl.where(aligned > 0, (tiles + per_chunk - 1) // per_chunk * per_chunk, tiles)
@@ -164,7 +166,7 @@ def _record(  # type: ignore[no-untyped-def]
     last_row = tl.minimum(((block + 1) * BLOCK_M - 1) // GROUP, rows - 1)
     keys = prefix + tl.where(causal > 0, last_row + 1, rows)
     seen_tiles = (keys + BLOCK_N - 1) // BLOCK_N
-    if WINDOW > 0:
+    if WINDOW != 0:
         seen_tiles -= first_seen_tile(prefix, block, causal, GROUP, BLOCK_M, BLOCK_N, WINDOW)
     zero = tl.zeros_like(local)
     tl.store(to, zero + start, mask=there)

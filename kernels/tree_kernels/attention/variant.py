@@ -20,6 +20,8 @@ class AttentionVariant:
     score_cap: float | None = None  # scores are cap * tanh(score / cap) once they are scaled (Gemma 2)
     # [Hq] fp32: a logit of each query head, one more term in its softmax's sum, for which there is no value (gpt-oss).
     sinks: Tensor | None = None
+    # The keys that a row at position p sees begin at the multiple of `window` at or below p instead (Llama 4).
+    chunked: bool = False
 
     def __post_init__(self) -> None:
         if self.window is not None and self.window < 1:
@@ -34,7 +36,9 @@ class AttentionVariant:
 
     def first_key(self, position: int) -> int:
         """The first key of the prefix that a row at `position` sees."""
-        return 0 if self.window is None else max(0, position - self.window + 1)
+        if self.window is None:
+            return 0
+        return position - position % self.window if self.chunked else max(0, position - self.window + 1)
 
 
 PLAIN = AttentionVariant()

@@ -74,6 +74,7 @@ FAMILIES: Mapping[str, Family] = {
     "lfm2": recurrent.lfm2,
     "lfm2_moe": recurrent.lfm2_moe,
     "llama": llama.llama,
+    "llama4_text": llama.llama4,
     "mamba": recurrent.mamba,
     "mamba2": recurrent.mamba2,
     "mellum": qwen.qwen3_moe,

@@ -7,6 +7,7 @@ from typing import Any
 
 from tree_models.families.common import (
     Description,
+    activation,
     attention,
     counted,
     decoder,
@@ -17,7 +18,29 @@ from tree_models.families.common import (
 )
 from tree_models.families.rotary import rotary
 from tree_models.names import WeightNames
-from tree_models.spec import MLPSpec, PositionScale
+from tree_models.spec import (
+    AttentionSpec,
+    ExpertsSpec,
+    FamilyRefused,
+    HeadNormSpec,
+    MLPSpec,
+    NormSpec,
+    PositionScale,
+    RotarySpec,
+    RouterSpec,
+)
+
+_FED = "feed_forward."
+_LLAMA4 = WeightNames(
+    gate_up=(f"{_FED}gate_proj", f"{_FED}up_proj"),
+    down=f"{_FED}down_proj",
+    router=f"{_FED}router",
+    expert_gate_up=(f"{_FED}experts.{{expert}}.gate_proj", f"{_FED}experts.{{expert}}.up_proj"),
+    expert_down=f"{_FED}experts.{{expert}}.down_proj",
+    experts_by_columns=True,
+    shared_gate_up=(f"{_FED}shared_expert.gate_proj", f"{_FED}shared_expert.up_proj"),
+    shared_down=f"{_FED}shared_expert.down_proj",
+)
 
 
 def llama(config: Any, feeding: MLPSpec | None = None, **attending: Any) -> Description:
@@ -59,3 +82,40 @@ def seed_oss(config: Any) -> Description:
 def arcee(config: Any) -> Description:
     """Arcee: an MLP without a gate."""
     return llama(config, mlp(config, gated=False))
+
+
+def llama4(config: Any) -> Description:
+    """Llama 4's text: an MLP, or one expert of many that reads weighed rows beside one for all."""
+    if config.num_experts_per_tok != 1:
+        raise FamilyRefused(f"{config.num_experts_per_tok} experts that read weighed rows are not served")
+    norm, width = rms_norm(config), int(config.intermediate_size)
+    router = RouterSpec(scores="sigmoid", renormalised=False, rounded=True)
+    shared = MLPSpec(width, activation(config))
+    experts = ExpertsSpec(
+        int(config.num_local_experts), 1, width, router, shared.activation, shared=shared, weighs_inputs=True
+    )
+    dense = mlp(config, config.intermediate_size_mlp, bias=False)
+    layers = [
+        layer(_of_chunks(config, index), experts if index in config.moe_layers else dense, norm)
+        for index in counted(config)
+    ]
+    return Description(decoder(config, layers, norm), _LLAMA4)
+
+
+def _of_chunks(config: Any, index: int) -> AttentionSpec:
+    """Of a layer, which sees all tokens or its chunk, and embeds positions or scales queries by them."""
+    size, longest, changes = config.attention_chunk_size, config.max_position_embeddings, dict[str, Any]()
+    if config.layer_types[index] == "chunked_attention" and size < longest:
+        changes = {"window": int(size), "chunked": True}
+    if config.no_rope_layers[index]:
+        changes["rotary"] = rotary(config, config.head_dim, interleaved=True)
+        if config.use_qk_norm:
+            own = NormSpec("rms", float(config.rms_norm_eps), weight=False)
+            changes["head_norm"] = HeadNormSpec(own, after_rotary=True)
+    elif config.attn_temperature_tuning:
+        scale = PositionScale(float(config.attn_scale), int(config.floor_scale), ahead=1)
+        # Nothing turns.
+        changes["rotary"] = RotarySpec((0.0,) * (config.head_dim // 2), query_scale=scale)
+    else:
+        changes["rotary"] = None
+    return attention(config, index, **changes)

@@ -195,10 +195,11 @@ def _mlp_parts(mlp: MLP) -> MLPParts | None:
 
 
 def _expert_parts(experts: MixtureOfExperts) -> ExpertParts | None:
-    """The parts of experts; None where they read a latent, or a weighed MLP for every row has a bias at its end."""
+    """The parts of experts; None where they read a latent or weighed rows, or a weighed MLP for every row has a bias at
+    its end."""
     shared = None if experts.shared is None else _mlp_parts(experts.shared)
     gate = None if experts.shared_gate is None else experts.shared_gate.plain
-    if experts.latent_in is not None or (shared is None) != (experts.shared is None):
+    if experts.spec.weighs_inputs or experts.latent_in is not None or (shared is None) != (experts.shared is None):
         return None
     if (gate is None) != (experts.shared_gate is None) or (gate and shared and shared.down.bias is not None):
         return None

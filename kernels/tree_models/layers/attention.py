@@ -67,7 +67,7 @@ class HeadAttention(nn.Module):
         self.value_norm = Normalization(spec.value_norm, values, place) if spec.value_norm and self._keys else None
         self.output_gate = OutputGate(spec, hidden_size, place) if spec.output_gate else None
         self.sinks = place.empty(spec.heads, dtype=torch.float32) if spec.sinks else None
-        self.variant = AttentionVariant(spec.window, spec.score_cap, self.sinks)
+        self.variant = AttentionVariant(spec.window, spec.score_cap, self.sinks, spec.chunked)
 
     def forward(self, rows: Tensor, angles: Angles | None, step: PagedPass | UncachedPass) -> Tensor:
         """[R, read_vectors * H] -> [R, H]. `angles` are None where the layer embeds no positions."""

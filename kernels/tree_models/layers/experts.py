@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
+from dataclasses import replace
 
 import torch
 from torch import Tensor, nn
@@ -64,6 +65,9 @@ class MixtureOfExperts(nn.Module):
         is something else."""
         scaled = ScaledRows(rows, None, 0.0)
         chosen = self.router.choose(scaled if routed is None else ScaledRows(routed, None, 0.0), self.op)
+        if self.spec.weighs_inputs:
+            scaled = ScaledRows((rows * chosen.weights).to(rows.dtype), None, 0.0)
+            chosen = replace(chosen, weights=torch.ones_like(chosen.weights))
         output: Tensor = self.op.mix(scaled, chosen, self.weights)[0]
         return output
 

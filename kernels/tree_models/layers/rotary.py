@@ -63,7 +63,7 @@ class RotaryEmbedding(nn.Module):
         angles = places[:, None] * self._frequencies
         scale, grown = self._query_scale, None
         if scale is not None:
-            grown = 1 + scale.beta * torch.log(1 + torch.floor(places / scale.length))
+            grown = 1 + scale.beta * torch.log(1 + torch.floor((places + scale.ahead) / scale.length))
         return Angles(angles.cos() * self._scaling, angles.sin() * self._scaling, grown)
 
 

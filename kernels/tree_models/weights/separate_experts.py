@@ -85,6 +85,6 @@ class SeparateExperts:
 def separated(checkpoint: TensorSource, names: WeightNames, hidden_size: int | None = None) -> TensorSource:
     """The checkpoint as a family with these names reads it; `hidden_size` where experts may lie by columns."""
     checkpoint = joined(checkpoint, names)
-    if names.expert_gate_up != WeightNames().expert_gate_up:
+    if not names.expert_gate_up[0].endswith(".experts.{expert}.gate_proj"):
         return checkpoint
     return SeparateExperts(checkpoint, hidden_size if names.experts_by_columns else None)

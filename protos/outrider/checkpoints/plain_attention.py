@@ -18,13 +18,14 @@ _FOREIGN = {
 }
 # Of these what layers with an entry in `tree_models.families` compute.
 _COMPUTED = {
-    "attn_logit_softcapping", "conv_L_cache", "linear_num_value_heads", "mamba_d_state", "ssm_state_size", "state_size",
+    "attention_chunk_size", "attn_logit_softcapping", "conv_L_cache", "linear_num_value_heads", "mamba_d_state",
+    "ssm_state_size", "state_size",
 }  # fmt: skip
 # Kinds of layers, as configurations list them, that are plain attention.
 _PLAIN = {"full_attention", "attention"}
 _WINDOWED = {"sliding_attention"}
 # With an entry in `tree_models.families`.
-_OWN = _WINDOWED | {"conv", "hybrid", "linear_attention", "mamba", "mlp", "moe"}
+_OWN = _WINDOWED | {"chunked_attention", "conv", "hybrid", "linear_attention", "mamba", "mlp", "moe"}
 
 
 def attention_refusal(config: PretrainedConfig, *, variants: bool = False) -> str:
