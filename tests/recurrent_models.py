@@ -77,6 +77,11 @@ RECURRENT: dict[str, tuple[str, dict[str, Any]]] = {
             "use_mamba_kernels": False,
         },
     ),
+    "recurrent_gemma": (
+        "recurrent_gemma",
+        {"num_hidden_layers": 4, "hidden_size": 64, "attention_window_size": 6, "lru_width": 64, "block_types":
+         ["recurrent", "attention"], "logits_soft_cap": 4.0},
+    ),
     "mamba": ("mamba", SELECTIVE | {"use_bias": True}),
     "falcon_mamba": ("falcon_mamba", SELECTIVE | {"tie_word_embeddings": True, "use_conv_bias": False}),
     "mamba2": (

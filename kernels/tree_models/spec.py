@@ -203,6 +203,18 @@ class SelectiveSpec:
 
 
 @dataclass(frozen=True, slots=True)
+class GriffinSpec:
+    """Griffin's recurrent block in place of attention (arXiv 2402.19427): a short convolution, and behind it a gated
+    linear recurrence of each channel by itself (RG-LRU), times the activation of a gate."""
+
+    channels: int
+    blocks: int  # of channels, of which the gates of the recurrence are products, each of its own
+    taps: int
+    activation: Activation
+    rotary: RotarySpec  # of the model's attention: a text's first token is known by its angles
+
+
+@dataclass(frozen=True, slots=True)
 class KimiDeltaSpec:
     """Kimi Delta Attention in place of attention: a delta net each number of whose keys decays by a gate of its own."""
 
@@ -237,7 +249,9 @@ class LightningSpec:
 
 
 # What keeps a state of a fixed size in place of keys and values.
-RecurrentSpec = GatedConvolutionSpec | DeltaNetSpec | StateSpaceSpec | LightningSpec | SelectiveSpec | KimiDeltaSpec
+RecurrentSpec = (
+    GatedConvolutionSpec | DeltaNetSpec | StateSpaceSpec | LightningSpec | SelectiveSpec | KimiDeltaSpec | GriffinSpec
+)
 
 
 @dataclass(frozen=True, slots=True)

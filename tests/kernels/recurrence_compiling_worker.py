@@ -44,9 +44,13 @@ def kernels() -> Iterator[tuple[str, Any, dict[str, Any]]]:
     limits = {"LEAST": 0.0, "MOST": float("inf"), "HEADS": 128, "BLOCK": 128}
     yield "space gates", triton_gating.space_gates_kernel, limits
     # Of Jamba.
-    sizes = {"WINDOW": 64, "CHANNELS": 8192, "WIDTH": 16, "BLOCK_C": 32, "BLOCK_N": 16}
+    sizes = {"WINDOW": 64, "CHANNELS": 8192, "WIDTH": 16, "GROUPS": 1, "BLOCK_C": 32, "BLOCK_N": 16}
     yield "scan", triton_selective.scan_kernel, sizes
     yield "scan later", triton_selective.scan_later_kernel, sizes
+    # Of RecurrentGemma.
+    sizes |= {"CHANNELS": 2560, "WIDTH": 1, "GROUPS": 2560, "BLOCK_N": 2}
+    yield "scan of channels", triton_selective.scan_kernel, sizes
+    yield "scan of channels later", triton_selective.scan_later_kernel, sizes
     # Of Kimi Linear.
     sizes = {"WINDOW": 64, "CHANNELS": 12288, "HEADS": 32, "DK": 128, "DV": 128, "QUERY_AT": 0, "KEY_AT": 4096}
     sizes |= {"VALUE_AT": 8192, "NORMED": True, "SCALING": 128**-0.5, "BLOCK_K": 128, "PRECISION": "tf32x3"}

@@ -33,6 +33,9 @@ TINY = StateShape(channels=2 * 2 * 5 + 4 * 3, taps=4, heads=4, key_width=5, valu
 ONE_TAP = replace(TINY, taps=1)
 # Of selective scans, with more channels than a program has.
 SELECTIVE = StateShape(channels=40, taps=3, heads=40, key_width=5, value_width=1, selective=True)
+# A key and a query for each half of the channels, and of recurrences that have one number for each channel.
+HALVES = replace(SELECTIVE, key_groups=2)
+CHANNELS = replace(SELECTIVE, key_width=1, key_groups=40)
 # Kimi Linear's, of which each head has its own keys, and more values than a program has.
 KEYED = StateShape(channels=2 * (5 + 5 + 40), taps=3, heads=2, key_width=5, value_width=40, keyed=True)
 # Of Qwen3.5, with fewer heads.
@@ -59,6 +62,8 @@ CASES = {
     "delta, small window": Case(StateRule.DELTA, TINY, 6),
     "sum": Case(StateRule.SUM, TINY, 40),
     "selective": Case(StateRule.SUM, SELECTIVE, 6, broken=True, passes=((3, 7, -4), (-6, 67, 1))),
+    "selective, halves": Case(StateRule.SUM, HALVES, 6, broken=True, passes=((3, 7, -4), (-6, 67, 1))),
+    "selective, channels": Case(StateRule.SUM, CHANNELS, 6, broken=True, passes=((3, 40, -4), (-6, 7, 1))),
     "keyed": Case(StateRule.DELTA, KEYED, 6, broken=True, passes=((2, 67, -3), (-5, 2, 1))),
     "sum, one tap": Case(StateRule.SUM, ONE_TAP, 6, passes=((5, 9, -1), (-6, 3, 1))),
     # Products of bf16 are not interpreted.
@@ -117,7 +122,8 @@ class Compared:
         gates = torch.rand(batch.rows, self.case.shape.gates, generator=self.generator).to(DEVICE)
         if not self.case.shape.selective:
             gates[:, : heads * (self.case.shape.key_width if self.case.shape.keyed else 1)] *= -2
-        queries = torch.rand(batch.rows, self.case.shape.key_width, generator=self.generator).to(DEVICE)
+        read = self.case.shape.key_groups * self.case.shape.key_width
+        queries = torch.rand(batch.rows, read, generator=self.generator).to(DEVICE)
         if broken:
             inputs[2] = math.nan
         made = []

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from dataclasses import replace
 
 import pytest
 import torch
@@ -24,6 +25,8 @@ from tree_kernels.recurrence.reference import convolve_text, run_keyed_text, sca
 
 WINDOW = 8
 SHAPE = StateShape(channels=10, taps=3, heads=10, key_width=3, value_width=1, selective=True)
+# Keys of all channels, of halves, and of each channel.
+SHAPES = [SHAPE, replace(SHAPE, key_groups=2), replace(SHAPE, key_width=1, key_groups=10)]
 KEYED = StateShape(channels=2 * (2 * 3 + 4), taps=2, heads=2, key_width=3, value_width=4, keyed=True)
 LAYOUT = HeadsLayout(StateRule.DELTA, key_heads=2, query_at=0, key_at=6, value_at=12, normed=True, scaling=0.5)
 # A chain of so many rows, or a tree's parents.
@@ -33,11 +36,11 @@ Form = int | tuple[int, ...]
 class Scan:
     """One layer with weights, and slots full of garbage. Its steps, keys and queries are given."""
 
-    def __init__(self, seed: int) -> None:
-        self.random = torch.Generator().manual_seed(seed)
+    def __init__(self, seed: int, shape: StateShape = SHAPE) -> None:
+        self.random, self.shape = torch.Generator().manual_seed(seed), shape
         self.convolution = ShortConvolution(self.draw(SHAPE.channels, SHAPE.taps), self.draw(SHAPE.channels), silu=True)
-        self.decay = -self.draw(SHAPE.heads, SHAPE.key_width).exp()
-        self.states = RecurrentStates(2, 2, WINDOW, SHAPE, torch.float32, torch.device("cpu"))
+        self.decay = -self.draw(shape.heads, shape.key_width).exp()
+        self.states = RecurrentStates(2, 2, WINDOW, shape, torch.float32, torch.device("cpu"))
         for pool in (self.states.states, self.states.windows, self.states.inputs, self.states.gates):
             pool.fill_(math.nan)
         self.states.lengths.fill_(77)
@@ -48,8 +51,9 @@ class Scan:
 
     def tokens(self, count: int) -> list[Tensor]:
         """Inputs, gates and queries of random tokens."""
-        steps, keys = torch.rand(count, SHAPE.heads, generator=self.random), self.draw(count, SHAPE.key_width)
-        return [self.draw(count, SHAPE.channels), torch.cat([steps, keys], dim=1), self.draw(count, SHAPE.key_width)]
+        width = self.shape.key_groups * self.shape.key_width
+        steps, keys = torch.rand(count, SHAPE.heads, generator=self.random), self.draw(count, width)
+        return [self.draw(count, SHAPE.channels), torch.cat([steps, keys], dim=1), self.draw(count, width)]
 
     def run(self, batch: AttentionBatch, slots: tuple[int, ...], tokens: list[Tensor]) -> Tensor:
         inputs, gates, queries = tokens
@@ -83,11 +87,11 @@ trees = st.lists(st.integers(0, 1 << 16), min_size=1, max_size=WINDOW).map(
 passes = st.lists(st.one_of(st.integers(1, 2 * WINDOW), trees), min_size=1, max_size=4)
 
 
-@given(plan=st.lists(passes, min_size=1, max_size=2), seed=st.integers(0, 1 << 16))
-@examples(8)
-def test_every_row_gets_what_its_path_gets_alone(plan: list[list[Form]], seed: int) -> None:
+@given(plan=st.lists(passes, min_size=1, max_size=2), seed=st.integers(0, 1 << 16), shape=st.sampled_from(SHAPES))
+@examples(12)
+def test_every_row_gets_what_its_path_gets_alone(plan: list[list[Form]], seed: int, shape: StateShape) -> None:
     """Several sequences, each a list of passes over chains and trees of which a random path is accepted."""
-    scan = Scan(seed)
+    scan = Scan(seed, shape)
     texts, slots = [scan.tokens(0) for _ in plan], [scan.states.allocate_slot() for _ in plan]
     for turn in range(max(map(len, plan))):
         taking = [b for b, forms in enumerate(plan) if turn < len(forms)]

@@ -6,6 +6,7 @@ from __future__ import annotations
 import json
 import sys
 from collections.abc import Iterator
+from dataclasses import replace
 from typing import Any
 
 import compiling
@@ -41,13 +42,13 @@ def chosen() -> Iterator[tuple[Tiling, int]]:
     yield from sorted(found, key=repr)
 
 
-def shared_bytes(tiling: Tiling, words: int) -> int:
-    """Of one program."""
+def shared_bytes(tiling: Tiling, words: int, window: int = 0) -> int:
+    """Of one program; a negative window is of chunks."""
     constants: dict[str, Any] = {
         "GROUP": GROUP, "KV_HEADS": KV_HEADS, "D": WIDTH, "DV": WIDTH, "BLOCK_D": WIDTH, "BLOCK_DV": WIDTH,
         "PAGE_SIZE": 16, "BLOCK_M": tiling.block_rows, "BLOCK_N": tiling.block_keys, "WORDS": words, "FAR": False,
         "APART": tiling.apart, "FIXED": False, "MERGE_ROWS": tiling.merge_rows,
-        "MERGE_PARTS": tiling.merge_parts(WIDTH), "WINDOW": 0, "CAP": 0.0, "SINKS": False, "EARLY": True,
+        "MERGE_PARTS": tiling.merge_parts(WIDTH), "WINDOW": window, "CAP": 0.0, "SINKS": False, "EARLY": True,
     }  # fmt: skip
     return compiled_bytes(attention_kernel, constants, tiling)
 
@@ -75,6 +76,7 @@ def compiled_bytes(kernel: Any, constants: dict[str, Any], tiling: Tiling) -> in
 
 def main() -> None:
     found = {f"{tiling}, {words} words": shared_bytes(tiling, words) for tiling, words in chosen()}
+    found["chunks"] = shared_bytes(replace(next(chosen())[0], apart=False), 1, window=-128)
     latent = {choose_latent_tiling(rows, LATENT, 2) for rows in (1, 16, 32, 64, 256, 4096)}
     for tiling in latent:
         # Masks of four words, and an id for each key, take most.

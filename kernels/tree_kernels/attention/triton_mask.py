@@ -58,8 +58,10 @@ def row_positions(prefix, row, depths, live, is_causal):  # type: ignore[no-unty
 def first_seen(position, WINDOW: tl.constexpr):  # type: ignore[no-untyped-def]
     """The position of the first key that a row sees: of its last WINDOW ones, or of its chunk of -WINDOW ones."""
     if WINDOW > 0:
-        return tl.maximum(position - WINDOW + 1, 0)
-    return position // -WINDOW * -WINDOW
+        first = tl.maximum(position - WINDOW + 1, 0)
+    else:
+        first = position // (-WINDOW) * (-WINDOW)
+    return first
 
 
 @triton.jit

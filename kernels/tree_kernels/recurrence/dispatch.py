@@ -181,8 +181,8 @@ class TreeRecurrence:
         Args:
             plan, states, layer: as given to `convolve`.
             convolved: what that returned, of which the rows are values.
-            gates: [R, C + N] fp32, each channel's step and the key.
-            queries: [R, N] fp32.
+            gates: [R, C + K * N] fp32, each channel's step and the keys of K groups of channels.
+            queries: [R, K * N] fp32.
             decay: [C, N] fp32, negative.
         """
         if gates.shape != (plan.batch.rows, states.shape.gates) or not states.shape.selective:

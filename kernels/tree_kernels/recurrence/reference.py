@@ -49,15 +49,19 @@ def scan_text(values: Tensor, gates: Tensor, queries: Tensor, decay: Tensor) -> 
 
     Args:
         values: [T, C], outputs of the convolution.
-        gates: [T, C + N], each channel's step and the key.
-        queries: [T, N].
+        gates: [T, C + K * N], each channel's step and the keys of K groups of channels.
+        queries: [T, K * N].
         decay: [C, N], negative.
     """
-    steps, keys = gates[:, : len(decay)].double(), gates[:, len(decay) :].double()
+    steps, width = gates[:, : len(decay)].double(), decay.shape[1]
+    keys, queries = (
+        one.double().view(len(one), -1, width).repeat_interleave(len(decay) * width // one.shape[1], dim=1)
+        for one in (gates[:, len(decay) :].contiguous(), queries)
+    )
     state, outputs = torch.zeros(decay.shape, dtype=torch.float64), []
-    for value, step, key, query in zip(values.double(), steps, keys, queries.double(), strict=True):
+    for value, step, key, query in zip(values.double(), steps, keys, queries, strict=True):
         state = state * (step[:, None] * decay.double()).exp() + (step * value)[:, None] * key
-        outputs.append(state @ query)
+        outputs.append((state * query).sum(dim=1))
     return torch.stack(outputs)
 
 

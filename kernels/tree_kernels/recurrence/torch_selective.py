@@ -13,7 +13,7 @@ _CHUNK = 64
 
 
 def fold_tokens(state: Tensor, values: Tensor, gates: Tensor, decay: Tensor) -> None:
-    """Take tokens' values [n, C] and gates [n, C + N] into a state [C, N], in place, one after the other."""
+    """Take tokens' values [n, C] and gates [n, C + K * N] into a state [C, N], in place, one after the other."""
     for decays, added in zip(*_terms(values, gates, decay), strict=True):
         state.mul_(decays).add_(added)
 
@@ -39,13 +39,18 @@ def scan_nodes(
     for node, (decays, added) in enumerate(zip(*_terms(values, gates, decay), strict=True)):
         before = behind[parents[node]] if node else state
         behind.append(torch.addcmul(added, before, decays))
-    return torch.bmm(torch.stack(behind), queries[:, :, None])[:, :, 0], behind[-1]
+    states = torch.stack(behind)
+    # [n * K, channels of a group, N]
+    grouped = states.view(queries.numel() // decay.shape[1], -1, decay.shape[1])
+    return torch.bmm(grouped, queries.reshape(len(grouped), -1, 1)).view(values.shape), behind[-1]
 
 
 def _terms(values: Tensor, gates: Tensor, decay: Tensor) -> tuple[Tensor, Tensor]:
     """Of tokens what multiplies a state [C, N], and what is added to it, each [n, C, N]."""
-    steps, keys = gates[:, : len(decay)], gates[:, len(decay) :]
-    return (steps[:, :, None] * decay).exp(), (steps * values)[:, :, None] * keys[:, None]
+    steps, width = gates[:, : len(decay)], decay.shape[1]
+    keys = gates[:, len(decay) :].unflatten(1, (-1, 1, width))  # type: ignore[no-untyped-call]
+    added = (steps * values).unflatten(1, (keys.shape[1], -1, 1)) * keys  # type: ignore[no-untyped-call]
+    return (steps[:, :, None] * decay).exp(), added.flatten(1, 2)
 
 
 def keyed_behind(state: Tensor, key: Tensor, value: Tensor, gates: Tensor) -> Tensor:

@@ -209,8 +209,9 @@ class TritonRecurrence:
         places = triton.cdiv(len(rows), SCANNED.value) + count if chunks > 1 else 0
         ends, steps = (decay.new_empty(places, shape.channels, width) for width in (shape.key_width, 1))
         sizes: dict[str, Any] = {
-            "WINDOW": states.window, "CHANNELS": shape.channels, "WIDTH": shape.key_width, "BLOCK_C": _SCANNED_CHANNELS,
-            "BLOCK_N": triton.next_power_of_2(shape.key_width), "num_warps": 2,
+            "WINDOW": states.window, "CHANNELS": shape.channels, "WIDTH": shape.key_width,
+            "GROUPS": shape.key_groups, "BLOCK_C": _SCANNED_CHANNELS,
+            "BLOCK_N": max(2, triton.next_power_of_2(shape.key_width)), "num_warps": 2,
         }  # fmt: skip
         parts = triton.cdiv(shape.channels, _SCANNED_CHANNELS)
         scan_kernel[(count, parts, chunks)](

@@ -15,11 +15,25 @@ SCANNED = tl.constexpr(32)
 
 
 @triton.jit
-def _behind(state, decay, gates, value, channel, index, CHANNELS: tl.constexpr, WIDTH: tl.constexpr):  # type: ignore[no-untyped-def]
+def _of_groups(at, channel, index, CHANNELS: tl.constexpr, WIDTH: tl.constexpr, GROUPS: tl.constexpr):  # type: ignore[no-untyped-def]
+    """[n or 1, m] the key or query of each channel, from those of a token that begin at `at`."""
+    if GROUPS == 1:
+        found = tl.load(at + index, mask=index < WIDTH, other=0.0)[None, :]
+    else:
+        own = channel // (CHANNELS // GROUPS) * WIDTH
+        there = (channel < CHANNELS)[:, None] & (index < WIDTH)[None, :]
+        found = tl.load(at + own[:, None] + index[None, :], mask=there, other=0.0)
+    return found
+
+
+@triton.jit
+def _behind(  # type: ignore[no-untyped-def]
+    state, decay, gates, value, channel, index, CHANNELS: tl.constexpr, WIDTH: tl.constexpr, GROUPS: tl.constexpr
+):
     """A state [n, m] behind one more token, whose gates begin at `gates`."""
     step = tl.load(gates + channel, mask=channel < CHANNELS, other=0.0)
-    key = tl.load(gates + CHANNELS + index, mask=index < WIDTH, other=0.0)
-    return tl.exp(step[:, None] * decay) * state + (step * value)[:, None] * key[None, :]
+    key = _of_groups(gates + CHANNELS, channel, index, CHANNELS, WIDTH, GROUPS)
+    return tl.exp(step[:, None] * decay) * state + (step * value)[:, None] * key
 
 
 @triton.jit
@@ -32,11 +46,11 @@ def _place_of_chunk(start, b, chunk):  # type: ignore[no-untyped-def]
 def scan_kernel(  # type: ignore[no-untyped-def]
     rows, gates, queries, decay, folded, ring_gates, states, output, ends, steps, query_starts, prefix_lengths, slots,
     causal, pending_keys, words, WINDOW: tl.constexpr, CHANNELS: tl.constexpr, WIDTH: tl.constexpr,
-    BLOCK_C: tl.constexpr, BLOCK_N: tl.constexpr,
+    GROUPS: tl.constexpr, BLOCK_C: tl.constexpr, BLOCK_N: tl.constexpr,
 ):  # fmt: skip
     """Program (sequence, channels, chunk): `folded` [B, window, C] and `rows` [R, C] are outputs of the convolution,
-    `gates` [R, C + N] and `queries` [R, N] of the rows, `decay` [C, N], `output` [R, C]; all but the
-    first two are fp32.
+    `gates` [R, C + K * N] and `queries` [R, K * N] of the rows, `decay` [C, N], `output` [R, C]; all but the first two
+    are fp32.
 
     Of a prompt each chunk but the last is run by itself, the first behind the state and the others behind nothing: into
     `ends` [chunks, C, N] what is behind it, and into `steps` [chunks, C] their sum. The first one's outputs are final.
@@ -49,7 +63,7 @@ def scan_kernel(  # type: ignore[no-untyped-def]
         prefix, slot = tl.load(prefix_lengths + b), tl.load(slots + b).to(tl.int64)
         pending, first = tl.where(chunk == 0, tl.load(pending_keys + b), 0), start.to(tl.int64)
         channel, index = tl.program_id(1) * BLOCK_C + tl.arange(0, BLOCK_C), tl.arange(0, BLOCK_N)
-        within, size = channel < CHANNELS, CHANNELS + WIDTH
+        within, size = channel < CHANNELS, CHANNELS + GROUPS * WIDTH
         here = within[:, None] & (index < WIDTH)[None, :]
         rates = tl.load(decay + channel[:, None] * WIDTH + index[None, :], mask=here, other=0.0)
         at = states + (slot * CHANNELS + channel)[:, None] * WIDTH + index[None, :]
@@ -60,7 +74,7 @@ def scan_kernel(  # type: ignore[no-untyped-def]
             place = slot * WINDOW + (prefix - pending + t) % WINDOW
             of_key = folded + (b.to(tl.int64) * WINDOW + t) * CHANNELS
             value = tl.load(of_key + channel, mask=within, other=0.0).to(tl.float32)
-            state = _behind(state, rates, ring_gates + place * size, value, channel, index, CHANNELS, WIDTH)
+            state = _behind(state, rates, ring_gates + place * size, value, channel, index, CHANNELS, WIDTH, GROUPS)
         if count <= WINDOW:
             tl.store(at, state, mask=here)
         if known | (tl.load(causal + b) != 0):
@@ -69,11 +83,11 @@ def scan_kernel(  # type: ignore[no-untyped-def]
             for i in range(chunk * SCANNED, last):
                 row = first + i
                 value = tl.load(rows + row * CHANNELS + channel, mask=within, other=0.0).to(tl.float32)
-                state = _behind(state, rates, gates + row * size, value, channel, index, CHANNELS, WIDTH)
+                state = _behind(state, rates, gates + row * size, value, channel, index, CHANNELS, WIDTH, GROUPS)
                 summed += tl.load(gates + row * size + channel, mask=within, other=0.0)
                 if chunk == 0:
-                    query = tl.load(queries + row * WIDTH + index, mask=index < WIDTH, other=0.0)
-                    tl.store(output + row * CHANNELS + channel, tl.sum(state * query[None, :], 1), mask=within)
+                    query = _of_groups(queries + row * GROUPS * WIDTH, channel, index, CHANNELS, WIDTH, GROUPS)
+                    tl.store(output + row * CHANNELS + channel, tl.sum(state * query, 1), mask=within)
             if known:
                 if count <= SCANNED:
                     tl.store(at, state, mask=here)
@@ -88,15 +102,15 @@ def scan_kernel(  # type: ignore[no-untyped-def]
                     if ((word >> j) & 1) != 0:
                         row = first + j
                         value = tl.load(rows + row * CHANNELS + channel, mask=within, other=0.0).to(tl.float32)
-                        own = _behind(own, rates, gates + row * size, value, channel, index, CHANNELS, WIDTH)
-                query = tl.load(queries + (first + i) * WIDTH + index, mask=index < WIDTH, other=0.0)
-                tl.store(output + (first + i) * CHANNELS + channel, tl.sum(own * query[None, :], 1), mask=within)
+                        own = _behind(own, rates, gates + row * size, value, channel, index, CHANNELS, WIDTH, GROUPS)
+                query = _of_groups(queries + (first + i) * GROUPS * WIDTH, channel, index, CHANNELS, WIDTH, GROUPS)
+                tl.store(output + (first + i) * CHANNELS + channel, tl.sum(own * query, 1), mask=within)
 
 
 @triton.jit
 def scan_later_kernel(  # type: ignore[no-untyped-def]
     rows, gates, queries, decay, states, output, ends, steps, query_starts, slots, WINDOW: tl.constexpr,
-    CHANNELS: tl.constexpr, WIDTH: tl.constexpr, BLOCK_C: tl.constexpr, BLOCK_N: tl.constexpr,
+    CHANNELS: tl.constexpr, WIDTH: tl.constexpr, GROUPS: tl.constexpr, BLOCK_C: tl.constexpr, BLOCK_N: tl.constexpr,
 ):  # fmt: skip
     """Program (sequence, channels, chunk from the second on) of prompts: the state behind the chunks before it, then
     its own outputs; of the last one the state. Behind `scan_kernel`, whose tensors these are."""
@@ -106,7 +120,7 @@ def scan_later_kernel(  # type: ignore[no-untyped-def]
     if (count > WINDOW) & (chunk * SCANNED < count):
         first, slot = start.to(tl.int64), tl.load(slots + b).to(tl.int64)
         channel, index = tl.program_id(1) * BLOCK_C + tl.arange(0, BLOCK_C), tl.arange(0, BLOCK_N)
-        within, size = channel < CHANNELS, CHANNELS + WIDTH
+        within, size = channel < CHANNELS, CHANNELS + GROUPS * WIDTH
         here = within[:, None] & (index < WIDTH)[None, :]
         rates = tl.load(decay + channel[:, None] * WIDTH + index[None, :], mask=here, other=0.0)
         state = tl.zeros([BLOCK_C, BLOCK_N], tl.float32)
@@ -119,9 +133,9 @@ def scan_later_kernel(  # type: ignore[no-untyped-def]
         for i in range(chunk * SCANNED, last):
             row = first + i
             value = tl.load(rows + row * CHANNELS + channel, mask=within, other=0.0).to(tl.float32)
-            state = _behind(state, rates, gates + row * size, value, channel, index, CHANNELS, WIDTH)
-            query = tl.load(queries + row * WIDTH + index, mask=index < WIDTH, other=0.0)
-            tl.store(output + row * CHANNELS + channel, tl.sum(state * query[None, :], 1), mask=within)
+            state = _behind(state, rates, gates + row * size, value, channel, index, CHANNELS, WIDTH, GROUPS)
+            query = _of_groups(queries + row * GROUPS * WIDTH, channel, index, CHANNELS, WIDTH, GROUPS)
+            tl.store(output + row * CHANNELS + channel, tl.sum(state * query, 1), mask=within)
         if last == count:
             tl.store(states + (slot * CHANNELS + channel)[:, None] * WIDTH + index[None, :], state, mask=here)
 

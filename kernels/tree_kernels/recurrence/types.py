@@ -32,7 +32,8 @@ class StateShape:
     """Sizes of what one recurrent layer keeps of a sequence. Without heads, only its convolution's last inputs.
 
     Where it is `selective`, each channel is a head, and its state [N] decays by factors of its own (Mamba, arXiv
-    2312.00752): S = exp(step * decay) S + step * value * key, of which the output is query S.
+    2312.00752): S = exp(step * decay) S + step * value * key, of which the output is query S. Channels have keys and
+    queries in `key_groups`, consecutive ones the same.
     Where it is `keyed`, each number of a key decays by itself (Kimi Delta Attention, arXiv 2510.26692): the delta rule
     behind S = exp(g)[:, None] S, with g [Dk] of each head.
     """
@@ -44,6 +45,7 @@ class StateShape:
     value_width: int = 0
     selective: bool = False
     keyed: bool = False
+    key_groups: int = 1
 
     def __post_init__(self) -> None:
         if self.channels < 1 or self.taps < 1:
@@ -52,9 +54,9 @@ class StateShape:
     @property
     def gates(self) -> int:
         """G, gates of a token: of each head the logarithm of its decay, then of each head its beta; of a selective
-        scan each channel's step, then the key; of keyed states each head's logarithms of decays, then all betas."""
+        scan each channel's step, then the keys; of keyed states each head's logarithms of decays, then all betas."""
         if self.selective:
-            return self.heads + self.key_width
+            return self.heads + self.key_groups * self.key_width
         return self.heads * self.key_width + self.heads if self.keyed else 2 * self.heads
 
     @property

@@ -108,6 +108,7 @@ FAMILIES: Mapping[str, Family] = {
     "qwen3_next": qwen.qwen3_next,
     "qwen3_vl_moe_text": qwen.qwen3_vl_moe,
     "qwen3_vl_text": qwen.qwen3_vl,
+    "recurrent_gemma": recurrent.recurrent_gemma,
     "seed_oss": llama.seed_oss,
     "smollm3": llama.smollm3,
     "solar_open": glm.solar_open,

@@ -1,17 +1,21 @@
-"""LFM2 and 2.5, dense and with experts: short convolutions beside attention. Mamba 1 and 2 and Falcon-Mamba: layers of
-states alone, without attention and without MLPs."""
+"""LFM2 and 2.5, dense and with experts: short convolutions beside attention. RecurrentGemma: gated linear recurrences
+beside it. Mamba 1 and 2 and Falcon-Mamba: layers of states alone, without attention and without MLPs."""
 
 from __future__ import annotations
 
 from typing import Any
 
+import torch
+
 from tree_models.families.common import Description, activation, attention, counted, decoder, layer, mlp
+from tree_models.families.rotary import rotary
 from tree_models.names import WeightNames
 from tree_models.spec import (
     AttentionSpec,
     ExpertsSpec,
     FamilyRefused,
     GatedConvolutionSpec,
+    GriffinSpec,
     HeadNormSpec,
     LayerSpec,
     MLPSpec,
@@ -34,6 +38,22 @@ _LFM: dict[str, Any] = {
     "gate_up": ("feed_forward.w1", "feed_forward.w3"),
     "down": "feed_forward.w2",
 }
+
+_BLOCK = "temporal_block."
+_GRIFFIN = WeightNames(
+    final_norm="model.final_norm",
+    before_attention="temporal_pre_norm",
+    before_mlp="channel_pre_norm",
+    qkv=(f"{_BLOCK}q_proj", f"{_BLOCK}k_proj", f"{_BLOCK}v_proj"),
+    out=f"{_BLOCK}o_proj",
+    mixer_in=(f"{_BLOCK}linear_x", f"{_BLOCK}linear_y"),
+    convolution=f"{_BLOCK}conv_1d",
+    mixer_gates=(f"{_BLOCK}rg_lru.input_gate", f"{_BLOCK}rg_lru.recurrent_gate"),
+    decay=f"{_BLOCK}rg_lru.recurrent_param",
+    mixer_out=f"{_BLOCK}linear_out",
+    gate_up=("mlp_block.gate_proj", "mlp_block.up_proj"),
+    down="mlp_block.down_proj",
+)
 
 _MIXER = "mixer."
 # Of a layer of one half, whatever it is, as NVIDIA's hybrids have them too.
@@ -95,6 +115,19 @@ def _lfm(config: Any, feeding: list[MLPSpec] | list[MLPSpec | ExpertsSpec], name
             mixing = attention(config, index, head_norm=HeadNormSpec(norm), qkv_bias=False, out_bias=False)
         layers.append(layer(mixing, fed, norm))
     return Description(decoder(config, layers, norm), names)
+
+
+def recurrent_gemma(config: Any) -> Description:
+    """RecurrentGemma: two recurrent layers for each of attention, which has a window."""
+    norm, turning = NormSpec("rms", float(config.rms_norm_eps), offset=1.0), rotary(config, config.head_dim)
+    feeding = mlp(config, config.intermediate_size // 2, bias=True)
+    of_channels = int(config.lru_width), int(config.num_attention_heads), int(config.conv1d_width)
+    unit = GriffinSpec(*of_channels, feeding.activation, turning)
+    attending = attention(config, window=int(config.attention_window_size), out_bias=True, rotary=turning)
+    layers = [layer(unit if kind == "recurrent" else attending, feeding, norm) for kind in config.layers_block_type]
+    scale = float(torch.tensor(config.hidden_size**0.5).bfloat16())
+    cap = {"logits_cap": float(config.logits_soft_cap), "embedding_scale": scale}
+    return Description(decoder(config, layers, norm, **cap), _GRIFFIN)
 
 
 def mamba(config: Any) -> Description:

@@ -39,7 +39,7 @@ def rotary(
     share = float(parameters.get("partial_rotary_factor") or 1.0)
     # Where all of a head is rotated, a part of it by nothing.
     width = head_width if kind == "proportional" else int(head_width * share)
-    frequencies, own = _TYPES[kind](parameters, width, int(config.max_position_embeddings))
+    frequencies, own = _TYPES[kind](parameters, width, int(getattr(config, "max_position_embeddings", 0)))
     return RotarySpec(tuple(frequencies.tolist()), own if scaling is None else scaling, interleaved)
 
 

@@ -24,12 +24,11 @@ from tree_models.fused.mixers import (
 )
 from tree_models.layers.beside_rows import AddedInput
 from tree_models.layers.decoder import DecoderLayer
-from tree_models.layers.experts import DenseAndExperts, MixtureOfExperts
+from tree_models.layers.experts import DenseAndExperts, MixtureOfExperts, TopKRouter
 from tree_models.layers.mlp import MLP, activation_of
 from tree_models.layers.paged import PagedPass
 from tree_models.layers.rank_group import RankGroup
 from tree_models.layers.rotary import Angles
-from tree_models.layers.router import TopKRouter
 from tree_models.spec import GateSpec
 
 _SIGMOID = Activation(ActivationKind.SIGMOID)

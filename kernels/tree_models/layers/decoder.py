@@ -28,37 +28,24 @@ from tree_models.layers.mlp import MLP
 from tree_models.layers.norm import Normalization
 from tree_models.layers.paged import PagedPass, UncachedPass
 from tree_models.layers.placing import Placement
-from tree_models.layers.recurrent import (
-    GatedConvolution,
-    GatedDeltaNet,
-    KimiDeltaAttention,
-    LightningAttention,
-    SelectiveScan,
-    StateSpace,
-    state_shape,
-)
+from tree_models.layers.recurrent import StateSpace, state_shape
 from tree_models.layers.rotary import Angles, RotaryEmbedding
+from tree_models.layers.scans import STATE_MIXERS, StateMixer
 from tree_models.names import WeightNames
 from tree_models.slots import Copy, WeightSlot, in_place
 from tree_models.spec import (
     AttentionSpec,
     DecoderSpec,
-    DeltaNetSpec,
     DenseAndExpertsSpec,
     ExpertsSpec,
-    GatedConvolutionSpec,
-    KimiDeltaSpec,
     LatentSpec,
     LayerSpec,
-    LightningSpec,
     RecurrentSpec,
-    SelectiveSpec,
 )
 
 # Gets the outputs [R, H] of one decoder layer.
 Tap = Callable[[Tensor], None]
-_StateMixer = GatedConvolution | GatedDeltaNet | KimiDeltaAttention | LightningAttention | SelectiveScan | StateSpace
-_Mixer = HeadAttention | LatentHeads | _StateMixer
+_Mixer = HeadAttention | LatentHeads | StateMixer
 
 
 class DecoderLayer(nn.Module):
@@ -79,18 +66,8 @@ class DecoderLayer(nn.Module):
             self.attention = HeadAttention(spec.attention, *of, kept, spec.read_vectors)
         elif isinstance(spec.attention, LatentSpec):
             self.attention = LatentHeads(spec.attention, *of, kept)
-        elif isinstance(spec.attention, GatedConvolutionSpec):
-            self.attention = GatedConvolution(spec.attention, *of, kept)
-        elif isinstance(spec.attention, DeltaNetSpec):
-            self.attention = GatedDeltaNet(spec.attention, *of, kept)
-        elif isinstance(spec.attention, LightningSpec):
-            self.attention = LightningAttention(spec.attention, *of, kept)
-        elif isinstance(spec.attention, KimiDeltaSpec):
-            self.attention = KimiDeltaAttention(spec.attention, *of, kept)
-        elif isinstance(spec.attention, SelectiveSpec):
-            self.attention = SelectiveScan(spec.attention, *of, kept)
         else:
-            self.attention = StateSpace(spec.attention, *of, kept)
+            self.attention = STATE_MIXERS[type(spec.attention)](spec.attention, *of, kept)
         self.beside = StateSpace(spec.beside, *of, kept_beside) if spec.beside else None
         self.mlp: MLP | MixtureOfExperts | DenseAndExperts | None
         if spec.mlp is None:

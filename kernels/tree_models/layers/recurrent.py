@@ -10,7 +10,6 @@ from torch import Tensor, nn
 from torch.nn import functional
 
 from tree_kernels.recurrence import (
-    Convolved,
     HeadsLayout,
     RecurrentPass,
     ShortConvolution,
@@ -23,7 +22,6 @@ from tree_kernels.recurrence import (
     space_output,
 )
 from tree_models.layers.linear import Linear
-from tree_models.layers.norm import Normalization
 from tree_models.layers.paged import PagedPass
 from tree_models.layers.placing import Placement
 from tree_models.layers.rank_group import rms_over_ranks
@@ -33,6 +31,7 @@ from tree_models.slots import Copy, TensorSpec, WeightSlot, in_place
 from tree_models.spec import (
     DeltaNetSpec,
     GatedConvolutionSpec,
+    GriffinSpec,
     KimiDeltaSpec,
     LightningSpec,
     RecurrentSpec,
@@ -74,7 +73,7 @@ class GatedConvolution(nn.Module):
     def slots(self, names: WeightNames, copy: Copy) -> Iterator[WeightSlot]:
         """Slots of the layer's tensors."""
         yield from self.products.slots([names.in_layer(name, self.layer) for name in names.mixer_in], copy)
-        yield from _convolution_slots(names.in_layer(names.convolution, self.layer), self.weight, self.bias, copy)
+        yield from convolution_slots(names.in_layer(names.convolution, self.layer), self.weight, self.bias, copy)
         yield from self.out.slots([names.in_layer(names.mixer_out, self.layer)], copy)
 
 
@@ -124,7 +123,7 @@ class GatedDeltaNet(nn.Module):
             return names.in_layer(name, self.layer)
 
         yield from self._product_slots(names, copy)
-        yield _decay_slot(of(names.decay), self.decay, copy)
+        yield decay_slot(of(names.decay), self.decay, copy)
         yield in_place(of(names.decay_bias), self.decay_bias, copy)
         yield in_place(f"{of(names.mixer_norm)}.weight", self.norm, copy)
         yield from self.out.slots([of(names.mixer_out)], copy)
@@ -137,7 +136,7 @@ class GatedDeltaNet(nn.Module):
             return names.in_layer(name, self.layer)
 
         group, values = spec.heads // spec.key_heads, spec.heads * spec.value_width
-        yield from _convolution_slots(of(names.convolution), self.weight, None, copy)
+        yield from convolution_slots(of(names.convolution), self.weight, None, copy)
         if len(names.mixer_in) > 2:
             # Queries, keys, values and gates by themselves.
             rows = [keys, keys, values, values]
@@ -219,8 +218,8 @@ class StateSpace(nn.Module):
             return names.in_layer(name, self.layer)
 
         yield from self.products.slots([of(name) for name in names.mixer_in], copy)
-        yield from _convolution_slots(of(names.convolution), self.weight, self.bias, copy)
-        yield _decay_slot(of(names.decay), self.decay, copy)
+        yield from convolution_slots(of(names.convolution), self.weight, self.bias, copy)
+        yield decay_slot(of(names.decay), self.decay, copy)
         yield in_place(of(names.decay_bias), self.decay_bias, copy)
         yield in_place(of(names.skip), self.skip, copy)
         if self.norm is not None:
@@ -289,79 +288,6 @@ class LightningAttention(nn.Module):
         yield from self.out.slots([of(names.mixer_out)], copy)
 
 
-class SelectiveScan(nn.Module):
-    """See `SelectiveSpec`. Values and the output's gates are one product."""
-
-    def __init__(self, spec: SelectiveSpec, hidden_size: int, layer: int, place: Placement, state_layer: int) -> None:
-        """`state_layer` counts layers with states."""
-        super().__init__()
-        self.spec, self.layer, self.state_layer, self.ranks = spec, layer, state_layer, place.ranks
-        self.products = Linear(hidden_size, [spec.channels, spec.channels], place, bias=spec.bias)
-        self.weight = place.empty(spec.channels, spec.taps)
-        self.bias = place.empty(spec.channels) if spec.convolution_bias else None
-        self._parts = [spec.step_rank, spec.state_width, spec.state_width]
-        self.selection = Linear(spec.channels, [sum(self._parts)], place)
-        self.norms = nn.ModuleList(
-            Normalization(spec.norm, width, place) for width in self._parts if spec.norm is not None
-        )
-        self.steps = Linear(spec.step_rank, [spec.channels], place)
-        # In fp32: decays are powers of them.
-        self.step_bias = place.empty(spec.channels, dtype=torch.float32)
-        self.decay = place.empty(spec.channels, spec.state_width, dtype=torch.float32)
-        self.skip = place.empty(spec.channels, dtype=torch.float32)
-        self.out = Linear(spec.channels, [hidden_size], place, bias=spec.bias)
-
-    def forward(self, rows: Tensor, angles: Angles | None, step: PagedPass) -> Tensor:
-        """[R, H] -> [R, H]."""
-        del angles
-        product: Tensor = self.products(rows)
-        inputs, gate = product.chunk(2, dim=-1)
-        convolved = self._convolved(inputs, step)
-        selected: Tensor = self.selection(convolved.rows)
-        if self.ranks is not None:
-            # Of all ranks' channels.
-            selected = self.ranks.summed(selected)
-        parts: tuple[Tensor, ...] = torch.split(selected, self._parts, dim=-1)
-        if self.norms:
-            parts = tuple(norm(part) for norm, part in zip(self.norms, parts, strict=True))
-        steps = functional.softplus(self.steps(parts[0]).float() + self.step_bias)
-        scanned = self._scanned(convolved, torch.cat([steps, parts[1].float()], dim=-1), parts[2].float(), step)
-        scanned = (scanned + self.skip * convolved.rows.float()) * functional.silu(gate.float())
-        output: Tensor = self.out(scanned.to(rows.dtype))
-        return output
-
-    @torch.compiler.disable  # type: ignore[untyped-decorator]
-    def _convolved(self, inputs: Tensor, step: PagedPass) -> Convolved:
-        """Not compiled, as above."""
-        of_pass: RecurrentPass = step.recurrent
-        early = inputs.new_empty(len(inputs), 0, dtype=torch.float32)
-        return of_pass.convolve(self.state_layer, inputs, early, ShortConvolution(self.weight, self.bias, silu=True))
-
-    @torch.compiler.disable  # type: ignore[untyped-decorator]
-    def _scanned(self, convolved: Convolved, gates: Tensor, queries: Tensor, step: PagedPass) -> Tensor:
-        """[R, channels] fp32."""
-        of_pass: RecurrentPass = step.recurrent
-        return of_pass.scan(self.state_layer, convolved, gates, queries.contiguous(), self.decay)
-
-    def slots(self, names: WeightNames, copy: Copy) -> Iterator[WeightSlot]:
-        """Slots of the layer's tensors."""
-
-        def of(name: str) -> str:
-            return names.in_layer(name, self.layer)
-
-        yield from self.products.slots([of(name) for name in names.mixer_in], copy)
-        yield from _convolution_slots(of(names.convolution), self.weight, self.bias, copy)
-        yield from self.selection.slots([of(names.selection)], copy)
-        for norm, name in zip(self.norms, names.selection_norms, strict=False):
-            assert isinstance(norm, Normalization)
-            yield from norm.slots(of(name), copy)
-        yield from self.steps.slots([of(names.steps)], copy)
-        yield in_place(f"{of(names.steps)}.bias", self.step_bias, copy)
-        yield _decay_slot(of(names.decay), self.decay, copy)
-        yield in_place(of(names.skip), self.skip, copy)
-        yield from self.out.slots([of(names.mixer_out)], copy)
-
-
 class KimiDeltaAttention(nn.Module):
     """See `KimiDeltaSpec`. Queries, keys, values, what both kinds of gates are made of, and betas are one product."""
 
@@ -413,8 +339,8 @@ class KimiDeltaAttention(nn.Module):
         yield from self.products.slots([of(name) for name in names.mixer_in], copy)
         for product, name in zip((self.decays, self.gates), names.mixer_gates, strict=True):
             yield from product.slots([of(name)], copy)
-        yield from _convolution_slots(of(names.convolution), self.weight, None, copy)
-        yield _decay_slot(of(names.decay), self.decay.view(1, 1, -1, 1), copy)
+        yield from convolution_slots(of(names.convolution), self.weight, None, copy)
+        yield decay_slot(of(names.decay), self.decay.view(1, 1, -1, 1), copy)
         yield in_place(of(names.decay_bias), self.decay_bias, copy)
         yield in_place(f"{of(names.mixer_norm)}.weight", self.norm, copy)
         yield from self.out.slots([of(names.mixer_out)], copy)
@@ -441,6 +367,9 @@ def state_shape(spec: RecurrentSpec, hidden_size: int) -> StateShape:
         return StateShape(3 * spec.heads * spec.width, 1, spec.heads, spec.width, spec.width)
     if isinstance(spec, KimiDeltaSpec):
         return StateShape(3 * spec.heads * spec.width, spec.taps, spec.heads, spec.width, spec.width, keyed=True)
+    if isinstance(spec, GriffinSpec):
+        of = spec.channels
+        return StateShape(of, spec.taps, of, 1, 1, selective=True, key_groups=of)
     if isinstance(spec, SelectiveSpec):
         return StateShape(spec.channels, spec.taps, spec.channels, spec.state_width, 1, selective=True)
     values = spec.heads * spec.value_width
@@ -462,8 +391,8 @@ def _by_head(
     return product.slots(names, copy, order)
 
 
-def _decay_slot(name: str, memory: Tensor, copy: Copy) -> WeightSlot:
-    """Published is the logarithm of what is multiplied with."""
+def decay_slot(name: str, memory: Tensor, copy: Copy) -> WeightSlot:
+    """The slot of decays. Published is the logarithm of what is multiplied with."""
 
     def write(tensors: Sequence[Tensor]) -> None:
         (logarithm,) = tensors
@@ -472,7 +401,8 @@ def _decay_slot(name: str, memory: Tensor, copy: Copy) -> WeightSlot:
     return WeightSlot({name: TensorSpec(tuple(memory.shape), torch.float32)}, write)
 
 
-def _convolution_slots(name: str, weight: Tensor, bias: Tensor | None, copy: Copy) -> Iterator[WeightSlot]:
+def convolution_slots(name: str, weight: Tensor, bias: Tensor | None, copy: Copy) -> Iterator[WeightSlot]:
+    """Slots of a short convolution's weight [C, K] and bias [C]."""
     yield in_place(f"{name}.weight", weight.view(len(weight), 1, -1), copy)
     if bias is not None:
         yield in_place(f"{name}.bias", bias, copy)

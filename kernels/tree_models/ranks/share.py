@@ -20,6 +20,7 @@ from tree_models.spec import (
     ExpertsSpec,
     FamilyRefused,
     GatedConvolutionSpec,
+    GriffinSpec,
     KimiDeltaSpec,
     LatentSpec,
     LayerSpec,
@@ -112,6 +113,8 @@ class _Divider:
             return self._kimi_delta(spec)
         if isinstance(spec, SelectiveSpec):
             return self._selective(spec)
+        if isinstance(spec, GriffinSpec):
+            return self._griffin(spec)
         return self._delta_net(spec) if isinstance(spec, DeltaNetSpec) else self._state_space(spec)
 
     def _attention(self, spec: AttentionSpec) -> tuple[AttentionSpec, _Cuts]:
@@ -199,6 +202,15 @@ class _Divider:
         cuts.append((f"{names.selection}.weight", Spans(1, (own,))))
         cuts += [(name, Spans(0, (own,))) for name in (names.decay, names.skip)]
         return replace(spec, channels=len(own)), [*cuts, *self._last(names.mixer_out, own)]
+
+    def _griffin(self, spec: GriffinSpec) -> tuple[GriffinSpec, _Cuts]:
+        names, blocks = self.names, self._block(spec.blocks, "blocks of a recurrence's channels")
+        own = _scaled(blocks, spec.channels // spec.blocks)
+        rows = _above_another(names.mixer_in, [(spec.channels, own)] * 2)
+        cuts = list(_with_bias([*rows, (names.convolution, Spans(0, (own,)))]))
+        cuts += [(f"{gate}_{of}", Spans(0, (blocks,))) for gate in names.mixer_gates for of in ("weight", "bias")]
+        cuts.append((names.decay, Spans(0, (own,))))
+        return replace(spec, channels=len(own), blocks=len(blocks)), [*cuts, *self._last(names.mixer_out, own)]
 
     def _state_space(self, spec: StateSpaceSpec) -> tuple[StateSpaceSpec, _Cuts]:
         names, heads = self.names, self._block(spec.heads, "heads of Mamba2")

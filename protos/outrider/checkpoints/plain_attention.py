@@ -25,7 +25,7 @@ _COMPUTED = {
 _PLAIN = {"full_attention", "attention"}
 _WINDOWED = {"sliding_attention"}
 # With an entry in `tree_models.families`.
-_OWN = _WINDOWED | {"chunked_attention", "conv", "hybrid", "linear_attention", "mamba", "mlp", "moe"}
+_OWN = _WINDOWED | {"chunked_attention", "conv", "hybrid", "linear_attention", "mamba", "mlp", "moe", "recurrent"}
 
 
 def attention_refusal(config: PretrainedConfig, *, variants: bool = False) -> str:

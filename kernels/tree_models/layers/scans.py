@@ -1,0 +1,200 @@
+"""Layers whose channels have states of their own in place of keys and values: Mamba's selective scan, and Griffin's
+gated linear recurrence."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional
+
+from tree_kernels.recurrence import Convolved, RecurrentPass, ShortConvolution
+from tree_models.layers.linear import BlockLinear, Linear
+from tree_models.layers.mlp import FUNCTIONS
+from tree_models.layers.norm import Normalization
+from tree_models.layers.paged import PagedPass
+from tree_models.layers.placing import Placement
+from tree_models.layers.recurrent import (
+    GatedConvolution,
+    GatedDeltaNet,
+    KimiDeltaAttention,
+    LightningAttention,
+    StateSpace,
+    convolution_slots,
+    decay_slot,
+)
+from tree_models.layers.rotary import Angles
+from tree_models.names import WeightNames
+from tree_models.slots import Copy, TensorSpec, WeightSlot, in_place
+from tree_models.spec import (
+    DeltaNetSpec,
+    GatedConvolutionSpec,
+    GriffinSpec,
+    KimiDeltaSpec,
+    LightningSpec,
+    SelectiveSpec,
+    StateSpaceSpec,
+)
+
+# The least gate that a step is divided by: what is added is then still finite in fp32.
+_LEAST_GATE = 1e-20
+
+
+class SelectiveScan(nn.Module):
+    """See `SelectiveSpec`. Values and the output's gates are one product."""
+
+    def __init__(self, spec: SelectiveSpec, hidden_size: int, layer: int, place: Placement, state_layer: int) -> None:
+        """`state_layer` counts layers with states."""
+        super().__init__()
+        self.spec, self.layer, self.state_layer, self.ranks = spec, layer, state_layer, place.ranks
+        self.products = Linear(hidden_size, [spec.channels, spec.channels], place, bias=spec.bias)
+        self.weight = place.empty(spec.channels, spec.taps)
+        self.bias = place.empty(spec.channels) if spec.convolution_bias else None
+        self._parts = [spec.step_rank, spec.state_width, spec.state_width]
+        self.selection = Linear(spec.channels, [sum(self._parts)], place)
+        self.norms = nn.ModuleList(
+            Normalization(spec.norm, width, place) for width in self._parts if spec.norm is not None
+        )
+        self.steps = Linear(spec.step_rank, [spec.channels], place)
+        # In fp32: decays are powers of them.
+        self.step_bias = place.empty(spec.channels, dtype=torch.float32)
+        self.decay = place.empty(spec.channels, spec.state_width, dtype=torch.float32)
+        self.skip = place.empty(spec.channels, dtype=torch.float32)
+        self.out = Linear(spec.channels, [hidden_size], place, bias=spec.bias)
+
+    def forward(self, rows: Tensor, angles: Angles | None, step: PagedPass) -> Tensor:
+        """[R, H] -> [R, H]."""
+        del angles
+        product: Tensor = self.products(rows)
+        inputs, gate = product.chunk(2, dim=-1)
+        convolved = self._convolved(inputs, step)
+        selected: Tensor = self.selection(convolved.rows)
+        if self.ranks is not None:
+            # Of all ranks' channels.
+            selected = self.ranks.summed(selected)
+        parts: tuple[Tensor, ...] = torch.split(selected, self._parts, dim=-1)
+        if self.norms:
+            parts = tuple(norm(part) for norm, part in zip(self.norms, parts, strict=True))
+        steps = functional.softplus(self.steps(parts[0]).float() + self.step_bias)
+        scanned = self._scanned(convolved, torch.cat([steps, parts[1].float()], dim=-1), parts[2].float(), step)
+        scanned = (scanned + self.skip * convolved.rows.float()) * functional.silu(gate.float())
+        output: Tensor = self.out(scanned.to(rows.dtype))
+        return output
+
+    @torch.compiler.disable  # type: ignore[untyped-decorator]
+    def _convolved(self, inputs: Tensor, step: PagedPass) -> Convolved:
+        """Not compiled: layers differ in their number, which is read here alone."""
+        of_pass: RecurrentPass = step.recurrent
+        early = inputs.new_empty(len(inputs), 0, dtype=torch.float32)
+        return of_pass.convolve(self.state_layer, inputs, early, ShortConvolution(self.weight, self.bias, silu=True))
+
+    @torch.compiler.disable  # type: ignore[untyped-decorator]
+    def _scanned(self, convolved: Convolved, gates: Tensor, queries: Tensor, step: PagedPass) -> Tensor:
+        """[R, channels] fp32."""
+        of_pass: RecurrentPass = step.recurrent
+        return of_pass.scan(self.state_layer, convolved, gates, queries.contiguous(), self.decay)
+
+    def slots(self, names: WeightNames, copy: Copy) -> Iterator[WeightSlot]:
+        """Slots of the layer's tensors."""
+
+        def of(name: str) -> str:
+            return names.in_layer(name, self.layer)
+
+        yield from self.products.slots([of(name) for name in names.mixer_in], copy)
+        yield from convolution_slots(of(names.convolution), self.weight, self.bias, copy)
+        yield from self.selection.slots([of(names.selection)], copy)
+        for norm, name in zip(self.norms, names.selection_norms, strict=False):
+            assert isinstance(norm, Normalization)
+            yield from norm.slots(of(name), copy)
+        yield from self.steps.slots([of(names.steps)], copy)
+        yield in_place(f"{of(names.steps)}.bias", self.step_bias, copy)
+        yield decay_slot(of(names.decay), self.decay, copy)
+        yield in_place(of(names.skip), self.skip, copy)
+        yield from self.out.slots([of(names.mixer_out)], copy)
+
+
+class GriffinRecurrence(nn.Module):
+    """See `GriffinSpec`. What is convolved and the output's gates are one product.
+
+    A selective scan with a key for each channel: with a decay rate c < 0 of its own, a step r and a gate i, its state
+    becomes exp(r * c) S + sqrt(1 - exp(2 * r * c)) * i * value, without the root at a text's first token.
+    """
+
+    def __init__(self, spec: GriffinSpec, hidden_size: int, layer: int, place: Placement, state_layer: int) -> None:
+        """`state_layer` counts layers with states."""
+        super().__init__()
+        self.spec, self.layer, self.state_layer = spec, layer, state_layer
+        self.products = Linear(hidden_size, [spec.channels, spec.channels], place, bias=True)
+        self.weight, self.bias = place.empty(spec.channels, spec.taps), place.empty(spec.channels)
+        width = spec.channels // spec.blocks
+        self.gates = BlockLinear(spec.blocks, width, [width, width], place)
+        # In fp32: decays are powers of them.
+        self.decay = place.empty(spec.channels, dtype=torch.float32)
+        self.out = Linear(spec.channels, [hidden_size], place, bias=True)
+
+    def forward(self, rows: Tensor, angles: Angles | None, step: PagedPass) -> Tensor:
+        """[R, H] -> [R, H]."""
+        assert angles is not None, "positions are known by them"
+        product: Tensor = self.products(rows)
+        inputs, gate = product.chunk(2, dim=-1)
+        convolved = self._convolved(inputs, step)
+        entering, steps = self.gates(convolved.rows).float().sigmoid().chunk(2, dim=-1)
+        steps = steps.clamp(min=_LEAST_GATE)
+        factors = torch.sqrt(1 - torch.exp(2 * steps * self.decay))
+        # No other whole number of radians has no sine.
+        factors = torch.where(angles.sines[:, :1] == 0, 1.0, factors)
+        scanned = self._scanned(convolved, torch.cat([steps, entering * factors / steps], dim=-1), step)
+        output: Tensor = self.out(scanned.to(rows.dtype) * FUNCTIONS[self.spec.activation](gate))
+        return output
+
+    @torch.compiler.disable  # type: ignore[untyped-decorator]
+    def _convolved(self, inputs: Tensor, step: PagedPass) -> Convolved:
+        """Not compiled, as above."""
+        of_pass: RecurrentPass = step.recurrent
+        early = inputs.new_empty(len(inputs), 0, dtype=torch.float32)
+        return of_pass.convolve(self.state_layer, inputs, early, ShortConvolution(self.weight, self.bias))
+
+    @torch.compiler.disable  # type: ignore[untyped-decorator]
+    def _scanned(self, convolved: Convolved, gates: Tensor, step: PagedPass) -> Tensor:
+        """[R, channels] fp32."""
+        of_pass: RecurrentPass = step.recurrent
+        queries = torch.ones_like(convolved.rows, dtype=torch.float32)
+        return of_pass.scan(self.state_layer, convolved, gates, queries, self.decay[:, None])
+
+    def slots(self, names: WeightNames, copy: Copy) -> Iterator[WeightSlot]:
+        """Slots of the layer's tensors."""
+
+        def of(name: str) -> str:
+            return names.in_layer(name, self.layer)
+
+        def write(tensors: Sequence[Tensor]) -> None:
+            (tensor,) = tensors
+            copy(self.decay, -8.0 * functional.softplus(tensor))
+
+        yield from self.products.slots([of(name) for name in names.mixer_in], copy)
+        yield from convolution_slots(of(names.convolution), self.weight, self.bias, copy)
+        yield from self.gates.slots([of(name) for name in names.mixer_gates], copy)
+        yield WeightSlot({of(names.decay): TensorSpec(tuple(self.decay.shape), torch.float32)}, write)
+        yield from self.out.slots([of(names.mixer_out)], copy)
+
+
+# What keeps states, by its description.
+StateMixer = (
+    GatedConvolution
+    | GatedDeltaNet
+    | GriffinRecurrence
+    | KimiDeltaAttention
+    | LightningAttention
+    | SelectiveScan
+    | StateSpace
+)
+STATE_MIXERS: dict[type, Callable[..., StateMixer]] = {
+    DeltaNetSpec: GatedDeltaNet,
+    GatedConvolutionSpec: GatedConvolution,
+    GriffinSpec: GriffinRecurrence,
+    KimiDeltaSpec: KimiDeltaAttention,
+    LightningSpec: LightningAttention,
+    SelectiveSpec: SelectiveScan,
+    StateSpaceSpec: StateSpace,
+}
