@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Literal, Protocol, cast, get_args
+from typing import TYPE_CHECKING, Literal, cast, get_args
 
 import torch
 from torch import Tensor
@@ -21,59 +21,6 @@ if TYPE_CHECKING:
 RecurrenceBackend = Literal["torch", "triton"]
 
 
-class _RecurrenceForm(Protocol):
-    def plan(self, batch: AttentionBatch, slots: Sequence[int], states: RecurrentStates) -> RecurrencePlan: ...
-
-    def convolve(
-        self,
-        plan: RecurrencePlan,
-        states: RecurrentStates,
-        layer: int,
-        inputs: Tensor,
-        gates: Tensor,
-        convolution: ShortConvolution,
-    ) -> Convolved: ...
-
-    def mix(
-        self,
-        plan: RecurrencePlan,
-        states: RecurrentStates,
-        layer: int,
-        convolved: Convolved,
-        gates: Tensor,
-        layout: HeadsLayout,
-    ) -> Tensor: ...
-
-    def scan(
-        self,
-        plan: RecurrencePlan,
-        states: RecurrentStates,
-        layer: int,
-        convolved: Convolved,
-        gates: Tensor,
-        queries: Tensor,
-        decay: Tensor,
-    ) -> Tensor: ...
-
-    def mix_keyed(
-        self,
-        plan: RecurrencePlan,
-        states: RecurrentStates,
-        layer: int,
-        convolved: Convolved,
-        gates: Tensor,
-        layout: HeadsLayout,
-    ) -> Tensor: ...
-
-    def delta_gates(self, product: Tensor, decay: Tensor, bias: Tensor) -> Tensor: ...
-
-    def gated_heads(self, mixed: Tensor, gate: Tensor, weight: Tensor, epsilon: float) -> Tensor: ...
-
-    def space_gates(self, product: Tensor, decay: Tensor, bias: Tensor, limits: tuple[float, float]) -> Tensor: ...
-
-    def space_output(self, mixed: Tensor, values: Tensor, gate: Tensor, of: SpaceOutput) -> Tensor: ...
-
-
 class TreeRecurrence:
     """Convolutions and states of ragged tree rows, exact for every path.
 
@@ -88,7 +35,7 @@ class TreeRecurrence:
         if backend not in get_args(RecurrenceBackend):
             raise ValueError(f"expected a backend among {get_args(RecurrenceBackend)}, got {backend!r}")
         self.backend = backend
-        self._form: _RecurrenceForm = TorchRecurrence(torch.device(device))
+        self._form: TorchRecurrence | TritonRecurrence = TorchRecurrence(torch.device(device))
         if backend == "triton":
             # Only here: Triton may be absent.
             from tree_kernels.recurrence.triton_backend import TritonRecurrence
