@@ -36,13 +36,13 @@ def main(argv: Sequence[str] | None = None) -> int:
         if not config.targets:
             raise SettingsError("--target: names no target")
         configure_logging(config.log_level)
+        from outrider_gateway.server import GatewayServer, serve
+
         if config.processes > 1:
-            from outrider_gateway.workers.parent import serve_by_workers
+            from outrider_gateway.workers.parent import GatewayParent
 
-            return run(serve_by_workers(config, access, config.processes))
-        from outrider_gateway.server import serve
-
-        return run(serve(config, access))
+            return run(serve(config, lambda: GatewayParent(config, access, config.processes)))
+        return run(serve(config, lambda: GatewayServer(config, access)))
     except SettingsError as error:
         sys.stderr.write(f"{parser.prog}: error: {error}\n")
         return 2

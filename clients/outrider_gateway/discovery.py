@@ -10,6 +10,7 @@ from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol
 
+from outrider.addresses import address_at
 from outrider.log_limit import LogLimit
 
 logger = logging.getLogger(__name__)
@@ -73,9 +74,4 @@ class Resolver:
             if self._failures.due() is not None:
                 logger.warning("%s has no address: %s", self.name, error.strerror or error)
             return []
-        return sorted({_written(entry[4]) for entry in entries})
-
-
-def _written(address: tuple[Any, ...]) -> str:
-    host, port = str(address[0]), int(address[1])
-    return f"[{host}]:{port}" if ":" in host else f"{host}:{port}"
+        return sorted({address_at(*entry[4][:2]) for entry in entries})

@@ -5,12 +5,13 @@ from __future__ import annotations
 import asyncio
 import contextlib
 from collections.abc import AsyncIterator, Callable, Mapping
-from typing import Any, Protocol
+from typing import Any
 
 import orjson
 from starlette.types import Receive, Scope, Send
 
 from outrider_gateway.failures import Refused, TooLarge
+from outrider_gateway.http_versions import BodyAtOnce
 
 JSON_TYPE = "application/json"
 _EVENTS = (
@@ -97,18 +98,11 @@ async def while_connected(receive: Receive) -> AsyncIterator[None]:
         watcher.cancel()
 
 
-class AtOnce(Protocol):
-    """See `http_versions.BodyAtOnce`."""
-
-    def ready(self) -> bool: ...
-    def write(self, body: bytes) -> None: ...
-
-
 class ResponseWriter:
     """Writes the answer to a request, whole or as server-sent events. It begins with the first of these, so that until
     then it can still be an error."""
 
-    def __init__(self, send: Send, request_id: str, at_once: AtOnce | None = None) -> None:
+    def __init__(self, send: Send, request_id: str, at_once: BodyAtOnce | None = None) -> None:
         """`at_once` is how the server writes outside of a task, where it can."""
         # The body of an error, and the event of one behind the first event.
         self.error_body: Callable[[Refused], Mapping[str, Any]] = lambda refused: refused.body()

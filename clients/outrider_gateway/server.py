@@ -9,11 +9,13 @@ import math
 import signal
 import socket
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from functools import partial
+from typing import TYPE_CHECKING
 
 import uvicorn
 
+from outrider.addresses import address_at
 from outrider.host_names import is_loopback
 from outrider.runtime import settled
 from outrider.settings import SettingsError
@@ -29,6 +31,9 @@ from outrider_gateway.discovery import AddressSource, Resolver, TargetName, targ
 from outrider_gateway.served_models import ServedModels
 from outrider_gateway.shared_state import SharedState, most_connections
 from outrider_gateway.targets import FoundTargets, Targets
+
+if TYPE_CHECKING:
+    from outrider_gateway.workers.parent import GatewayParent
 
 logger = logging.getLogger(__name__)
 
@@ -80,6 +85,10 @@ class GatewayServer:
         with TLS. Raises `OSError` where it is gone by then."""
         await self._server.adopt(connection)
 
+    @property
+    def draining(self) -> bool:
+        return self.application.draining
+
     def drain(self, *, at_once: bool = False) -> None:
         """Take no new connection, and end when running answers have ended, or `at_once`."""
         self.application.draining = True
@@ -105,23 +114,25 @@ def log_address(config: GatewayConfig, address: str) -> None:
         logger.warning("%s is reachable from elsewhere without TLS: tokens travel in plain text", address)
 
 
-async def serve(config: GatewayConfig, access: AccessOptions) -> int:
-    """Serve until SIGTERM or SIGINT; a second one does not wait. Returns the process's exit status."""
-    loop = asyncio.get_running_loop()
-    server = GatewayServer(config, access)
+async def serve(config: GatewayConfig, make: Callable[[], GatewayServer | GatewayParent]) -> int:
+    """Serve until SIGTERM or SIGINT; a second one does not wait. Returns the process's exit status. Raises
+    `SettingsError` for settings that cannot work."""
+    loop, server = asyncio.get_running_loop(), make()
 
     def on_signal() -> None:
-        if server.application.draining:
+        if server.draining:
             logger.info("stopping at once")
         else:
             logger.info("draining for at most %g s", config.drain_seconds)
-        server.drain(at_once=server.application.draining)
+        server.drain(at_once=server.draining)
 
     # First: whoever gets an answer may send a signal.
     for number in (signal.SIGINT, signal.SIGTERM):
         loop.add_signal_handler(number, on_signal)
     async with server:
         log_address(config, server.address)
+        if config.processes > 1:
+            logger.info("%d workers answer", config.processes)
         with settled():
             await server.ended()
     logger.info("stopped")
@@ -233,5 +244,4 @@ def listen(where: str) -> socket.socket:
 
 def address_of(listening: socket.socket) -> str:
     """HOST:PORT that a socket listens on."""
-    host, port = listening.getsockname()[:2]
-    return f"[{host}]:{port}" if ":" in host else f"{host}:{port}"
+    return address_at(*listening.getsockname()[:2])

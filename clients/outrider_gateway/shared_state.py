@@ -24,13 +24,6 @@ class ResponseStore(Protocol):
     async def delete(self, tenant: str, response_id: str) -> bool: ...
 
 
-class CountsOf(Protocol):
-    """Makes the counts of places, in an order that is the same in every process."""
-
-    def __call__(self, most_holders: int) -> HolderCounts:
-        """Counts of at most so many holders in one process."""
-
-
 @dataclass(frozen=True)
 class SharedState:
     """Places of what there is a limit of, the pace of refusals, kept responses, and the page of metrics."""
@@ -59,7 +52,8 @@ class SharedPlaces:
     idle: HolderCounts
 
     @classmethod
-    def of(cls, config: GatewayConfig, counts_of: CountsOf) -> SharedPlaces:
+    def of(cls, config: GatewayConfig, counts_of: Callable[[int], HolderCounts]) -> SharedPlaces:
+        """`counts_of` makes counts of at most so many holders, and is called in the same order in every process."""
         # Of each kind, every use may have another holder.
         answering, connected = len(_FACTORS) * config.max_running, len(_FACTORS) * most_connections(config)
         return cls(

@@ -7,9 +7,9 @@ from typing import Any
 
 from ray import serve
 
+from outrider_client.local.supervisor import STOP_SECONDS
 from outrider_ray.config import FleetConfig
 from outrider_ray.deployments import DraftReplica, GatewayReplica, TargetReplica
-from outrider_ray.service_process import STOP_SECONDS
 
 # Serve takes a replica that stops off its list at once, and calls its end this much later: more than gateways and
 # targets take to look at the list again.

@@ -2,23 +2,23 @@
 
 from __future__ import annotations
 
-import socket
 import sys
 from collections import deque
 from collections.abc import Mapping
 
 import ray
 
+from outrider.addresses import address_at
+from outrider.ports import free_port
 from outrider.processes.python import module_command
 from outrider_client.client import Client
 from outrider_client.local.process import Child, ServiceDied, ServiceSlow, wait_serving
+from outrider_client.local.supervisor import STOP_SECONDS
 from outrider_client.terminal.options import AccessOptions
 from outrider_ray.config import as_environment
 
 # A large model loads and captures its steps for minutes; nothing is lost by waiting for it longer.
 _START_SECONDS = 3600.0
-# More than the services take to drain, 30 s.
-STOP_SECONDS = 35.0
 _CALL_SECONDS = 5.0
 
 
@@ -42,8 +42,8 @@ class ServiceProcess:
     ) -> ServiceProcess:
         """Start a service and return once it is healthy. `name` is the section of its settings, which are in
         `environment`. Raises `ServiceEnded` for one that ended, or was not healthy after an hour."""
-        host = ray.util.get_node_ip_address()
-        service = cls(name, access, _free_address(host), _free_address("127.0.0.1"))
+        hosts = ray.util.get_node_ip_address(), "127.0.0.1"
+        service = cls(name, access, *(address_at(host, free_port(host)) for host in hosts))
         placed = as_environment(name, {"listen": service.address, "metrics_listen": service.metrics})
         service._child = await Child.start(name, module_command(module), service._log, {**environment, **placed})
         try:
@@ -78,12 +78,3 @@ class ServiceProcess:
 
     def _ended(self, reason: str) -> ServiceEnded:
         return ServiceEnded("\n".join([reason, *self._tail]))
-
-
-def _free_address(host: str) -> str:
-    """An address of this machine that was free a moment ago."""
-    family = socket.AF_INET6 if ":" in host else socket.AF_INET
-    with socket.socket(family, socket.SOCK_STREAM) as probe:
-        probe.bind((host, 0))
-        port = probe.getsockname()[1]
-    return f"[{host}]:{port}" if family == socket.AF_INET6 else f"{host}:{port}"

@@ -16,6 +16,11 @@ def address_problem(address: str) -> str | None:
     return None if reason is None else f"{address!r} is not HOST:PORT or unix:PATH: {reason}"
 
 
+def address_at(host: str, port: int) -> str:
+    """HOST:PORT, with an IPv6 address in brackets."""
+    return f"[{host}]:{port}" if ":" in host else f"{host}:{port}"
+
+
 def is_local(address: str) -> bool:
     """Whether an address is of this machine by its text: a socket, or a loopback address or name."""
     if address.startswith(("unix:", "unix-abstract:")):

@@ -11,6 +11,7 @@ from functools import partial
 from rich.console import Console
 from rich.text import Text
 
+from outrider.addresses import address_at
 from outrider.consoles import error_console
 from outrider.model_store import MODEL_STORE
 from outrider.named_heads import named_settings
@@ -44,8 +45,7 @@ def _up(arguments: argparse.Namespace) -> int:
         gpus = visible_gpus()
         apart = bool(up.draft_listen)
         placed = place(gpus, up.drafter, up.model, target_words, draft_words, named, apart=apart)
-        host = f"[{up.host}]" if ":" in up.host else up.host
-        listen = f"{host}:{up.port}"
+        listen = address_at(up.host, up.port)
 
         def target_with(draft: str) -> ServiceCommand:
             flags = given(listen=listen, draft=draft, model=up.model, dtype=up.dtype)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import logging
 import socket
 import subprocess
 from collections.abc import Callable
@@ -14,7 +13,6 @@ from outrider.processes.framing import FrameCutter
 from outrider.processes.python import module_command
 from outrider_gateway.workers import messages
 
-logger = logging.getLogger(__name__)
 _COMMAND = module_command("outrider_gateway.workers")
 
 

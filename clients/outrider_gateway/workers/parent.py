@@ -8,16 +8,16 @@ import contextlib
 import logging
 import os
 import secrets
-import signal
 import socket
 
 from outrider.log_limit import LogLimit
-from outrider.runtime import end_tasks, settled
+from outrider.runtime import end_tasks
 from outrider.settings import SettingsError
+from outrider_client.local.supervisor import FIRST_BACKOFF, HEALTHY_AFTER, LONGEST_BACKOFF
 from outrider_client.terminal.options import AccessOptions
 from outrider_gateway.config import GatewayConfig
 from outrider_gateway.peers import peer_name
-from outrider_gateway.server import address_of, listen, log_address, raise_file_limit
+from outrider_gateway.server import address_of, listen, raise_file_limit
 from outrider_gateway.stored_responses import StoredResponses
 from outrider_gateway.workers import messages
 from outrider_gateway.workers.child import WorkerChild
@@ -28,9 +28,6 @@ from outrider_gateway.workers.totals import WorkerTotals
 logger = logging.getLogger(__name__)
 # Where no descriptor is left: until the next try, as asyncio's own servers have it.
 _PAUSE_SECONDS = 1.0
-# Between a worker's death and its start: doubles from the first to the longest, and is the first again once a worker
-# served for so long. As `outrider up` starts services again.
-_FIRST_BACKOFF, _LONGEST_BACKOFF, _HEALTHY_SECONDS = 0.5, 30.0, 30.0
 # Beyond `drain_seconds`, for a worker to end.
 _STOP_SECONDS = 5.0
 
@@ -106,7 +103,7 @@ class GatewayParent:
 
     async def _keep(self, place: int) -> None:
         """Keep a worker running, unless it ends before it has ever served."""
-        loop, backoff = asyncio.get_running_loop(), _FIRST_BACKOFF
+        loop, backoff = asyncio.get_running_loop(), FIRST_BACKOFF
         while not self._stopping.is_set():
             child = WorkerChild(place, self._on_message)
             begun = loop.time()
@@ -120,7 +117,7 @@ class GatewayParent:
             if not self._first[place].done():
                 self._first[place].set_result(child.refused or f"a worker ended with status {status} before it served")
                 return
-            backoff = _FIRST_BACKOFF if loop.time() - begun > _HEALTHY_SECONDS else min(2 * backoff, _LONGEST_BACKOFF)
+            backoff = FIRST_BACKOFF if loop.time() - begun > HEALTHY_AFTER else min(2 * backoff, LONGEST_BACKOFF)
             why = child.refused or f"it ended with status {status}"
             if not self._stopping.is_set():
                 logger.error("worker %d is lost, with %d connections: %s; it starts again", place, lost, why)
@@ -242,27 +239,3 @@ class GatewayParent:
                 (one.place - self._last) % self._workers,
             ),
         )
-
-
-async def serve_by_workers(config: GatewayConfig, access: AccessOptions, workers: int) -> int:
-    """Serve by so many workers until SIGTERM or SIGINT; a second one does not wait. Returns the process's exit status.
-    Raises `SettingsError` for settings that cannot work."""
-    loop = asyncio.get_running_loop()
-    parent = GatewayParent(config, access, workers)
-
-    def on_signal() -> None:
-        if parent.draining:
-            logger.info("stopping at once")
-        else:
-            logger.info("draining for at most %g s", config.drain_seconds)
-        parent.drain(at_once=parent.draining)
-
-    for number in (signal.SIGINT, signal.SIGTERM):
-        loop.add_signal_handler(number, on_signal)
-    async with parent:
-        log_address(config, parent.address)
-        logger.info("%d workers answer", workers)
-        with settled():
-            await parent.ended()
-    logger.info("stopped")
-    return 0

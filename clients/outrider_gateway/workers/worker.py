@@ -18,8 +18,6 @@ from outrider_gateway.workers.link import ParentLink
 from outrider_gateway.workers.places import PlacesInMemory
 from outrider_gateway.workers.shared_memory import SharedMemory
 
-logger = logging.getLogger(__name__)
-
 
 class Handed:
     """The socket on which the parent hands connections over, one with each byte."""

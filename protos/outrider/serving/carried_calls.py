@@ -38,7 +38,6 @@ _MOST_ORDERS = 4096
 _MOST_UNSENT = 256
 # Bytes that HTTP/2 counts for an entry of metadata beside its own.
 _ENTRY_BYTES = 32
-Metadata = Iterable[tuple[str, str | bytes]]
 # What a call has to say now, and whether that is its last. May raise what ends the call.
 Source = Callable[[], tuple[list[bytes], bool]]
 

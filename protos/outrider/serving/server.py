@@ -16,9 +16,8 @@ from grpc_channelz.v1 import channelz, channelz_pb2_grpc
 from grpc_health.v1 import health_pb2_grpc
 from grpc_reflection.v1alpha import reflection
 
-from outrider.addresses import address_problem
+from outrider.addresses import address_problem, is_local
 from outrider.errors import Draining, OutriderError
-from outrider.host_names import is_loopback
 from outrider.ports import port_refusal
 from outrider.serving import health
 from outrider.serving.calls import MAX_METADATA_BYTES, CallLimits, Calls
@@ -102,7 +101,7 @@ class GrpcServer:
             reflection.enable_server_reflection([*names, health.SERVICE_NAME, reflection.SERVICE_NAME], self._server)
         self._admin: grpc.aio.Server | None = None
         if options.admin_listen:
-            if not _is_local(options.admin_listen):
+            if not is_local(options.admin_listen):
                 raise SettingsError(
                     f"the admin port {options.admin_listen} must be a loopback address or a unix socket"
                 )
@@ -137,7 +136,7 @@ class GrpcServer:
             self.admin_address = _bind(self._admin, self.options.admin_listen, credentials)
             await self._admin.start()
         await self._server.start()
-        if credentials is None and not self.options.authenticator.required and not _is_local(self.options.listen):
+        if credentials is None and not self.options.authenticator.required and not is_local(self.options.listen):
             logger.warning("%s is reachable from elsewhere without TLS and without tokens", self.address)
 
     def provide(self, name: str, add: Callable[[Any], None]) -> None:
@@ -228,7 +227,3 @@ def _refuse_taken(path: Path) -> None:
         except OSError as error:
             raise SettingsError(f"cannot listen on unix:{path}: {error}") from None
     raise SettingsError(f"cannot listen on unix:{path}: another process does")
-
-
-def _is_local(address: str) -> bool:
-    return address.startswith("unix:") or is_loopback(address.rpartition(":")[0])

@@ -31,6 +31,7 @@ from prometheus_client.registry import Collector
 from prometheus_client.samples import Exemplar
 from prometheus_client.utils import floatToGoString
 
+from outrider.addresses import address_at
 from outrider.host_names import HostNames, is_loopback
 from outrider.settings import SettingsError
 from outrider.telemetry.table import METRICS, MetricSpec
@@ -270,7 +271,7 @@ class MetricsServer:
             self._server = make_server(host, int(port), self._answer, server_class, handler_class=_QuietHandler)
         except (OSError, ValueError, OverflowError) as error:
             raise SettingsError(f"cannot serve metrics on {address}: {error}") from None
-        self.address = f"{f'[{host}]' if ':' in host else host}:{self._server.server_port}"
+        self.address = address_at(host, self._server.server_port)
         self._thread = threading.Thread(target=self._server.serve_forever, name="metrics", daemon=True)
         self._thread.start()
 
