@@ -19,9 +19,10 @@ from transformers import AttentionInterface, PretrainedConfig
 
 from draft_service.checkpoints.target import folder_fingerprint
 from draft_service.drafters.base import DrafterSpec, DraftSequence
+from draft_service.neural.cached_prefixes import CacheEntry
 from draft_service.neural.config import NeuralConfig
 from draft_service.neural.network import Network, RowOutput
-from draft_service.neural.tree_drafting import CacheEntry, Extension
+from draft_service.neural.tree_drafting import Extension
 from draft_service.neural_drafter import CachingDrafter
 from outrider.checkpoints.causal_lm import load_causal_lm, read_configuration
 from outrider.checkpoints.folder import Checkpoint, read_config

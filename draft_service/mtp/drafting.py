@@ -34,12 +34,13 @@ from draft_service.compiling import Numbers
 from draft_service.drafters.base import DraftSequence
 from draft_service.eagle.head import EagleHead
 from draft_service.eagle.head_drafter import HeadNetwork
+from draft_service.neural.cached_prefixes import CacheEntry
 from draft_service.neural.config import NeuralConfig
 from draft_service.neural.level_growth import DEPTH, Forest, Rules
 from draft_service.neural.network import Network, RootStates, RowOutput
 from draft_service.neural.tail_attention import PassRows, TailPart
 from draft_service.neural.tree_config import TreeShape
-from draft_service.neural.tree_drafting import CacheEntry, Extension, TreeDrafting
+from draft_service.neural.tree_drafting import Extension, TreeDrafting
 from tree_models.layers.paged import PagedPass
 
 

@@ -8,23 +8,29 @@ reads it, and if only one does, the other reads it alone.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Protocol
+from dataclasses import dataclass, field
 
 from draft_service.neural.paged_cache import DraftCache
 from tree_kernels.prefix_tree import PrefixNode, PrefixTree
 
 
-class PagedEntry(Protocol):
-    """One sequence's part of a cache; see `tree_drafting.CacheEntry`."""
+@dataclass(slots=True, eq=False)
+class CacheEntry:
+    """One sequence's part of the cache, and its `DraftSequence.state`: `entries` committed rows. The last one is the
+    root's; its output is in `RootStates`."""
 
-    pages: list[int]
-    entries: int
-    position: int
-    prefix: PrefixNode | None
-    prefix_pages: int
+    pages: list[int] = field(default_factory=list)
+    slot: int = -1  # in `RootStates`; -1 before it has pages of its own
+    entries: int = 0
+    position: int = 0  # of the root's children, as the network counts positions
+    # The last page that is in the tree of prefixes, and how many of the sequence's first pages are.
+    prefix: PrefixNode | None = None
+    prefix_pages: int = 0
 
     @property
-    def final_rows(self) -> int: ...
+    def final_rows(self) -> int:
+        """Rows, from the text's first token on without a gap, that no later pass writes."""
+        return self.entries if self.position == self.entries else 0
 
 
 class CachedPrefixes:
@@ -37,7 +43,7 @@ class CachedPrefixes:
         # Rows that sequences began behind.
         self.hit_rows = 0
 
-    def resume(self, entry: PagedEntry, owner: str, token_ids: Sequence[int], most: int) -> None:
+    def resume(self, entry: CacheEntry, owner: str, token_ids: Sequence[int], most: int) -> None:
         """Begin an empty entry behind at most `most` rows of the text that are there already."""
         nodes = list(self._tree.match(owner, token_ids, most))
         if nodes:
@@ -49,7 +55,7 @@ class CachedPrefixes:
             entry.entries = entry.position = len(pages) * self._cache.page_size
             self.hit_rows += entry.entries
 
-    def publish(self, entry: PagedEntry, owner: str, token_ids: Sequence[int]) -> None:
+    def publish(self, entry: CacheEntry, owner: str, token_ids: Sequence[int]) -> None:
         """Let sequences of the same owner share the entry's full pages."""
         size = self._cache.page_size
         while entry.prefix_pages < entry.final_rows // size:
@@ -64,7 +70,7 @@ class CachedPrefixes:
                 entry.pages[place] = node.page
             entry.prefix, entry.prefix_pages = node, place + 1
 
-    def leave(self, entry: PagedEntry) -> None:
+    def leave(self, entry: CacheEntry) -> None:
         """The entry's pages are about to be released: they were used now."""
         if entry.prefix is not None:
             self._tree.use(entry.prefix)

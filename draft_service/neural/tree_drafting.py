@@ -6,7 +6,7 @@ Symbols: B sequences, R rows of a pass, C and H the widths of `RowOutput`.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import replace
 from typing import NamedTuple
 
 import numpy as np
@@ -16,7 +16,7 @@ from torch import Tensor
 from draft_service.compiling import Numbers
 from draft_service.drafters.base import DraftSequence, tree_limits
 from draft_service.drafters.grown import GrownTrees, Pending, computed
-from draft_service.neural.cached_prefixes import CachedPrefixes
+from draft_service.neural.cached_prefixes import CachedPrefixes, CacheEntry
 from draft_service.neural.candidates import candidates_wanted, most_probable, temperature_of
 from draft_service.neural.config import NeuralConfig
 from draft_service.neural.level_growth import (
@@ -39,30 +39,10 @@ from draft_service.noise import first_coin
 from outrider.sampling import VerificationMode
 from outrider.tree import DraftDistribution, TokenTree
 from tree_kernels.attention import TreeAttention
-from tree_kernels.prefix_tree import PrefixNode
 
 _MODES = {VerificationMode.GREEDY: GREEDY, VerificationMode.COUPLED: COUPLED, VerificationMode.REJECTION: REJECTION}
 # Separates the draft's coins from other random numbers derived from the request's seed.
 _COIN_SALT = 0xA0761D6478BD642F
-
-
-@dataclass(slots=True, eq=False)
-class CacheEntry:
-    """One sequence's part of the cache, and its `DraftSequence.state`: `entries` committed rows. The last one is the
-    root's; its output is in `RootStates`."""
-
-    pages: list[int] = field(default_factory=list)
-    slot: int = -1  # in `RootStates`; -1 before it has pages of its own
-    entries: int = 0
-    position: int = 0  # of the root's children, as the network counts positions
-    # The last page that is in the tree of prefixes, and how many of the sequence's first pages are.
-    prefix: PrefixNode | None = None
-    prefix_pages: int = 0
-
-    @property
-    def final_rows(self) -> int:
-        """Rows, from the text's first token on without a gap, that no later pass writes."""
-        return self.entries if self.position == self.entries else 0
 
 
 class Extension(NamedTuple):

@@ -12,10 +12,11 @@ from static_drafting import StaticDrafting, settings_of, static_kv  # noqa: F401
 from torch import Tensor
 
 from draft_service.drafters.base import DraftSequence
+from draft_service.neural.cached_prefixes import CacheEntry
 from draft_service.neural.config import NeuralConfig
 from draft_service.neural.network import RowOutput
 from draft_service.neural.tree_config import TreeShape
-from draft_service.neural.tree_drafting import CacheEntry, Extension, TreeDrafting
+from draft_service.neural.tree_drafting import Extension, TreeDrafting
 from outrider.sampling import SamplingParams, VerificationMode
 from outrider.settings import SettingsError
 from outrider.tree import TokenTree

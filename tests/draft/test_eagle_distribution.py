@@ -16,9 +16,10 @@ from static_drafting import settings_of
 from torch import Tensor
 
 from draft_service.drafters.base import DraftSequence
+from draft_service.neural.cached_prefixes import CacheEntry
 from draft_service.neural.network import RowOutput
 from draft_service.neural.tree_config import TreeShape
-from draft_service.neural.tree_drafting import CacheEntry, Extension, TreeDrafting
+from draft_service.neural.tree_drafting import Extension, TreeDrafting
 from outrider.sampling import SamplingParams, VerificationMode
 from outrider.tree import TokenTree
 from tree_kernels.verification import Chance, rejection_walk

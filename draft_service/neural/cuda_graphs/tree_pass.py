@@ -17,11 +17,12 @@ from torch import Tensor
 from draft_service.compiling import Numbers, compiled
 from draft_service.drafters.base import DraftSequence
 from draft_service.drafters.grown import GrownTrees
+from draft_service.neural.cached_prefixes import CacheEntry
 from draft_service.neural.candidates import temperature_of
 from draft_service.neural.cuda_graphs.attention import StaticIntegers, capacity
 from draft_service.neural.cuda_graphs.level_passes import LevelInputs, LevelPasses
 from draft_service.neural.level_growth import COUPLED, DEPTH, MODE, NODES, TOP_K
-from draft_service.neural.tree_drafting import CacheEntry, TreeDrafting, rules_of
+from draft_service.neural.tree_drafting import TreeDrafting, rules_of
 from tree_kernels.device_event import DeviceEvent
 from tree_kernels.growth import GumbelMax, keep, make_kept
 
