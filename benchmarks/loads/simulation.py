@@ -264,7 +264,6 @@ class LoadedDevice:
                     expected=float(one.chances[:count].sum()),
                     expected_from_table=float(one.chances[:count][one.drafted[:count]].sum()),
                     prospects=one.prospects(limit),
-                    age=0,
                     root_row=0,
                     path=(),
                 )

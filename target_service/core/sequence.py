@@ -110,7 +110,6 @@ class DevicePass(NamedTuple):
         accepted, accepted_from_table: how many of them were accepted.
         expected, expected_from_table: how many of them were expected to be accepted.
         prospects: expected tokens of the sequence's best 1, 3, 7 .. rows.
-        age: tokens between the table's root and the pass's; -1 where no table held the text.
         root_row: row of the sequence's root among all rows of the pass.
         path: accepted rows, relative to the root.
     """
@@ -122,7 +121,6 @@ class DevicePass(NamedTuple):
     expected: float
     expected_from_table: float
     prospects: tuple[float, ...]
-    age: int
     root_row: int
     path: tuple[int, ...]
 

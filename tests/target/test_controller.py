@@ -266,7 +266,6 @@ class Engine:
             expected=expected[taken],
             expected_from_table=ranked.expected_of_table[taken],
             prospects=tuple(expected[min(count, limit)] for count in PROSPECTS),
-            age=0,
             root_row=0,
             path=(),
         )

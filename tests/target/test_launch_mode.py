@@ -52,7 +52,7 @@ class Engine:
 
     def _pass(self, mean: float) -> DevicePass:
         accepted = min(7, int(self._dice.expovariate(1 / mean) + 0.5))
-        return DevicePass(7, 7, accepted, accepted, 1.6, 1.6, PROSPECTS, 0, 0, ())
+        return DevicePass(7, 7, accepted, accepted, 1.6, 1.6, PROSPECTS, 0, ())
 
 
 # Of every sequence's tokens in a pass: those of the first make more a second, then those of the other mode.

@@ -59,8 +59,8 @@ def test_passes_become_outcomes(table: NodeTable) -> None:
     assert (second.walk.accepted_rows, second.walk.next_token, second.following) == ((), 50, (51, 52))
     nothing = (0.0,) * len(PROSPECTS)
     assert first.device_passes == (
-        DevicePass(7, 5, 2, 1, 1.5, 1.0, (0.5, 1.0, 1.5, 2.0, 2.5, 3.0), 3, 0, (1, 4)),
-        DevicePass(7, 0, 0, 0, 0.25, 0.0, nothing, -1, 2, ()),
+        DevicePass(7, 5, 2, 1, 1.5, 1.0, (0.5, 1.0, 1.5, 2.0, 2.5, 3.0), 0, (1, 4)),
+        DevicePass(7, 0, 0, 0, 0.25, 0.0, nothing, 2, ()),
     )
     assert second.device_passes[1].path == (2,) and second.device_passes[1].expected == 100 / UNIT
     assert (first.passes, first.accepted, tuple(one.accepted for one in first.device_passes)) == (2, 2, (2, 0))

@@ -17,7 +17,7 @@ def _passes(drafted: int, accepted: int, count: int = 64) -> Sequence[DevicePass
     expected = 0.5 * min(drafted, 3) + 0.25 * max(0, drafted - 3)
     one = DevicePass(
         drafted=drafted, drafted_from_table=0, accepted=accepted, accepted_from_table=0, expected=expected,
-        expected_from_table=0.0, prospects=prospects, age=0, root_row=0, path=(),
+        expected_from_table=0.0, prospects=prospects, root_row=0, path=(),
     )  # fmt: skip
     return [one] * count
 

@@ -181,7 +181,7 @@ def test_first_tokens_of_an_outcome() -> None:
         cut = first_tokens(outcome, tree, count)
         assert cut.tokens(tree) == wanted[:count]
         assert (cut.accepted, cut.passes) == (min(count - 1, 2), max(1, count - 2))
-    passes = tuple(DevicePass(3, 1, n, min(n, 1), 1.0, 0.5, (), 0, 0, tuple(range(1, n + 1))) for n in (2, 0, 1))
+    passes = tuple(DevicePass(3, 1, n, min(n, 1), 1.0, 0.5, (), 0, tuple(range(1, n + 1))) for n in (2, 0, 1))
     outcome = Verified(Walk((), 1), (), (2, 3, 4, 5, 6), passes)
     for count in range(1, 7):
         cut = first_tokens(outcome, tree, count)
