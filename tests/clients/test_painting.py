@@ -1,36 +1,27 @@
-"""Colours of drafted and own text: exact with a tokenizer, by words without."""
+"""Colours of drafted and own text: exact with the texts of tokens, by words without."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 
 import pytest
 
-from outrider_client.results import Chunk
-from outrider_client.terminal.painting import DRAFTED_STYLE, OWN_STYLE, Painter
+from outrider_client.results import Chunk, TokenText
+from outrider_client.terminal import painting
+from outrider_client.terminal.painting import DRAFTED_STYLE, OWN_STYLE, Painter, decoded
 
 
-class Bytes:
-    """A tokenizer whose tokens are bytes, so that characters can be split between tokens."""
-
-    def encode(self, text: str) -> Sequence[int]:
-        return list(text.encode())
-
-    def __init__(self) -> None:
-        # Tokens decoded so far.
-        self.decoded = 0
-
-    def decode(self, token_ids: Sequence[int]) -> str:
-        self.decoded += len(token_ids)
-        return bytes(token_ids).decode(errors="replace")
+def texts_of(token_ids: Sequence[int]) -> dict[int, TokenText]:
+    """Of tokens that are bytes, so that characters can be split between them."""
+    return {token_id: TokenText(bytes([token_id]), special=False) for token_id in token_ids}
 
 
 def chunk(token_ids: Sequence[int], text: str, drafted: int) -> Chunk:
-    return Chunk(tuple(token_ids), text, drafted, step=0)
+    return Chunk(tuple(token_ids), text, drafted, step=0, token_texts=texts_of(token_ids))
 
 
-def test_exact_with_a_tokenizer() -> None:
-    painter = Painter(Bytes())
+def test_exact_with_the_texts_of_tokens() -> None:
+    painter = Painter()
     assert painter.parts(chunk(b"abc", "abc", 2)) == [("a", True), ("b", True), ("c", False)]
     assert painter.parts(chunk(b"d", "d", 0)) == [("d", False)]
 
@@ -44,10 +35,15 @@ def test_exact_with_a_tokenizer() -> None:
     ],
     ids=["text", "no-characters", "replacements"],
 )
-def test_a_long_output_takes_no_longer_for_each_token(output: bytes) -> None:
-    token_ids = output * (6000 // len(output))
-    tokenizer = Bytes()
-    painter, text, shown, drafted = Painter(tokenizer), token_ids.decode(errors="replace"), 0, ""
+def test_a_long_output_takes_no_longer_for_each_token(output: bytes, monkeypatch: pytest.MonkeyPatch) -> None:
+    token_ids, counts = output * (6000 // len(output)), list[int]()
+
+    def counted(token_ids: Sequence[int], texts: Mapping[int, bytes]) -> str:
+        counts.append(len(token_ids))
+        return decoded(token_ids, texts)
+
+    monkeypatch.setattr(painting, "decoded", counted)
+    painter, text, shown, drafted = Painter(), token_ids.decode(errors="replace"), 0, ""
     for at in range(0, len(token_ids), 2):
         # What a target has for certain: no end that may be a part of a character.
         certain = token_ids[: at + 2].decode(errors="replace").rstrip("\ufffd")
@@ -56,14 +52,14 @@ def test_a_long_output_takes_no_longer_for_each_token(output: bytes) -> None:
         shown = len(certain)
     parts = painter.parts(chunk([], text[shown:], 0))
     assert drafted + "".join(part for part, _ in parts) == text
-    assert tokenizer.decoded < 100 * len(token_ids)
+    assert 0 < sum(counts) < 100 * len(token_ids)
 
 
 def test_several_steps_have_drafts() -> None:
-    several = Chunk(tuple(b"abcdef"), "abcdef", 3, step=2, drafts_by_step=(1, 0, 2))
+    several = Chunk(tuple(b"abcdef"), "abcdef", 3, step=2, drafts_by_step=(1, 0, 2), token_texts=texts_of(b"abcdef"))
     assert several.drafted == (True, False, False, True, True, False)
     marked = [(letter, drafted) for letter, drafted in zip("abcdef", several.drafted, strict=True)]
-    assert Painter(Bytes()).parts(several) == marked
+    assert Painter().parts(several) == marked
     # Cut in the last step, and one that says nothing of steps.
     assert Chunk((1, 2, 3), "", 2, step=1, drafts_by_step=(1, 1)).drafted == (True, False, True)
     assert Chunk((1, 2, 3), "", 1, step=0).drafted == (True, False, False)
@@ -72,27 +68,27 @@ def test_several_steps_have_drafts() -> None:
 
 def test_character_that_two_chunks_share() -> None:
     first, second = "é".encode()
-    painter = Painter(Bytes())
+    painter = Painter()
     assert painter.parts(chunk([97, first], "a", 1)) == [("a", True)]
     # Whoever completes a character is shown as its author.
     assert painter.parts(chunk([second, 98], "éb", 1)) == [("é", True), ("b", False)]
 
 
 def test_character_that_stays_incomplete() -> None:
-    painter = Painter(Bytes())
+    painter = Painter()
     assert painter.parts(chunk(["é".encode()[0]], "", 1)) == []
     assert painter.parts(chunk([], "\ufffd", 0)) == [("\ufffd", False)]
     assert painter.parts(chunk(b"ab", "ab", 1)) == [("a", True), ("b", False)]
 
 
 def test_held_back_text_keeps_its_colour() -> None:
-    painter = Painter(Bytes())
+    painter = Painter()
     assert painter.parts(chunk(b"ab", "", 1)) == []
     assert painter.parts(chunk(b"c", "abc", 0)) == [("a", True), ("b", False), ("c", False)]
 
 
-def test_wrong_tokenizer_is_given_up() -> None:
-    painter = Painter(Bytes())
+def test_texts_of_another_answer_are_given_up() -> None:
+    painter = Painter()
     assert painter.parts(chunk(b"xyz", "one two three", 2)) == [("one two", True), (" three", False)]
     assert painter.parts(chunk(b"four", " four", 4)) == [(" four", True)]
 
@@ -109,10 +105,10 @@ def test_wrong_tokenizer_is_given_up() -> None:
     ids=["mixed", "own", "all-drafted", "held-back", "no-word"],
 )
 def test_by_words(token_ids: list[int], text: str, drafted: int, parts: list[tuple[str, bool]]) -> None:
-    assert Painter(None).parts(chunk(token_ids, text, drafted)) == parts
+    assert Painter().parts(Chunk(tuple(token_ids), text, drafted, step=0)) == parts
 
 
 def test_paint_joins_to_the_text() -> None:
-    painted = Painter(Bytes()).paint(chunk(b"abc", "abc", 1))
+    painted = Painter().paint(chunk(b"abc", "abc", 1))
     assert painted.plain == "abc"
     assert {str(span.style) for span in painted.spans} == {DRAFTED_STYLE, OWN_STYLE}

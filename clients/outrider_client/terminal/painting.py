@@ -4,8 +4,7 @@ from __future__ import annotations
 
 import re
 from collections import deque
-from collections.abc import Iterable, Iterator, Sequence
-from typing import Protocol
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 
 from rich.text import Text
 
@@ -32,38 +31,14 @@ def coloured(parts: Iterable[tuple[str, bool]]) -> Text:
     return text
 
 
-class TokenDecoder(Protocol):
-    """Decodes tokens of an answer."""
-
-    def decode(self, token_ids: Sequence[int], /) -> str:
-        """Their text, behind other text."""
-
-
-class ReceivedTexts:
-    """Decodes by the texts of tokens that came with the chunks."""
-
-    def __init__(self) -> None:
-        self._texts: dict[int, bytes] = {}
-
-    def add(self, chunk: Chunk) -> bool:
-        """Keep the texts of a chunk's tokens. False where it has some without."""
-        for token_id, token in chunk.token_texts.items():
-            self._texts[token_id] = b"" if token.special else token.text
-        return all(token_id in self._texts for token_id in chunk.token_ids)
-
-    def decode(self, token_ids: Sequence[int]) -> str:
-        """See `TokenDecoder.decode`."""
-        return b"".join([self._texts[token_id] for token_id in token_ids]).decode(errors="replace")
-
-
 class Painter:
     """Splits the text of one generation's chunks into drafted and own parts. Exact where the chunks have the texts of
     their tokens (`Speculation.token_texts`). Without them, the last word of a step's text counts as the model's own
     token."""
 
-    def __init__(self, decoder: TokenDecoder | None = None) -> None:
-        self._received = ReceivedTexts() if decoder is None else None
-        self._tokenizer: TokenDecoder | None = decoder or self._received
+    def __init__(self) -> None:
+        # Texts of tokens by their ids; None once some came without, or the answer's text is another.
+        self._texts: dict[int, bytes] | None = {}
         # The last tokens: those up to `_read` are part of the text, and stay for what the next ones are decoded to.
         self._ids: list[int] = []
         self._read = 0
@@ -79,20 +54,23 @@ class Painter:
 
     def parts(self, chunk: Chunk) -> list[tuple[str, bool]]:
         """The chunk's text in pieces, each with whether it was drafted. Joined, they are `chunk.text`."""
-        if self._received is not None and not self._received.add(chunk):
-            self._tokenizer = None
-        if self._tokenizer is not None and self._follow(chunk, self._tokenizer):
+        if self._texts is not None and self._follow(chunk, self._texts):
             return list(self._exact(chunk.text))
         return [(part, drafted) for part, drafted in _by_words(chunk) if part]
 
-    def _follow(self, chunk: Chunk, tokenizer: TokenDecoder) -> bool:
-        """Record the chunk's tokens. False, from then on, when the tokenizer is not the model's."""
+    def _follow(self, chunk: Chunk, texts: dict[int, bytes]) -> bool:
+        """Record the chunk's tokens. False, from then on, when one has no text, or another one than the answer."""
+        for token_id, token in chunk.token_texts.items():
+            texts[token_id] = b"" if token.special else token.text
+        if not all(token_id in texts for token_id in chunk.token_ids):
+            self._texts = None
+            return False
         for token_id, drafted in zip(chunk.token_ids, chunk.drafted, strict=True):
-            self._ends.append((self._decode(token_id, tokenizer), drafted))
+            self._ends.append((self._decode(token_id, texts), drafted))
         if not self._shown and chunk.text[:1] not in ("", " "):
             self._drop_first_space()
         if not (self._text + self._pending).startswith(chunk.text):
-            self._tokenizer = None
+            self._texts = None
             return False
         if len(chunk.text) > len(self._text):
             # The target does not wait for the rest of the character: the output ends.
@@ -106,11 +84,11 @@ class Painter:
             self._text, self._pending = self._text[1:], self._pending if self._text else self._pending[1:]
             self._ends = deque((max(0, end - 1), drafted) for end, drafted in self._ends)
 
-    def _decode(self, token_id: int, tokenizer: TokenDecoder) -> int:
+    def _decode(self, token_id: int, texts: Mapping[int, bytes]) -> int:
         """Add a token to the text. Returns how many characters of the whole output are complete with it. Decoded are
         the tokens since the character before the last: the whole output would take longer with every token."""
         self._ids.append(token_id)
-        known, whole = tokenizer.decode(self._ids[: self._read]), tokenizer.decode(self._ids)
+        known, whole = decoded(self._ids[: self._read], texts), decoded(self._ids, texts)
         self._pending = whole[len(known) :]
         start = self._shown + len(self._text)
         waiting = not self._pending or self._pending.endswith(_REPLACEMENT)
@@ -138,6 +116,11 @@ class Painter:
                 self._ends.popleft()
         if start < self._shown:
             yield text[start - first :], False
+
+
+def decoded(token_ids: Sequence[int], texts: Mapping[int, bytes]) -> str:
+    """The text of tokens with these bytes."""
+    return b"".join([texts[token_id] for token_id in token_ids]).decode(errors="replace")
 
 
 def _by_words(chunk: Chunk) -> Iterator[tuple[str, bool]]:
