@@ -23,11 +23,7 @@ Function = TypeVar("Function", bound=Callable[..., object])
 
 # Noise and trees are compiled into loops of this package.
 LOOPS = LoopCache(Path(__file__).parent, __name__, (Path(str(noise.__file__)), Path(str(tree.__file__))))
-
-
-def compiled(function: Function) -> Function:
-    """See `LoopCache.compile_loop`."""
-    return LOOPS.compile_loop(function)
+compiled = LOOPS.compile_loop
 
 
 def inlined(function: Function) -> Function:

@@ -61,8 +61,8 @@ from target_service.text.loading import load_tokenizer
 MODEL, END = "smollm2-135m-instruct", 2
 # Of a fixed loop that takes some 50 us of a processor by itself, and the share of steps that count by it.
 _LOOP, _COUNTED = 1000, 0.25
-# Tokens of every prompt, and of an answer at most.
-_PROMPT, _LONGEST = 48, 160
+# Tokens of every prompt.
+_PROMPT = 48
 
 
 class Phases:

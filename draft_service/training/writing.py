@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import json
-import logging
 import subprocess
 import time
 from collections.abc import Callable, Iterator
@@ -18,7 +17,6 @@ from outrider.distillation import Teacher, WritingOrder, WrittenText
 from outrider.processes.python import module_command
 from outrider.settings import SettingsError, json_lines, read_text
 
-log = logging.getLogger(__name__)
 # Text that a killed process loses. Chosen, not measured: every save makes one more file, which each writer then counts
 # and training reads, and until the next save writers do not notice that the goal is reached.
 _SAVE_SECONDS = 2.0

@@ -63,11 +63,11 @@ def rearranged(
     return WeightSlot({name: TensorSpec(shape, memory.dtype)}, write)
 
 
-def stacked(names: Sequence[str], memory: Tensor, copy: Copy, order: Tensor | None = None) -> Iterator[WeightSlot]:
+def stacked(names: Sequence[str], memory: Tensor, copy: Copy) -> Iterator[WeightSlot]:
     """Slots of tensors that lie in `memory` [sum of rows, ..] one above another, in equal parts."""
     rows = len(memory) // len(names)
     for index, name in enumerate(names):
-        yield in_place(name, memory[index * rows : (index + 1) * rows], copy, order)
+        yield in_place(name, memory[index * rows : (index + 1) * rows], copy)
 
 
 def published(slots: Iterable[WeightSlot]) -> dict[str, Tensor]:

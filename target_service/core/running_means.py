@@ -7,11 +7,6 @@ from dataclasses import dataclass, field
 from statistics import median_low
 
 
-def bounded(value: float, about: float, factor: float) -> float:
-    """`value` within a factor of `about`, so that a pause of the machine counts for little."""
-    return min(factor * about, max(about / factor, value))
-
-
 @dataclass(slots=True)
 class RunningMean:
     """The mean of all observations, and once they are more than 1 / `share`, an EWMA with weight `share`. An initial

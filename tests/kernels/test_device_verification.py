@@ -29,15 +29,6 @@ from tree_kernels.verification.records import (
 from tree_kernels.verification.torch_backend import row_distribution
 
 V = 60
-FILTERS: dict[str, dict[str, Any]] = {
-    "none": {},
-    "cold": {"temperature": 0.01},
-    "top_k": {"top_k": 7},
-    "top_k of all": {"top_k": V},
-    "top_p": {"top_p": 0.6},
-    "min_p": {"min_p": 0.2},
-    "all": {"temperature": 1.3, "top_k": 20, "top_p": 0.9, "min_p": 0.03},
-}
 
 
 def random_logits(rows: int, seed: int, ties: bool = False) -> Tensor:

@@ -76,7 +76,7 @@ def test_half_precision_rounds_queries_and_sums_once_each(
 def test_long_chunks_are_attended_to_in_pieces(latent_case: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     case = latent_case(BATCHES["ragged"])
     whole = values_of("torch", case)
-    monkeypatch.setattr("tree_kernels.latent_attention.torch_backend._MOST_SCORES", 1000)
+    monkeypatch.setattr("tree_kernels.latent_attention.torch_backend.MOST_SCORES", 1000)
     torch.testing.assert_close(values_of("torch", case), whole, rtol=1e-5, atol=1e-6)
 
 

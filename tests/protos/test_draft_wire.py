@@ -24,7 +24,7 @@ from outrider.wire.drafts import (
     open_from_pb,
     open_to_pb,
 )
-from outrider.wire.frames import DraftInfo, OpenSequence, SequenceAdvance, SequenceGrowth, TreeLimits
+from outrider.wire.frames import MAX_NODES, DraftInfo, OpenSequence, SequenceAdvance, SequenceGrowth, TreeLimits
 from outrider.wire.trees import error_of
 
 VOCABULARY = 100
@@ -149,7 +149,7 @@ def growth(**fields: Any) -> draft_pb2.SequenceGrowth:
         ({"parent_ids": [5, 5]}, "growth.parent_ids[0]"),
         ({"first_node_id": 0}, "growth.first_node_id"),
         ({"first_node_id": MAX_NODE_ID}, "growth.first_node_id"),
-        ({"parent_ids": [0] * 9, "token_ids": [1] * 9, "scores": [0] * 9}, "growth.token_ids"),
+        ({name: [0] * (MAX_NODES + 1) for name in ("parent_ids", "token_ids", "scores")}, "growth.token_ids"),
         (
             {"distributions": [tree_pb2.DraftDistribution(parent=7, token_ids=[1], weights=[1])]},
             "growth.distributions",
@@ -162,4 +162,4 @@ def growth(**fields: Any) -> draft_pb2.SequenceGrowth:
     ids=lambda value: "" if isinstance(value, str) else str(value)[:60].replace("\n", " "),
 )
 def test_a_bad_growth_is_named(fields: dict[str, Any], field: str) -> None:
-    refused(field, growth_from_pb, growth(**fields), VOCABULARY, 8)
+    refused(field, growth_from_pb, growth(**fields), VOCABULARY)

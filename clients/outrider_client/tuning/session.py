@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import secrets
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from contextlib import AsyncExitStack
 from dataclasses import dataclass, replace
 from importlib.resources import files
@@ -18,6 +18,7 @@ from outrider_client.bench.prompts import BenchPrompt, load_prompts
 from outrider_client.bench.report import ALL_TASKS, cells
 from outrider_client.bench.runner import Plan, Runner
 from outrider_client.bench.samples import PLAIN, BenchMode, Block
+from outrider_client.bench.session import Note
 from outrider_client.local.stack import ServiceFailed, private_stack
 from outrider_client.results import TargetInfo
 from outrider_client.tuning.budget import (
@@ -32,7 +33,6 @@ from outrider_client.tuning.candidates import Candidate
 from outrider_client.tuning.estimates import Estimate, better, estimate, most_promising, over_loads
 from outrider_client.tuning.services import Setup, Side
 
-Note = Callable[[str], None]
 # What takes turns, and a block of each.
 _Way = tuple[BenchMode, Backend]
 _Pair = tuple[Block, Block]

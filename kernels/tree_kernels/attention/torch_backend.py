@@ -14,7 +14,7 @@ from tree_kernels.attention.variant import PLAIN, AttentionVariant
 from tree_kernels.window_frames import WindowFrames
 
 # Scores that are held at a time where PyTorch's operation does not take the variant: 64 MB in fp32.
-_MOST_SCORES = 1 << 24
+MOST_SCORES = 1 << 24
 
 
 @dataclass
@@ -147,7 +147,7 @@ def _by_scores(
     keys, values = keys.to(wide).transpose(1, 2), values.to(wide)
     mask = torch.ones(rows, rows, dtype=torch.bool, device=query.device).tril_() if one.causal else one.mask
     output = query.new_empty(rows, heads, values.shape[-1])
-    each = max(1, _MOST_SCORES // (heads * count))
+    each = max(1, MOST_SCORES // (heads * count))
     for first in range(0, rows, each):
         block = query[first : first + each]
         packed = block.to(wide).view(-1, kv_heads, group, width).permute(1, 2, 0, 3).reshape(kv_heads, -1, width)

@@ -11,10 +11,7 @@ import torch
 from torch import Tensor
 
 from tree_kernels.attention import AttentionPlan
-from tree_kernels.attention.torch_backend import SequencePlan, TorchPlan, TorchPlanner, keys_of
-
-# Scores that are held at a time, 64 MB in fp32: those of a long prompt's chunk would be gigabytes.
-_MOST_SCORES = 1 << 24
+from tree_kernels.attention.torch_backend import MOST_SCORES, SequencePlan, TorchPlan, TorchPlanner, keys_of
 
 
 class TorchLatentAttention(TorchPlanner):
@@ -26,7 +23,7 @@ class TorchLatentAttention(TorchPlanner):
         for one in plan.sequences:
             vectors = keys_of(one, cache.unsqueeze(2))[0, 0]
             hidden = _hidden_in_tail(one, query.device)
-            each = max(1, _MOST_SCORES // (query.shape[1] * one.keys))
+            each = max(1, MOST_SCORES // (query.shape[1] * one.keys))
             for first in range(0, one.end - one.start, each):
                 rows = slice(one.start + first, min(one.start + first + each, one.end))
                 unseen = None if hidden is None else hidden[first : first + each]

@@ -149,7 +149,7 @@ class DraftConversation:
                 continue
             part.sequence_id = sequence_id
             try:
-                growths.append(growth_from_pb(part, vocabulary_size, MAX_NODES, f"growth.sequences[{i}]"))
+                growths.append(growth_from_pb(part, vocabulary_size, f"growth.sequences[{i}]"))
             except InvalidField as error:
                 self.close([sequence_id])
                 self._events.receive(SequenceFailure(sequence_id, error.reason, error.message))

@@ -110,15 +110,13 @@ def advance_to_pb(advance: SequenceAdvance) -> draft_pb2.SequenceAdvance:
     )
 
 
-def growth_from_pb(
-    pb: draft_pb2.SequenceGrowth, vocabulary_size: int, max_nodes: int = MAX_NODES, field_path: str = "growth"
-) -> SequenceGrowth:
+def growth_from_pb(pb: draft_pb2.SequenceGrowth, vocabulary_size: int, field_path: str = "growth") -> SequenceGrowth:
     """A growth with valid shape, ids and numbers. Whether its ids fit the tree is checked by `GrowingTree`."""
     # A slice copies a whole field in C; iteration makes a call for each entry.
     token_ids, parent_ids, scores = tuple(pb.token_ids[:]), tuple(pb.parent_ids[:]), tuple(pb.scores[:])
     nodes, first = len(token_ids), pb.first_node_id
-    if nodes > max_nodes:
-        raise InvalidField(f"{field_path}.token_ids", f"has more than {max_nodes} entries")
+    if nodes > MAX_NODES:
+        raise InvalidField(f"{field_path}.token_ids", f"has more than {MAX_NODES} entries")
     if len(pb.distributions) > MAX_ROWS:
         raise InvalidField(f"{field_path}.distributions", f"has more than {MAX_ROWS} entries")
     if len(parent_ids) != nodes:

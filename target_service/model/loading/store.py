@@ -6,7 +6,6 @@ python -m target_service.model.loading.store pull|list|path NAME
 from __future__ import annotations
 
 import hashlib
-import logging
 import os
 import shutil
 import subprocess
@@ -31,8 +30,6 @@ from outrider.settings import CommandParser
 from outrider.standard_streams import exit_status, prepare_standard_streams
 from target_service.model.loading.hub import HubId, PullFailed, cached_models, check_space, fetch, whole_snapshot
 from target_service.model.loading.inspection import Inspected, in_words, inspect
-
-log = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True, slots=True)

@@ -11,7 +11,6 @@ from itertools import accumulate
 import torch
 
 from outrider.devices import choose_device
-from target_service.core.running_means import bounded
 from target_service.model.forward import ForwardInput
 from target_service.model.runner import ModelRunner
 
@@ -81,7 +80,7 @@ class StepCost:
         # Bounded, so that a pause of the machine hardly counts.
         expected = self(rows)
         # The bound of a live step's factor from the estimate, so that one step moves it by a twentieth at most. Chosen.
-        factor = 1 + _LIVE_SHARE * (bounded(seconds, expected, 1.5) / expected - 1)
+        factor = 1 + _LIVE_SHARE * (min(1.5, max(1 / 1.5, seconds / expected)) - 1)
         for size, unseen in enumerate(self._unseen):
             self._unseen[size] = 0 if size == i else unseen + 1
             self._measured[size] *= factor if size == i else factor ** min(1.0, unseen / _UNSEEN)
