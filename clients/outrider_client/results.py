@@ -31,10 +31,6 @@ def _token_texts_from_pb(pbs: Mapping[int, target_pb2.TokenText]) -> dict[int, T
     return {token_id: TokenText(each.text, each.special) for token_id, each in pbs.items()}
 
 
-def _tree_from_pb(pb: target_pb2.VerifiedTree) -> VerifiedTree:
-    return VerifiedTree(tuple(pb.tree.token_ids), tuple(pb.tree.parents), tuple(pb.accepted_rows))
-
-
 @dataclass(frozen=True, slots=True)
 class Started:
     """The request as the target accepted it."""
@@ -155,7 +151,8 @@ class Chunk:
         if pb.drafts_by_step:
             values["drafts_by_step"] = tuple(pb.drafts_by_step)
         if pb.HasField("tree"):
-            values["tree"] = _tree_from_pb(pb.tree)
+            tree = pb.tree.tree
+            values["tree"] = VerifiedTree(tuple(tree.token_ids), tuple(tree.parents), tuple(pb.tree.accepted_rows))
         if pb.HasField("prompt_logprobs"):
             values["prompt"] = PromptToken.from_pb(pb.prompt_logprobs)
         chunk = object.__new__(cls)

@@ -46,7 +46,7 @@ class GatewayAdmission:
         """Who holds what a request takes, once a target has accepted its caller. Raises `Refused`. Refusals, also those
         that the block raises, are sent no sooner than `RefusalPace` allows; whom no target knows is known by its
         address."""
-        peer = peer_of(scope)
+        peer = peer_name((scope.get("client") or ("",))[0])
         pace_of = f"peer {peer}"
         try:
             tenant = await self._known.tenant(caller)
@@ -121,8 +121,3 @@ def _refusing() -> Iterator[None]:
         yield
     except QuotaExceeded as error:
         raise TooMany(error.message) from None
-
-
-def peer_of(scope: Scope) -> str:
-    """The peer of a request, by its address."""
-    return peer_name((scope.get("client") or ("",))[0])

@@ -58,19 +58,16 @@ def joined(events: Sequence[SequenceEvent]) -> Iterable[SequenceEvent]:
 def _joined(events: Sequence[SequenceEvent]) -> Iterator[SequenceEvent]:
     run: list[StepVerdict] = []
     for event in events:
-        if run and not (isinstance(event, StepVerdict) and _continues(event, run[0])):
+        verdict = event if isinstance(event, StepVerdict) else None
+        if run and (verdict is None or verdict.drafted_tokens or verdict.model_version != run[0].model_version):
             yield _join(run)
             run = []
-        if isinstance(event, StepVerdict):
-            run.append(event)
+        if verdict is not None:
+            run.append(verdict)
         else:
             yield event
     if run:
         yield _join(run)
-
-
-def _continues(verdict: StepVerdict, first: StepVerdict) -> bool:
-    return not verdict.drafted_tokens and verdict.model_version == first.model_version
 
 
 def _join(run: list[StepVerdict]) -> StepVerdict:

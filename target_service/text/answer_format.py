@@ -110,7 +110,8 @@ class AnswerFormat:
 def answer_format(chat_template: str, response_template: Mapping[str, Any] | None = None) -> AnswerFormat | None:
     """The format of a model's answers; None for one whose answers are text alone, as far as is known.
     `response_template` is that of the model's own tokenizer, which goes before what the chat template shows."""
-    found = next((found for found, markers in formats().values() if _written_by(chat_template, markers)), None)
+    shown = (one for one, ways in formats().values() if any(all(mark in chat_template for mark in way) for way in ways))
+    found = next(shown, None)
     if response_template is not None:
         call, length = (found.call, found.call_id_length) if found else (None, 0)
         return AnswerFormat(response_template, call, length)
@@ -126,10 +127,6 @@ def default_format() -> AnswerFormat:
     """The format of calls that every model can be held to."""
     found, _ = formats()[DEFAULT]
     return found
-
-
-def _written_by(chat_template: str, markers: list[list[str]]) -> bool:
-    return any(all(marker in chat_template for marker in group) for group in markers)
 
 
 @cache

@@ -64,7 +64,7 @@ class PromptEncoder:
 
         whole = _Given(turns, arguments or {}, tools)
         plain = render(whole)
-        if special or not self._may_hold_special(whole):
+        if special or all(self._sources.isdisjoint(text) for text in _contents(whole)):
             return self._all_meant(plain)
         masked, unmask = self._masked(whole, plain, render)
         if self._guarded.found(unmask(masked)) == self._guarded.found(masked):
@@ -78,9 +78,6 @@ class PromptEncoder:
     def _all_meant(self, text: str) -> list[int]:
         token_ids = self._guarded.encode_all(text)
         return self._guarded.encode([(text, True)]) if token_ids is None else token_ids
-
-    def _may_hold_special(self, given: _Given) -> bool:
-        return any(not self._sources.isdisjoint(text) for text in _contents(given))
 
     def _masked(self, given: _Given, plain: str, render: Callable[[_Given], str]) -> tuple[str, Callable[[str], str]]:
         """The conversation with contents in which no special token can be found, and what gives it its text back.

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import replace
+from functools import partial
 
 import torch
 from torch import Tensor, nn
@@ -121,10 +122,7 @@ class LatentHeads(nn.Module):
 
     def slots(self, names: WeightNames, copy: Copy) -> Iterator[WeightSlot]:
         """Slots of the layer's tensors."""
-
-        def of(name: str) -> str:
-            return names.in_layer(name, self.layer)
-
+        of = partial(names.in_layer, layer=self.layer)
         if self.query is not None:
             yield from self.query.slots([of(names.query)], copy)
             yield from self.latents.slots([of(names.latent)], copy)

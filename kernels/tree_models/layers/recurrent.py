@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Iterator, Sequence
+from functools import partial
 
 import torch
 from torch import Tensor, nn
@@ -118,10 +119,7 @@ class GatedDeltaNet(nn.Module):
 
     def slots(self, names: WeightNames, copy: Copy) -> Iterator[WeightSlot]:
         """Slots of the layer's tensors."""
-
-        def of(name: str) -> str:
-            return names.in_layer(name, self.layer)
-
+        of = partial(names.in_layer, layer=self.layer)
         yield from self._product_slots(names, copy)
         yield decay_slot(of(names.decay), self.decay, copy)
         yield in_place(of(names.decay_bias), self.decay_bias, copy)
@@ -131,10 +129,7 @@ class GatedDeltaNet(nn.Module):
     def _product_slots(self, names: WeightNames, copy: Copy) -> Iterator[WeightSlot]:
         """Of the products and the convolution."""
         spec, keys = self.spec, self.spec.key_heads * self.spec.key_width
-
-        def of(name: str) -> str:
-            return names.in_layer(name, self.layer)
-
+        of = partial(names.in_layer, layer=self.layer)
         group, values = spec.heads // spec.key_heads, spec.heads * spec.value_width
         yield from convolution_slots(of(names.convolution), self.weight, None, copy)
         if len(names.mixer_in) > 2:
@@ -213,10 +208,7 @@ class StateSpace(nn.Module):
 
     def slots(self, names: WeightNames, copy: Copy) -> Iterator[WeightSlot]:
         """Slots of the layer's tensors."""
-
-        def of(name: str) -> str:
-            return names.in_layer(name, self.layer)
-
+        of = partial(names.in_layer, layer=self.layer)
         yield from self.products.slots([of(name) for name in names.mixer_in], copy)
         yield from convolution_slots(of(names.convolution), self.weight, self.bias, copy)
         yield decay_slot(of(names.decay), self.decay, copy)
@@ -275,10 +267,7 @@ class LightningAttention(nn.Module):
 
     def slots(self, names: WeightNames, copy: Copy) -> Iterator[WeightSlot]:
         """Slots of the layer's tensors."""
-
-        def of(name: str) -> str:
-            return names.in_layer(name, self.layer)
-
+        of = partial(names.in_layer, layer=self.layer)
         # Published are each head's query, key and value beside one another.
         spec, values = self.spec, self.spec.heads * self.spec.width
         order = torch.arange(3 * values).view(spec.heads, 3, spec.width).transpose(0, 1).flatten()
@@ -332,10 +321,7 @@ class KimiDeltaAttention(nn.Module):
 
     def slots(self, names: WeightNames, copy: Copy) -> Iterator[WeightSlot]:
         """Slots of the layer's tensors."""
-
-        def of(name: str) -> str:
-            return names.in_layer(name, self.layer)
-
+        of = partial(names.in_layer, layer=self.layer)
         yield from self.products.slots([of(name) for name in names.mixer_in], copy)
         for product, name in zip((self.decays, self.gates), names.mixer_gates, strict=True):
             yield from product.slots([of(name)], copy)

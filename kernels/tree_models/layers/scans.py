@@ -4,6 +4,7 @@ gated linear recurrence."""
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
+from functools import partial
 
 import torch
 from torch import Tensor, nn
@@ -97,10 +98,7 @@ class SelectiveScan(nn.Module):
 
     def slots(self, names: WeightNames, copy: Copy) -> Iterator[WeightSlot]:
         """Slots of the layer's tensors."""
-
-        def of(name: str) -> str:
-            return names.in_layer(name, self.layer)
-
+        of = partial(names.in_layer, layer=self.layer)
         yield from self.products.slots([of(name) for name in names.mixer_in], copy)
         yield from convolution_slots(of(names.convolution), self.weight, self.bias, copy)
         yield from self.selection.slots([of(names.selection)], copy)
@@ -164,9 +162,7 @@ class GriffinRecurrence(nn.Module):
 
     def slots(self, names: WeightNames, copy: Copy) -> Iterator[WeightSlot]:
         """Slots of the layer's tensors."""
-
-        def of(name: str) -> str:
-            return names.in_layer(name, self.layer)
+        of = partial(names.in_layer, layer=self.layer)
 
         def write(tensors: Sequence[Tensor]) -> None:
             (tensor,) = tensors
