@@ -1,5 +1,5 @@
-"""A head that drafts behind the target's own passes, on its stream and in its cache: the root of a tree is then known,
-and neither the host nor a wire lies between a pass and its drafts.
+"""An EAGLE head or MTP module that drafts behind the target's own passes, on its stream and in its cache: the root of a
+tree is then known, and neither the host nor a wire lies between a pass and its drafts.
 
 What a drafter of its own process knows of a sequence, this one reads of the pass: which rows were accepted, the hidden
 states, the pages. It keeps nothing of a sequence beside its keys and values, which are layers of the target's cache; so
@@ -9,10 +9,10 @@ they are shared, kept and moved as the target's own.
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from functools import partial
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 from torch import Tensor
 
@@ -21,10 +21,13 @@ from draft_service.checkpoints.vocabulary import read_token_map
 from draft_service.config import named_in_target
 from draft_service.drafters.base import drafter_spec
 from draft_service.eagle.checkpoint import EagleCheckpoint
-from draft_service.eagle.config import EagleConfig
+from draft_service.eagle.config import EagleConfig, HeadDrafterConfig
 from draft_service.eagle.drafter import EagleDrafter
 from draft_service.eagle.head import EagleHead
+from draft_service.eagle.head_config import LayeredShape
 from draft_service.eagle.head_drafter import HeadNetwork
+from draft_service.mtp.checkpoint import MtpCheckpoint
+from draft_service.mtp.drafter import MtpConfig, MtpDrafter
 from draft_service.neural.cuda_graphs.pass_trees import CacheSizes, PassTrees
 from draft_service.neural.network import RowOutput
 from draft_service.neural.tree_config import TreeShape
@@ -37,6 +40,7 @@ from tree_models.layers.placing import Placement
 
 if TYPE_CHECKING:
     from tree_kernels.attention import TreeAttention
+    from tree_kernels.latent_attention import LatentAttention
     from tree_models.layers.paged import PagedPass
 
 log = logging.getLogger(__name__)
@@ -48,52 +52,87 @@ _SHAPES = ((4, 7, 8), (16, 5, 4), (32, 4, 2), (64, 3, 2))
 _LEAST_LEVELS, _LEAST_WIDTH = 2, 1
 
 
-def connect(argument: str) -> Callable[[PassTarget], InPassDrafter]:
-    """Take the EAGLE head of the drafter that `argument` names, see `named_in_target`: `eagle`, or a merged one, whose
-    other parts are left out. Returns a function that loads it for a target. Raises `NotSupported` or `SettingsError`;
-    the function also what reading weights raises."""
+def connect(argument: str, model: str) -> Callable[[PassTarget], InPassDrafter]:
+    """Take the EAGLE head or the MTP module of the drafter that `argument` names, see `named_in_target`, or of a merged
+    one, whose other parts are left out. `model` is the target, whose modules are meant where no other is named. Returns
+    a function that loads it for a target. Raises `NotSupported` or `SettingsError`; the function also what reading
+    weights raises."""
     name, settings_of = named_in_target(argument)
     parts = drafter_spec(name).parts(settings_of(name)) or (name,)
-    if EagleDrafter.name not in parts:
-        raise SettingsError(f"{name!r} does not run in the target's passes, {EagleDrafter.name!r} does")
-    if others := [part for part in parts if part != EagleDrafter.name]:
+    found = next((part for part in parts if part in _HEADS), None)
+    if found is None:
+        raise SettingsError(f"{name!r} does not run in the target's passes, {' and '.join(map(repr, _HEADS))} do")
+    if others := [part for part in parts if part != found]:
         log.info("left out of the target's passes: %s", ", ".join(others))
-    config = settings_of(EagleDrafter.name)
-    assert isinstance(config, EagleConfig)
     # Trees as those of captured drafters.
-    return partial(_load, EagleCheckpoint(head_source(config.head)), replace(config, cuda_graphs=True))
+    config = replace(settings_of(found), cuda_graphs=True)
+    return partial(_load, _HEADS[found](config, model), config)
 
 
-def _load(checkpoint: EagleCheckpoint, config: EagleConfig, target: PassTarget) -> InPassHead:
-    shape = checkpoint.config
+class _StoredHead(NamedTuple):
+    """A head that is not loaded yet."""
+
+    shape: LayeredShape
+    tokenizer_fingerprint: str  # empty for any
+    # Where it lies, behind how many layers in the cache, and its draft vocabulary.
+    load: Callable[[Placement, int, Sequence[int] | None], EagleHead]
+
+
+def _eagle(config: EagleConfig, model: str) -> _StoredHead:
+    found = EagleCheckpoint(head_source(config.head))
+
+    def load(place: Placement, kept: int, token_map: Sequence[int] | None) -> EagleHead:
+        own = TargetCheckpoint(model_source(config.embeddings or model))
+        return found.load(place, target=own, token_map=token_map, kept=kept)
+
+    return _StoredHead(found.config, found.config.tokenizer_fingerprint, load)
+
+
+def _mtp(config: MtpConfig, model: str) -> _StoredHead:
+    if config.num_modules > 1:
+        raise SettingsError(
+            f"num_modules {config.num_modules}: one drafts in the target's passes, several in a service"
+        )
+    named = config.base_model or model
+    found = MtpCheckpoint(model_source(named), num_modules=1)
+
+    def load(place: Placement, kept: int, token_map: Sequence[int] | None) -> EagleHead:
+        return found.load(place, token_map=token_map, kept=kept)[0]
+
+    return _StoredHead(found.configs[0], "" if named == model else found.tokenizer_fingerprint(), load)
+
+
+# By the drafter's name, what reads its head's configuration, with the drafter's settings and the target's name.
+_HEADS: Mapping[str, Callable[[Any, str], _StoredHead]] = {EagleDrafter.name: _eagle, MtpDrafter.name: _mtp}
+
+
+def _load(stored: _StoredHead, config: HeadDrafterConfig, target: PassTarget) -> InPassHead:
+    shape, fingerprint = stored.shape, stored.tokenizer_fingerprint
     if shape.vocab_size != target.vocabulary_size:
         raise NotSupported(f"the head's target has {shape.vocab_size} tokens, this one {target.vocabulary_size}")
-    if target.tokenizer_fingerprint not in ("", shape.tokenizer_fingerprint) and shape.tokenizer_fingerprint:
+    if target.tokenizer_fingerprint not in ("", fingerprint) and fingerprint:
         raise NotSupported("the head was made for another tokenizer")
     if shape.target_hidden_size != target.hidden_size:
         width = shape.target_hidden_size
         raise NotSupported(f"the head reads states {width} wide, the target's are {target.hidden_size}")
-    place = Placement(target.device, target.dtype, packed=False)
-    own = TargetCheckpoint(model_source(config.embeddings or target.source))
-    head = checkpoint.load(place, target=own, token_map=read_token_map(config.token_map), kept=target.cached_layers)
+    place = Placement(target.device, target.dtype, packed=False, latent=target.latent)
+    head = stored.load(place, target.cached_layers, read_token_map(config.token_map))
     head.prepare(int8=config.head_weights == "int8")
-    layers = shape.feature_layers or shape.layers_of(target.layers)
-    return InPassHead(head, layers, config)
+    return InPassHead(head, shape.feature_layers or shape.layers_of(target.layers), config)
 
 
 class InPassHead:
     """See `tree_models.in_pass.InPassDrafter`."""
 
-    name = EagleDrafter.name
-
-    def __init__(self, head: EagleHead, layers: tuple[int, ...], config: EagleConfig) -> None:
+    def __init__(self, head: EagleHead, layers: tuple[int, ...], config: HeadDrafterConfig) -> None:
         shape = head.config
+        self.name = MtpDrafter.name if shape.kind == "mtp" else EagleDrafter.name
         self.layers = layers
         self._head, self._network = head, HeadNetwork(head)
-        self.cache_shapes = self._network.cache_shapes
+        self.cache_shapes, self.latent = self._network.cache_shapes, head.latent
         self._tree, self._last_position = config.tree, shape.max_positions - 1
         # What `prepare` was given.
-        self._cache: tuple[TreeAttention, CacheSizes] | None = None
+        self._cache: tuple[TreeAttention | LatentAttention, CacheSizes] | None = None
         # By sequences at most.
         self._trees: dict[int, PassTrees] = {}
         # For the rows of the pass that was read last, until trees grow from it.
@@ -103,7 +142,7 @@ class InPassHead:
         """See `InPassDrafter.tail`."""
         return shape_for(self._tree, sequences).expanded
 
-    def prepare(self, attention: TreeAttention, page_size: int, max_context: int, rows: int) -> None:
+    def prepare(self, attention: TreeAttention | LatentAttention, page_size: int, max_context: int, rows: int) -> None:
         """See `InPassDrafter.prepare`."""
         most = max_context + self.tail(1)
         self._cache = attention, CacheSizes(page_size, -(-most // page_size), rows)

@@ -47,8 +47,8 @@ class TargetConfig(ServiceSettings):
     draft: str = setting(
         "",
         "draft service: HOST:PORT, unix:PATH, several with commas between them, file:PATH for a file with one on each "
-        "line that may change, inprocess:DRAFTER, or inpass:eagle for a head that runs behind each of the target's own "
-        "passes on a GPU, with the drafter's flags behind its name; none when empty",
+        "line that may change, inprocess:DRAFTER, or inpass:eagle or inpass:mtp for a head that runs behind each of "
+        "the target's own passes on a GPU, with the drafter's flags behind its name; none when empty",
     )
     draft_token: str = setting("", "file with the token for the draft service; none when empty")
     draft_tls_ca: str = setting("", "PEM roots for the draft service's certificate; plain text when empty")

@@ -104,7 +104,7 @@ def prepared_draft(config: TargetConfig) -> Connect | None:
     try:
         options = link_options(config)
         if config.drafts_in_passes:
-            prepare_in_pass(config.draft)
+            prepare_in_pass(config.draft, config.model)
             return None
         connect = prepare_draft(config.draft, options)
         if config.link_apart and not config.draft.startswith(INPROCESS_SCHEME):
@@ -147,7 +147,7 @@ def check_head(head: str, model: str) -> None:
 def _check_in_pass(config: TargetConfig) -> None:
     """Raise `SettingsError` where no pass can draft."""
     needed = {
-        "needs captured steps on a GPU; elsewhere there is --draft inprocess:eagle": not config.captures,
+        "needs captured steps on a GPU; elsewhere there is --draft inprocess:DRAFTER": not config.captures,
         "not with --batch-invariant, whose drafts are chains that the host cuts": config.batch_invariant,
         "not with --draft-head: it reads the states itself": bool(config.draft_head),
     }

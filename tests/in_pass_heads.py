@@ -1,22 +1,61 @@
-"""Tiny EAGLE heads behind the passes of a tiny target."""
+"""Tiny EAGLE heads and MTP modules behind the passes of a tiny target."""
 
 from __future__ import annotations
 
-from typing import Any
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+from typing import Any, NamedTuple
 
+import torch
+from conftest import make_tiny
+from eagle_drafting import make_drafter
 from eagle_heads import make_head
+from latent_models import V3
+from mtp_modules import PUBLISHED, write
+from recurrent_models import DELTA, EXPERTS
 from transformers import PreTrainedModel
 
 from draft_service.eagle.config import EagleConfig
 from draft_service.eagle.head import EagleHead
-from draft_service.in_pass import InPassHead
+from draft_service.eagle.head_drafter import HeadDrafter
+from draft_service.in_pass import InPassHead, shape_for
+from draft_service.mtp.drafter import MtpConfig, MtpDrafter
+from outrider.drafting.link import prepare_in_pass
+from target_service.model.runner import ModelRunner, runner_over
+from target_service.model.support import description_of
+from tree_models.building import build
+from tree_models.in_pass import PassTarget
+from tree_models.layers.decoder import Decoder
 from tree_models.layers.placing import Placement
+from tree_models.reference import published_tensors
 
 VOCABULARY, LAYERS = 211, (0, 1, 2)
 SETTINGS: dict[str, Any] = {
     "num_steps": 4, "topk": 3, "num_draft_tokens": 63, "min_score": 0.0, "dtype": "float32", "gumbel_candidates": 211,
     "kv_tokens": 4096, "cuda_graphs": True,
 }  # fmt: skip
+_GLM_EXPERTS: dict[str, Any] = {
+    "n_routed_experts": 4, "num_experts_per_tok": 2, "n_group": 1, "topk_group": 1, "first_k_dense_replace": 1,
+    "moe_intermediate_size": 16, "n_shared_experts": 1,
+}  # fmt: skip
+# By the layout of the module, the family of its target and its settings. MiMo's layers are Qwen2's.
+MODULES: dict[str, tuple[str, dict[str, Any]]] = {
+    "deepseek_v3": ("deepseek_v3", V3),
+    "glm4_moe": ("glm4_moe", _GLM_EXPERTS | {"head_dim": 16, "use_qk_norm": True, "attention_bias": True}),
+    "mimo": ("qwen2", {}),
+    "qwen3_next": ("qwen3_next", DELTA | EXPERTS | {"partial_rotary_factor": 0.5}),
+}
+KINDS = ("eagle", *MODULES)
+
+
+class Heads(NamedTuple):
+    """A target, and what drafts for it."""
+
+    model: PreTrainedModel
+    behind: Callable[[PassTarget], InPassHead]  # its passes
+    layers: tuple[int, ...]  # whose outputs are read
+    alone: Callable[[int], HeadDrafter]  # the same in a draft service, with trees as behind passes of so many sequences
 
 
 def head_of(model: PreTrainedModel, kept: int = 0) -> EagleHead:
@@ -37,3 +76,74 @@ def head_of(model: PreTrainedModel, kept: int = 0) -> EagleHead:
 def in_pass_head(model: PreTrainedModel) -> InPassHead:
     """A head behind passes of the model, whose layers all have keys and values."""
     return InPassHead(head_of(model, model.config.num_hidden_layers), LAYERS, EagleConfig(**SETTINGS))
+
+
+def drafting_runner(heads: Heads, **sizes: Any) -> ModelRunner:
+    """A runner behind whose passes the heads draft, on the model's device; `sizes` as in `runner_over`."""
+    description, model = description_of(heads.model.config), heads.model
+    assert description is not None
+    place = Placement(model.device, model.dtype, latent=True)
+    decoder = build(description, published_tensors(model), place)
+    return runner_over(decoder, in_pass=heads.behind(target_of(decoder)), **sizes)
+
+
+def target_of(decoder: Decoder) -> PassTarget:
+    """What a drafter is told of a decoder."""
+    sizes = decoder.layer_count, len(decoder.cache_shapes), decoder.latent, decoder.hidden_size, decoder.vocabulary_size
+    return PassTarget(*sizes, "", decoder.device, decoder.dtype)
+
+
+def heads_of(name: str, folder: Path) -> Heads:
+    """Of one of the `KINDS`; a target with a module is written to the folder."""
+    return eagle_heads(make_tiny()) if name == "eagle" else module_heads(name, folder)
+
+
+def eagle_heads(model: PreTrainedModel) -> Heads:
+    """An EAGLE head of random weights for a tiny Llama of two layers."""
+    return Heads(
+        model,
+        lambda _: in_pass_head(model),
+        LAYERS,
+        lambda sequences: make_drafter(head_of(model), **_alone(EagleConfig(**SETTINGS), sequences)),
+    )
+
+
+def module_heads(layout: str, folder: Path) -> Heads:
+    """An MTP module in the checkpoint of a target, which is written."""
+    family, settings = MODULES[layout]
+    model = make_tiny(family, **settings)
+    write_module(model, layout, folder)
+    own = {"base_model": str(folder), "feature_dtype": "float32"}
+    config = MtpConfig(**(SETTINGS | own))
+
+    def alone(sequences: int) -> HeadDrafter:
+        drafter = MtpDrafter(replace(config, **_alone(config, sequences)))
+        drafter.start()
+        return drafter
+
+    named = {name: value for name, value in SETTINGS.items() if name != "cuda_graphs"}
+    flags = " ".join(f"--{name.replace('_', '-')} {value}" for name, value in named.items())
+    layers = model.config.num_hidden_layers - (layout == "mimo")
+    return Heads(model, prepare_in_pass(f"inpass:mtp {flags}", str(folder)), (layers,), alone)
+
+
+def write_module(model: PreTrainedModel, layout: str, folder: Path) -> None:
+    """Write a target's checkpoint with a module of random weights, around a layer as the target's last that attends."""
+    torch.manual_seed(7)
+    source, width = published_tensors(model), model.config.hidden_size
+    tensors = {name: source.read(name) for name in source.stored}
+    last = max(int(name.split(".")[2]) for name in tensors if ".self_attn." in name)
+    names = PUBLISHED.get(layout, PUBLISHED["deepseek_v3"])
+    if names.first:
+        names = replace(names, first=model.config.num_hidden_layers)
+    prefix = f"model.layers.{last}."
+    module = {names.of(names.layer, 0) + n.removeprefix(prefix): t for n, t in tensors.items() if n.startswith(prefix)}
+    module |= {f"{names.of(norm, 0)}.weight": torch.rand(width) + 0.5 - names.offset for norm in names.norms}
+    module[f"{names.of(names.joining, 0)}.weight"] = torch.randn(width, 2 * width) * 0.3
+    write(folder, model.config.to_dict() | {"model_type": layout}, tensors | module)
+
+
+def _alone(config: EagleConfig | MtpConfig, sequences: int) -> dict[str, Any]:
+    """Settings of a draft service that grows trees as behind passes of so many sequences."""
+    shape = shape_for(config.tree, sequences)
+    return SETTINGS | {"cuda_graphs": False, "num_steps": shape.num_steps, "frontier": shape.width}

@@ -8,22 +8,27 @@ from __future__ import annotations
 import contextlib
 import itertools
 from collections.abc import Callable
+from dataclasses import replace
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
 from torch import Tensor
+from torch.nn import functional
 
 from target_service.model.cuda_graphs.pass_graphs import PassGraphs
 from target_service.model.cuda_graphs.runner import CapturedRunner
 from target_service.model.cuda_graphs.sizes import buckets_up_to
 from tree_kernels import paging
 from tree_kernels.attention import AttentionBatch, TreeAttention
+from tree_kernels.latent_attention import LatentAttention, norm_rope
 from tree_kernels.linear import layers as linear_layers
+from tree_kernels.recurrence import RecurrencePlan, RecurrentStates, TreeRecurrence
 from tree_models.layers import paged
 
 triton_attention = pytest.importorskip("tree_kernels.attention.triton_backend")
+triton_latents = pytest.importorskip("tree_kernels.latent_attention.triton_backend")
 
 CPU = torch.device("cpu")
 SEQUENCES, ROWS = 4, 48
@@ -35,28 +40,70 @@ class ReadBack(TreeAttention):
     def __init__(self) -> None:
         super().__init__("torch")
         self.backend = "triton"
-        self._plain = self._implementation
+        self._plain = TreeAttention("torch")
         self._implementation = triton_attention.TritonAttention(CPU, triton_attention.TritonSettings(processors=4))
 
     def run(self, plan: Any, query: Tensor, *others: Any) -> Tensor:
-        if len(plan.query_starts) == 2 and not plan.query_starts[-1]:
-            return query
-        batch = batch_of(plan)
-        rows = batch.query_starts[-1]
-        attended = query.new_zeros(query.shape)
-        if rows:
-            attended[:rows] = self._plain.run(self._plain.plan(batch), query[:rows], *others)
-        return attended
+        return attended(self._plain, plan, query, others[1].shape[-1], *others)
+
+
+class ReadBackLatents(LatentAttention):
+    """The same of latents."""
+
+    def __init__(self) -> None:
+        super().__init__("torch")
+        self.backend = "triton"
+        self._plain = LatentAttention("torch")
+        self._implementation = triton_latents.TritonLatentAttention(CPU, triton_attention.TritonSettings(processors=4))
+
+    def run(self, plan: Any, query: Tensor, *others: Any) -> Tensor:
+        return attended(self._plain, plan, query, others[1], *others)
+
+
+def attended(plain: Any, plan: Any, query: Tensor, width: int, *others: Any) -> Tensor:
+    """[R, H, width] of all rows of a captured step, zeros of those that are of no sequence."""
+    output = query.new_zeros(*query.shape[:2], width)
+    batch = batch_of(plan)
+    rows = batch.query_starts[-1]
+    if rows:
+        output[:rows] = plain.run(plain.plan(batch), query[:rows], *others)
+    return output
+
+
+class ReadBackRecurrence(TreeRecurrence):
+    """The same of layers with states."""
+
+    def __init__(self) -> None:
+        super().__init__("torch")
+        self.backend = "triton"
+
+    @property
+    def capturable(self) -> Any:
+        return self
+
+    def plan_on_device(self, batch: AttentionBatch, tensors: Any, states: RecurrentStates) -> RecurrencePlan:
+        starts, prefixes = tensors.query_starts.tolist(), tensors.prefix_lengths.tolist()
+        trees = trees_of(starts, tensors.causal.tolist(), tensors.parents.tolist())
+        laid_out = replace(batch, query_starts=tuple(starts), prefix_lengths=tuple(prefixes), parents=tuple(trees))
+        plan = self._form.plan(laid_out, tensors.slots.tolist(), states)
+        places = functional.pad(plan.node_slots, (0, batch.rows - laid_out.rows), value=-1)
+        return replace(plan, batch=batch, node_slots=places)
+
+
+def trees_of(starts: list[int], causal: list[int], parents: list[int]) -> list[tuple[int, ...] | None]:
+    """As in `AttentionBatch.parents`."""
+    spans = zip(causal, itertools.pairwise(starts), strict=True)
+    return [None if flag or start == end else tuple(parents[start:end]) for flag, (start, end) in spans]
 
 
 def batch_of(plan: Any) -> AttentionBatch:
     starts, page_starts, table = plan.query_starts.tolist(), plan.page_starts.tolist(), plan.page_table.tolist()
-    prefixes, causal, parents = plan.prefix_lengths.tolist(), plan.causal.tolist(), plan.parents.tolist()
+    prefixes = plan.prefix_lengths.tolist()
     spans = list(itertools.pairwise(starts))
     keys = [prefix + end - start for prefix, (start, end) in zip(prefixes, spans, strict=True)]
     size = plan.batch.page_size
     held = [tuple(table[at : at - (-count // size)]) for at, count in zip(page_starts, keys, strict=True)]
-    trees = [None if flag else tuple(parents[start:end]) for flag, (start, end) in zip(causal, spans, strict=True)]
+    trees = trees_of(starts, plan.causal.tolist(), plan.parents.tolist())
     # Those without rows have no keys either.
     there = [place for place, (start, end) in enumerate(spans) if end > start]
     return AttentionBatch(
@@ -112,5 +159,5 @@ def without_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
         there = slots >= 0
         paging.write_kv(key[there], value[there], key_cache, value_cache, slots[there].long())
 
-    for module in (paged, linear_layers):
+    for module in (paged, linear_layers, norm_rope):
         monkeypatch.setattr(module, "write_kv", write_kv)

@@ -38,7 +38,7 @@ class HeadNetwork:
 
     def __init__(self, head: EagleHead) -> None:
         self._head = head
-        self.cache_shapes: Sequence[CacheShape] = head.expanded_shapes
+        self.cache_shapes: Sequence[CacheShape] = head.cache_shapes
         self.dtype, self.device = head.embedding.dtype, head.embedding.device
         ids = head.token_ids
         self.token_ids = None if ids is None else ids.cpu().numpy().astype(np.int32)

@@ -48,10 +48,16 @@ class MtpCheckpoint:
         return self._target.fingerprint()
 
     def load(
-        self, place: Placement = IN_FP32, most: int | None = None, *, token_map: Sequence[int] | None = None
+        self,
+        place: Placement = IN_FP32,
+        most: int | None = None,
+        *,
+        token_map: Sequence[int] | None = None,
+        kept: int = 0,
     ) -> list[EagleHead]:
         """Load the modules as heads: the first `most`, or all for None. Modules without an embedding or lm_head of
-        their own share the target's. A `token_map` of target ids limits the draft vocabulary."""
+        their own share the target's. A `token_map` of target ids limits the draft vocabulary. `kept` layers of others
+        come before theirs in the cache."""
         heads: list[EagleHead] = []
         for config, names in [*zip(self.configs, self._names, strict=True)][:most]:
             source = separated(_Published(self._weights, names), config.names)
@@ -59,7 +65,8 @@ class MtpCheckpoint:
             if self._layout.state_first:
                 state, embedding = tensors["fc.weight"].chunk(2, dim=1)
                 tensors["fc.weight"] = torch.cat([embedding, state], dim=1)
-            head = make_head(config, tensors, place, self._target, token_map, sum(len(one.layers) for one in heads))
+            before = kept + sum(len(one.layers) for one in heads)
+            head = make_head(config, tensors, place, self._target, token_map, before)
             for name, part in ((EMBEDDING, "embedding"), (LM_HEAD, "lm_head")):
                 other = next((i for i, own in enumerate(self._names[: len(heads)]) if name not in own), None)
                 if name not in names and other is not None:

@@ -51,7 +51,7 @@ class ModuleNetwork(HeadNetwork):
         """`number` counts from 0; see `MtpCheckpoint` for `chained`."""
         super().__init__(modules[number])
         # Of the whole cache: a later module's rows are of later tokens.
-        self.cache_shapes = [shape for module in modules for shape in module.expanded_shapes]
+        self.cache_shapes = [shape for module in modules for shape in module.cache_shapes]
         self.successors = len(modules)
         # The last module drafts all deeper levels from its own output.
         self._passes_on_output = chained or number == len(modules) - 1

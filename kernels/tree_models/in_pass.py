@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 
 from tree_kernels.attention import TreeAttention
+from tree_kernels.latent_attention import LatentAttention
 from tree_kernels.pass_trees import VerifiedRows
 from tree_models.layers.decoder import CacheShape
 from tree_models.layers.paged import PagedPass
@@ -17,9 +18,9 @@ from tree_models.layers.paged import PagedPass
 class PassTarget(NamedTuple):
     """The model behind whose passes a drafter is to run."""
 
-    source: str  # as `--model` names it
     layers: int  # decoder layers
-    cached_layers: int  # of them, those with keys and values
+    cached_layers: int  # of them, those with keys and values, or latents
+    latent: bool  # the cache keeps latents
     hidden_size: int
     vocabulary_size: int
     tokenizer_fingerprint: str
@@ -55,11 +56,12 @@ class InPassDrafter(Protocol):
     name: str  # of the kind of drafter
     layers: tuple[int, ...]  # of the target, whose outputs it reads
     cache_shapes: Sequence[CacheShape]  # of its layers
+    latent: bool  # its layers keep latents, as the target's do then
 
     def tail(self, sequences: int) -> int:
         """Keys behind those of a sequence that a tree writes, in a pass of so many sequences."""
 
-    def prepare(self, attention: TreeAttention, page_size: int, max_context: int, rows: int) -> None:
+    def prepare(self, attention: TreeAttention | LatentAttention, page_size: int, max_context: int, rows: int) -> None:
         """Make room for passes of so many rows of a cache with such pages. Once, before anything is captured."""
 
     def read(self, done: VerifiedPass, sequences: int) -> None:

@@ -36,8 +36,8 @@ class PassDrafting:
     def __init__(self, runner: ModelRunner, drafter: InPassDrafter, table: NodeTable, max_rows: int) -> None:
         """Behind passes of at most `max_rows`."""
         own = runner.attention
-        # A target of latents has plans of the same form.
-        self._attention = own if isinstance(own, TreeAttention) else TreeAttention("triton", runner.device)
+        # Keys and values beside a target of latents have plans of the same form.
+        self._attention = own if drafter.latent == runner.latent else TreeAttention("triton", runner.device)
         drafter.prepare(self._attention, runner.cache.page_size, runner.max_context, max_rows)
         self._runner, self._drafter, self._table = runner, drafter, table
         # Of the next pass, and whether it grows trees; without them it is read all the same, so that trees may follow

@@ -65,8 +65,8 @@ NOT_RUN = {
     "needs a GPU",
     r"python -m benchmarks\.widened\.run": "needs a model of 8B cost; tests/benchmarks/test_widened.py runs a tiny one",
     r"outrider bench .*,transformers": "spawns a process, which the stand-in for python cannot; run by hand",
-    r"outrider up --drafter eagle|outrider target .*'inpass:": "need a GPU; tests/target/test_in_pass.py has their "
-    "passes, and tests/clients/test_mps.py what `outrider up` sets",
+    r"outrider up --drafter (eagle|mtp)|outrider target .* '?inpass:": "need a GPU; tests/target/test_in_pass.py has "
+    "their passes, and tests/clients/test_mps.py what `outrider up` sets",
     r"outrider bench .*,lookup": "needs a GPU, on which a target looks up by itself",
     r"outrider draft --drafter yours|outrider target --draft inprocess:yours|outrider bench .*,yours": "stands for a "
     "drafter that the reader has written; those of tests/draft/test_named_class.py are run",

@@ -30,14 +30,15 @@ def test_nothing_is_placed_without_a_gpu_or_where_the_user_did() -> None:
 
 @pytest.mark.parametrize("gpus", [1, 2])
 @pytest.mark.parametrize("ranks", [1, 2])
-@pytest.mark.parametrize("drafter", ["merged", "eagle"])
-def test_an_eagle_head_runs_in_the_targets_passes(drafter: str, gpus: int, ranks: int) -> None:
+@pytest.mark.parametrize("drafter", ["merged", "eagle", "mtp"])
+def test_a_head_runs_in_the_targets_passes(drafter: str, gpus: int, ranks: int) -> None:
     (head,) = {head.name for head in shipped_heads()}
     usual = ["--tensor-parallel", str(ranks), "--attention", "triton"]
     placed = place(gpus, drafter, "", usual, [])
     assert placed.in_pass and placed.shared and "in its passes" in placed.summary
     assert placed.target == ("--device", "cuda:0")
-    assert placed.draft == ("--device", "cuda:0", "--cuda-graphs", "--head", head)
+    own = ("--base-model", DEFAULT_MODEL) if drafter == "mtp" else ("--cuda-graphs", "--head", head)
+    assert placed.draft == ("--device", "cuda:0", *own)
     for words in (["--attention", "flashinfer"], ["--draft-head", "X"], ["--lockstep"], ["--no-speculation"]):
         assert not place(gpus, drafter, "", words, []).in_pass
     assert not place(gpus, drafter, "", [], [], {("target", "draft_head"): "X"}).in_pass
@@ -103,18 +104,26 @@ def test_medusa_heads_are_fed_and_not_captured() -> None:
 
 
 def test_an_mtp_module_is_the_models_own() -> None:
-    assert place(2, "mtp", "some/model", [], []) == GpuPlacement(
+    in_passes = place(2, "mtp", "some/model", [], [])
+    assert in_passes.in_pass and in_passes.draft == ("--device", "cuda:0", "--base-model", "some/model")
+    # Where it is apart, or modules draft that passes do not.
+    apart = place(2, "mtp", "some/model", [], [], apart=True)
+    assert apart == place(2, "mtp", "some/model", [], ["--num-modules", "2"])
+    assert apart == place(2, "mtp", "some/model", [], [], {("mtp", "num_modules"): "2"})
+    assert not place(2, "merged", "some/model", [], ["--merged-drafters", "mtp,eagle"]).in_pass
+    assert apart == GpuPlacement(
         ("--device", "cuda:0", "--draft-head", "some/model"),
         ("--device", "cuda:1", "--base-model", "some/model"),
         "the target runs on cuda:0, the draft on cuda:1",
     )
-    assert place(1, "mtp", "some/model", [], ["--base-model", "other"]).target[-1] == "other"
+    assert place(1, "mtp", "some/model", [], ["--base-model", "other"], apart=True).target[-1] == "other"
     merged = place(1, "merged", "some/model", [], ["--merged-drafters", "mtp,trie"])
     assert merged.draft == ("--device", "cuda:0", "--base-model", "some/model")
     # Blanks are allowed, as in the draft's own reading.
     assert place(1, "merged", "some/model", [], ["--merged-drafters", "trie, mtp"]) == merged
     assert place(1, "merged", "some/model", [], [], {("merged", "merged_drafters"): "trie , mtp"}) == merged
-    assert place(1, "mtp", "", [], [], named_settings({"OUTRIDER_MTP_BASE_MODEL": "named"}, None)).target[-1] == "named"
+    named = named_settings({"OUTRIDER_MTP_BASE_MODEL": "named"}, None)
+    assert place(1, "mtp", "", [], [], named, apart=True).target[-1] == "named"
 
 
 @pytest.mark.parametrize(

@@ -13,7 +13,7 @@ import pytest
 import torch
 from conftest import make_tiny
 from engine_harness import Outcome, Propose, engine_config, knowing_tree, make_runner, random_tree, request, run
-from in_pass_heads import LAYERS, in_pass_head
+from in_pass_heads import KINDS, drafting_runner, heads_of
 from latent_models import make_latent
 from other_weights import other_weights
 from structured_forms import SCHEMAS, trained_tokenizer
@@ -189,23 +189,25 @@ def test_what_the_device_drafts_changes_no_token(
         assert sum(one.finished.totals.accepted_tokens for one in outcomes) > 0
 
 
-@pytest.fixture(scope="module")
-def drafting() -> tuple[ModelRunner, DeviceSteps]:
-    """Passes behind which a head drafts."""
-    model = make_tiny().cuda()
-    runner = make_runner(model, attention="triton", in_pass=in_pass_head(model))
-    return captured(runner, enable_device_row_selection=True, hooked=LAYERS)
+@pytest.fixture(scope="module", params=KINDS)
+def drafting(
+    request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory
+) -> tuple[ModelRunner, ModelRunner, DeviceSteps]:
+    """An eager runner, and passes behind which a head or an MTP module drafts."""
+    heads = heads_of(request.param, tmp_path_factory.mktemp("target"))
+    heads.model.cuda()
+    sizes = {"num_pages": 128, "page_size": 16, "end_token_ids": (), "tokenizer": None}
+    runner = drafting_runner(heads, attention="triton", **sizes)
+    hooked = captured(runner, enable_device_row_selection=True, hooked=heads.layers)
+    return make_runner(heads.model, attention="triton"), *hooked
 
 
 @pytest.mark.parametrize("sampling", SAMPLINGS.values(), ids=SAMPLINGS)
 @pytest.mark.parametrize("passes", [1, 4])
 def test_a_head_behind_passes_changes_no_token(
-    exact: tuple[ModelRunner, ModelRunner, DeviceSteps],
-    drafting: tuple[ModelRunner, DeviceSteps],
-    sampling: SamplingParams,
-    passes: int,
+    drafting: tuple[ModelRunner, ModelRunner, DeviceSteps], sampling: SamplingParams, passes: int
 ) -> None:
-    eager, (taken, steps) = exact[0], drafting
+    eager, taken, steps = drafting
     wanted = [replace(one, token_ids=3 * one.token_ids, max_tokens=64) for one in requests(sampling)]
     said = run(eager, wanted)
     outcomes = run(taken, wanted, stagger=3, launch=steps, passes=passes)

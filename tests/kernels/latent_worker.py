@@ -5,6 +5,7 @@ A process of its own, because Triton's interpreter must be chosen before Triton 
 
 from __future__ import annotations
 
+import itertools
 import json
 import random
 import sys
@@ -129,6 +130,22 @@ def a_plan_takes_the_next_step() -> list[float]:
     return errors
 
 
+def output_rows_are_as_in_a_whole_pass() -> list[float]:
+    """Errors of levels of trees, as a module in the target's passes reads them."""
+    backend = TritonLatentAttention(DEVICE, BALANCED)
+    case = make_latent_case([(70, 17, "tree"), (9, 12, "tree")], device=DEVICE)
+    plan, own, errors = backend.plan(case.batch), LatentAttention("reference", DEVICE), list[float]()
+    expected = own.run(own.plan(case.batch), case.query, case.cache, case.latent, case.scale)
+    for first, end in ((0, 1), (1, 9), (9, 17)):
+        plan.output_rows = first, end
+        plan.schedules.clear()
+        output = backend.run(plan, case.query, case.cache, case.latent, case.scale)
+        starts = case.batch.query_starts
+        rows = [row for a, b in itertools.pairwise(starts) for row in range(a + first, min(a + end, b))]
+        errors.append(relative_error(output[rows], expected[rows]))
+    return errors
+
+
 def writing_leaves_out_rows_without_a_slot() -> bool:
     cache = torch.zeros(4, 16, 40, device=DEVICE)
     both = torch.randn(5, 2, 40, device=DEVICE)
@@ -189,6 +206,7 @@ def main() -> None:
     found = {
         "errors": {name: errors_of(arguments, settings) for name, arguments, settings in cases()},
         "update_errors": a_plan_takes_the_next_step(),
+        "output_rows_errors": output_rows_are_as_in_a_whole_pass(),
         "written": writing_leaves_out_rows_without_a_slot(),
         "norm_rope_errors": norm_rope_write_errors(),
     }

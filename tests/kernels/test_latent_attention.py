@@ -188,6 +188,7 @@ def check(found: dict[str, Any]) -> None:
             wrong[name] = errors
     assert not wrong
     assert max(found["update_errors"]) < 3e-6
+    assert max(found["output_rows_errors"]) < 3e-6
     assert found["written"]
     for name, error in found["norm_rope_errors"].items():
         assert error <= (2e-2 if "bfloat16" in name else 2e-3 if "float16" in name else 1e-6), name

@@ -1,5 +1,5 @@
-"""A head that drafts behind the target's own passes, without a GPU: the same output, and the trees that the same head
-grows in a draft service."""
+"""A head or MTP module that drafts behind the target's own passes, without a GPU: the same output, and the trees that
+the same one grows in a draft service."""
 
 from __future__ import annotations
 
@@ -7,25 +7,32 @@ import json
 import random
 from collections.abc import Callable
 from dataclasses import replace
+from pathlib import Path
 from typing import Any, NamedTuple
 
 import pytest
 import torch
 from conftest import make_tiny
-from eagle_drafting import make_drafter
 from engine_harness import engine_config, plain, request, run
 from hidden_states import states_of
-from in_pass_heads import LAYERS, SETTINGS, VOCABULARY, head_of
-from rerun_graphs import CPU, ROWS, SEQUENCES, ReadBack, RerunRunner, without_gpu
+from in_pass_heads import KINDS, VOCABULARY, Heads, drafting_runner, eagle_heads, heads_of, module_heads
+from mtp_modules import GLM, write
+from rerun_graphs import (
+    CPU,
+    ROWS,
+    SEQUENCES,
+    ReadBack,
+    ReadBackLatents,
+    ReadBackRecurrence,
+    RerunRunner,
+    without_gpu,
+)
 from structured_forms import SCHEMAS, trained_tokenizer
 from structured_forms import VOCABULARY as FORM_VOCABULARY
-from transformers import PreTrainedModel
 
 from draft_service.drafters.base import DraftSequence
-from draft_service.eagle.config import EagleConfig
-from draft_service.eagle.drafter import EagleDrafter
-from draft_service.eagle.head import EagleHead
-from draft_service.in_pass import InPassHead, shape_for
+from draft_service.eagle.head_drafter import HeadDrafter
+from draft_service.in_pass import InPassHead
 from outrider.drafting.link import prepare_in_pass
 from outrider.errors import NotSupported
 from outrider.sampling import SamplingParams, VerificationMode
@@ -36,16 +43,11 @@ from target_service.core.sequence import SequenceRequest
 from target_service.execution.device_executor import DeviceSteps, _is_drafted_in_passes
 from target_service.model.cuda_graphs.capturing import capture_steps
 from target_service.model.cuda_graphs.runner import CaptureOptions
-from target_service.model.runner import runner_over
-from target_service.model.support import description_of
 from target_service.preflight import check_settings
 from target_service.text.tokenizer import ModelTokenizer
 from tree_kernels.node_table.layout import NODES
-from tree_models.building import build
 from tree_models.fused.preparing import LayerOptions
 from tree_models.in_pass import MakeDrafter, PassTarget
-from tree_models.layers.placing import Placement
-from tree_models.reference import published_tensors
 
 __all__ = ["without_gpu"]
 
@@ -66,11 +68,6 @@ class Drafted(NamedTuple):
     paths: Paths
 
 
-@pytest.fixture(scope="module")
-def model() -> PreTrainedModel:
-    return make_tiny(num_hidden_layers=2)
-
-
 def tree_in(table: torch.Tensor) -> Drafted:
     base, count = table[:2].tolist()
     tokens, parents, ends, depths, costs = table[2:].view(5, NODES)[:, :count].tolist()
@@ -83,52 +80,50 @@ def tree_in(table: torch.Tensor) -> Drafted:
     return Drafted(base, tokens[0], set(paths[1:]))
 
 
-class Recording(InPassHead):
-    """Notes every tree that it leaves in a table."""
+def recorded(drafter: InPassHead) -> list[Drafted]:
+    """Every tree that it leaves in a table from now on."""
+    drafted, grow = list[Drafted](), drafter.grow
 
-    def __init__(self, head: EagleHead) -> None:
-        super().__init__(head, LAYERS, EagleConfig(**SETTINGS))
-        self.drafted: list[Drafted] = []
-
-    def grow(self, sequences: int, step: Any, to: Any, *, coupled: bool) -> None:
-        super().grow(sequences, step, to, coupled=coupled)
-        bases = self._trees_for(sequences).tails.bases.tolist()
+    def grow_and_note(sequences: int, step: Any, to: Any, *, coupled: bool) -> None:
+        grow(sequences, step, to, coupled=coupled)
+        bases = drafter._trees_for(sequences).tails.bases.tolist()
         slots = to.table_slots[: len(bases)].tolist()
-        self.drafted += [tree_in(to.tables[slot]) for slot, base in zip(slots, bases, strict=True) if base]
+        drafted.extend(tree_in(to.tables[slot]) for slot, base in zip(slots, bases, strict=True) if base)
+
+    drafter.grow = grow_and_note  # type: ignore[method-assign]
+    return drafted
 
 
 CONFIG = engine_config(max_step_rows=ROWS, max_running=SEQUENCES, prefill_chunk=ROWS // 2)
-# Of a model, and its tokenizer.
-MakeSteps = Callable[[PreTrainedModel, ModelTokenizer | None], tuple[RerunRunner, DeviceSteps, Recording]]
+# Of heads, and the target's tokenizer; with the trees that the heads leave in tables.
+MakeSteps = Callable[[Heads, ModelTokenizer | None], tuple[RerunRunner, DeviceSteps, list[Drafted]]]
 
 
 @pytest.fixture
 def steps_of(without_gpu: None) -> MakeSteps:
     del without_gpu
 
-    def make(model: PreTrainedModel, tokenizer: ModelTokenizer | None) -> tuple[RerunRunner, DeviceSteps, Recording]:
-        description = description_of(model.config)
-        assert description is not None
-        decoder = build(description, published_tensors(model), Placement(CPU, torch.float32))
-        drafter = Recording(head_of(model, kept=2))
+    def make(heads: Heads, tokenizer: ModelTokenizer | None) -> tuple[RerunRunner, DeviceSteps, list[Drafted]]:
         sizes = {"num_pages": 96, "page_size": PAGE_SIZE, "end_token_ids": () if tokenizer is None else (2,)}
-        runner = runner_over(decoder, tokenizer, **sizes, in_pass=drafter)
-        runner.attention = ReadBack()
+        runner = drafting_runner(heads, tokenizer=tokenizer, **sizes)
+        drafter = runner.in_pass
+        assert isinstance(drafter, InPassHead)
+        drafted = recorded(drafter)
+        runner.attention = ReadBackLatents() if runner.latent else ReadBack()
         runner.enable_device_row_selection(SEQUENCES, 3)
-        options = CaptureOptions(ROWS, SEQUENCES, LayerOptions(compiled=False), hooked=LAYERS, few_outputs=6)
+        options = CaptureOptions(ROWS, SEQUENCES, LayerOptions(compiled=False), hooked=drafter.layers, few_outputs=6)
         captured = RerunRunner(runner, options)
+        if captured.cache.recurrent is not None:
+            captured._recurrence = ReadBackRecurrence()
         capture_steps(captured, seconds=60.0, memory_share=0.0)
-        return captured, DeviceSteps(captured, max_sequences=SEQUENCES, max_rows=ROWS, backend="torch"), drafter
+        return captured, DeviceSteps(captured, max_sequences=SEQUENCES, max_rows=ROWS, backend="torch"), drafted
 
     return make
 
 
-@pytest.fixture(scope="module")
-def alone(model: PreTrainedModel) -> EagleDrafter:
-    """The same head in a draft service."""
-    shape = shape_for(EagleConfig(**SETTINGS).tree, SEQUENCES)
-    settings = SETTINGS | {"cuda_graphs": False, "num_steps": shape.num_steps, "frontier": shape.width}
-    return make_drafter(head_of(model), **settings)
+@pytest.fixture(scope="module", params=KINDS)
+def heads(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Heads:
+    return heads_of(request.param, tmp_path_factory.mktemp("target"))
 
 
 def wanted(sampling: SamplingParams) -> list[SequenceRequest]:
@@ -137,50 +132,44 @@ def wanted(sampling: SamplingParams) -> list[SequenceRequest]:
     return [request(prompt, MAX_TOKENS, sampling=sampling) for prompt in prompts]
 
 
+@pytest.mark.values
 @pytest.mark.parametrize("kind", SAMPLINGS)
 @pytest.mark.parametrize("passes", [1, 4])
 def test_the_output_is_that_without_drafts_and_the_trees_are_the_heads(
-    steps_of: MakeSteps,
-    model: PreTrainedModel,
-    alone: EagleDrafter,
-    kind: str,
-    passes: int,
+    steps_of: MakeSteps, heads: Heads, kind: str, passes: int
 ) -> None:
-    sampling = SAMPLINGS[kind]
+    model, sampling = heads.model, SAMPLINGS[kind]
     requests = wanted(sampling)
     expected = [plain(model, one) for one in requests]
-    runner, steps, drafter = steps_of(model, None)
+    runner, steps, drafted = steps_of(heads, None)
     with torch.inference_mode():
         outcomes = run(runner, requests, launch=steps, passes=passes, stagger=2, config=CONFIG)
     assert [outcome.token_ids for outcome in outcomes] == expected
     texts = [(*one.token_ids, *output) for one, output in zip(requests, expected, strict=True)]
-    # Of four behind each other one: the trees of a draft service take most of this test's time.
-    compared = [check(drafted, texts, model, alone, sampling) for drafted in drafter.drafted[passes - 1 :: 4]]
-    assert len(compared) > 8 and sum(compared) > 0.7 * len(compared)
+    alone = heads.alone(SEQUENCES)
+    # Of three behind each other one: the trees of a draft service take most of this test's time.
+    compared = [check(tree, texts, heads, alone, sampling) for tree in drafted[passes - 1 :: 3]]
+    assert len(compared) > 8 and sum(compared) > 0.5 * len(compared)
 
 
 def check(
-    drafted: Drafted,
-    texts: list[tuple[int, ...]],
-    model: PreTrainedModel,
-    alone: EagleDrafter,
-    sampling: SamplingParams,
+    drafted: Drafted, texts: list[tuple[int, ...]], heads: Heads, alone: HeadDrafter, sampling: SamplingParams
 ) -> bool:
     """Whether a tree is whole, and the head's own behind one of the texts. One that is cut by its pages has fewer."""
     known = [list(text[: drafted.base]) for text in texts if len(text) >= drafted.base]
-    trees = [grown(text, model, alone, sampling) for text in known if text[-1] == drafted.root]
+    trees = [grown(text, heads, alone, sampling) for text in known if text[-1] == drafted.root]
     # Behind its end, a sequence goes on until its launch is over.
     ended = any(len(text) < drafted.base for text in texts)
     assert ended or any(drafted.paths <= tree for tree in trees), drafted.base
     return any(drafted.paths == tree for tree in trees)
 
 
-def grown(text: list[int], model: PreTrainedModel, alone: EagleDrafter, sampling: SamplingParams) -> Paths:
+def grown(text: list[int], heads: Heads, alone: HeadDrafter, sampling: SamplingParams) -> Paths:
     """The tree that the head grows in a draft service."""
     mode = VerificationMode.COUPLED if sampling.temperature else VerificationMode.GREEDY
     sequence = DraftSequence(1, text, 1, VOCABULARY, mode=mode, seed=sampling.seed or 0, sampling=sampling)
     alone.open(sequence)
-    sequence.features.append(states_of(model, text[:-1], LAYERS), 0)
+    sequence.features.append(states_of(heads.model, text[:-1], heads.layers), 0)
     (tree,) = alone.propose([sequence])
     alone.close(sequence)
     paths: list[tuple[int, ...]] = [()]
@@ -205,7 +194,7 @@ def test_forms_and_predictions_beside_a_head(steps_of: MakeSteps) -> None:
     """What the host expects of a form, and what is predicted, go before the head's trees, which serve where there is
     neither."""
     model, tokenizer = make_tiny(vocab_size=FORM_VOCABULARY, eos_token_id=2), trained_tokenizer()
-    runner, steps, drafter = steps_of(model, tokenizer)
+    runner, steps, drafted = steps_of(eagle_heads(model), tokenizer)
     free = SamplingParams(ignore_eos=True)
     forms = [StructuredOutput(json_schema=json.dumps(SCHEMAS[name])) for name in ("flat", "recursion")]
     shaped = [request((5, 9, 14), 40, sampling=replace(free, ignore_eos=False, structured_output=one)) for one in forms]
@@ -213,7 +202,7 @@ def test_forms_and_predictions_beside_a_head(steps_of: MakeSteps) -> None:
     wanted = [*shaped, usual]
     with torch.inference_mode():
         alone = run(runner, [replace(one, speculate=False) for one in wanted], launch=steps, config=CONFIG)
-        assert not drafter.drafted
+        assert not drafted
         predicted = replace(usual, prediction=alone[-1].token_ids)
         outcomes = run(runner, [*wanted, predicted], launch=steps, stagger=1, config=CONFIG)
     assert [one.token_ids for one in outcomes] == [one.token_ids for one in (*alone, alone[-1])]
@@ -221,18 +210,30 @@ def test_forms_and_predictions_beside_a_head(steps_of: MakeSteps) -> None:
     steps_of_forms = [sum(one.finished.totals.steps for one in each[:2]) for each in (outcomes, alone)]
     assert steps_of_forms[0] < 0.9 * steps_of_forms[1]
     assert outcomes[-1].finished.totals.steps < 0.5 * alone[-1].finished.totals.steps
-    assert len(drafter.drafted) > 20
+    assert len(drafted) > 20
 
 
 @pytest.mark.parametrize("named", ["trie", "medusa", "merged --merged-drafters trie,prompt_lookup"])
 def test_a_drafter_that_does_not_run_in_passes(named: str) -> None:
     with pytest.raises(SettingsError, match="does not run in the target's passes"):
-        prepare_in_pass(f"inpass:{named}")
+        prepare_in_pass(f"inpass:{named}", "")
+
+
+def test_modules_that_do_not_run_in_passes(tmp_path: Path) -> None:
+    module_heads("glm4_moe", tmp_path / "whole")
+    bare = write(tmp_path / "bare", GLM, {"model.embed_tokens.weight": torch.zeros(60, 16)})
+    for flags, model, problem in (
+        ("--num-modules 2", "whole", "num_modules 2: one drafts in the target's passes"),
+        ("", "bare", "no MTP module"),
+        (f"--base-model {bare}", "whole", "no MTP module"),
+    ):
+        with pytest.raises(SettingsError, match=problem):
+            prepare_in_pass(f"inpass:mtp {flags}", str(tmp_path / model))
 
 
 def test_a_head_of_another_target() -> None:
-    make: MakeDrafter = prepare_in_pass("inpass:merged --head smollm2-135m-instruct")
-    usual = PassTarget("smollm2-135m-instruct", 30, 30, 576, 49152, "", CPU, torch.float32)
+    make: MakeDrafter = prepare_in_pass("inpass:merged --head smollm2-135m-instruct", "smollm2-135m-instruct")
+    usual = PassTarget(30, 30, False, 576, 49152, "", CPU, torch.float32)
     for other, problem in (
         (usual._replace(vocabulary_size=32000), "49152 tokens, this one 32000"),
         (usual._replace(hidden_size=4096), "576 wide, the target's are 4096"),

@@ -20,8 +20,8 @@ _NEURAL: Mapping[str, tuple[str, ...]] = {
     "model": ("model",),
     "mtp": ("mtp",),
 }
-# Parts of a draft that do not run in the target's passes, nor does a head beside them.
-_NOT_IN_PASSES = frozenset(("medusa", "model", "mtp"))
+# Parts of a draft of which one alone runs in the target's passes.
+_IN_PASSES = (frozenset(("eagle",)), frozenset(("mtp",)))
 # Flags of a target whose passes cannot draft, but for the values behind them.
 _APART_WITH = (
     ("--attention", ("auto", "triton")), ("--draft-head", ()), ("--lockstep", ()), ("--batch-invariant", ()),
@@ -58,10 +58,10 @@ def place(
     *,
     apart: bool = False,
 ) -> GpuPlacement:
-    """The target on the first GPU, or the ranks of one on as many as there are; an EAGLE head in its passes, unless it
-    has to be `apart` or the target's settings do not allow it, and another neural draft on the next GPU, or on the last
-    of the target's where there is no other. `drafter` and `model` are empty for the services' own settings;
-    `target_words` and `draft_words` are flags that the user gave.
+    """The target on the first GPU, or the ranks of one on as many as there are; an EAGLE head or one MTP module in its
+    passes, unless it has to be `apart` or the target's settings do not allow it, and another neural draft on the next
+    GPU, or on the last of the target's where there is no other. `drafter` and `model` are empty for the services' own
+    settings; `target_words` and `draft_words` are flags that the user gave.
     Flags of a placement would override the settings that are `named` (see `named_settings`), so these count as the
     user's flags do: where a device is named, nothing is placed, and where a head is, that one is used."""
     drafter = drafter or named.get(("draft", "drafter"), "")
@@ -73,13 +73,14 @@ def place(
     ranks = _ranks(target_words, named)
     target, draft = ["--device", "cuda:0"], list[str]()
     summary = "the target runs on cuda:0" + (f" to cuda:{ranks - 1}" if ranks > 1 else "")
-    in_pass = not apart and "eagle" in names and not names & _NOT_IN_PASSES
+    several = flag_value(draft_words, "--num-modules") or named.get(("mtp", "num_modules"), "")
+    in_pass = not apart and names & _NEURAL.keys() - {"merged"} in _IN_PASSES and several in ("", "0", "1")
     in_pass = in_pass and not any(flag_value(target_words, flag) not in (None, *usual) for flag, usual in _APART_WITH)
     in_pass = in_pass and not any(("target", name) in named for name in ("attention", "draft_head", "lockstep"))
     shared = drafter in _NEURAL and (in_pass or gpus <= ranks)
     if drafter in _NEURAL:
         device = f"cuda:{0 if in_pass else min(ranks, gpus) - 1 if shared else ranks}"
-        # Medusa heads have no passes to capture, and no such flag; an MTP module with experts cannot be captured.
+        # Medusa heads have no passes to capture, and no such flag; several MTP modules cannot be captured.
         draft = ["--device", device] if names & {"medusa", "mtp"} else ["--device", device, "--cuda-graphs"]
         if in_pass:
             summary += ", and the head drafts in its passes"

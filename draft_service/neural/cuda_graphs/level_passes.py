@@ -8,8 +8,9 @@ from torch import Tensor
 
 from draft_service.neural.network import Network, RowOutput
 from draft_service.neural.tree_config import TreeShape
-from tree_kernels.attention import AttentionPlan, AttentionVariant, TreeAttention
+from tree_kernels.attention import AttentionPlan, TreeAttention
 from tree_kernels.growth import Children, GumbelMax, grow, gumbel_max_winners, likeliest, make_growth
+from tree_kernels.latent_attention import LatentAttention
 from tree_models.layers.paged import PagedPass
 
 if TYPE_CHECKING:
@@ -36,12 +37,11 @@ class _LevelAttention:
     def __init__(self, passes: LevelPasses, rows: slice) -> None:
         self._passes, self._rows = passes, rows
 
-    def run(
-        self, plan: AttentionPlan, query: Tensor, keys: Tensor, values: Tensor, scale: float, variant: AttentionVariant
-    ) -> Tensor:
+    def run(self, plan: AttentionPlan, query: Tensor, *others: Any) -> Tensor:
+        """As `TreeAttention.run` or `LatentAttention.run`."""
         queries, rows = self._passes.queries_like(query), self._rows
         queries[:, rows] = query.view(len(queries), -1, *query.shape[1:])
-        output = self._passes.attention.run(plan, queries.flatten(0, 1), keys, values, scale, variant)
+        output = self._passes.attention.run(plan, queries.flatten(0, 1), *others)
         return output.view(*queries.shape[:2], *output.shape[1:])[:, rows].flatten(0, 1)
 
 
@@ -53,7 +53,7 @@ class LevelPasses:
         sequences: int,
         shape: TreeShape,
         network: Network,
-        attention: TritonAttention | TreeAttention,
+        attention: TritonAttention | TreeAttention | LatentAttention,
         plan: TritonPlan,
         inputs: LevelInputs,
         token_ids: Tensor | None,

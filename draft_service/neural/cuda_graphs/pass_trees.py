@@ -17,6 +17,7 @@ from draft_service.neural.network import Network, RowOutput
 from draft_service.neural.tree_config import TreeShape
 from tree_kernels.attention import AttentionBatch, TreeAttention, plan_integers
 from tree_kernels.growth import keep, make_kept
+from tree_kernels.latent_attention import LatentAttention
 from tree_kernels.pass_trees import NODES, VerifiedRows, make_tails, read_outcome, write_tables
 
 
@@ -32,7 +33,12 @@ class PassTrees:
     """What drafts behind passes of up to so many sequences: a tail of each, and the trees."""
 
     def __init__(
-        self, sequences: int, shape: TreeShape, network: Network, attention: TreeAttention, sizes: CacheSizes
+        self,
+        sequences: int,
+        shape: TreeShape,
+        network: Network,
+        attention: TreeAttention | LatentAttention,
+        sizes: CacheSizes,
     ) -> None:
         device, self._sequences, self._page_size = network.device, sequences, sizes.page_size
         self.tails = make_tails(sequences, shape.num_steps, shape.width, sizes.rows, sizes.pages_each, device)

@@ -260,6 +260,19 @@ class LayerStack(nn.Module):
         self._computed: Sequence[int] = range(len(made))
 
     @property
+    def latent(self) -> bool:
+        """Whether latents are cached."""
+        return self.place.latent and all(isinstance(layer.attention, LatentSpec) for layer in self.layer_specs)
+
+    @property
+    def cache_shapes(self) -> Sequence[CacheShape]:
+        """Of the cache of each layer that keeps keys and values, or latents."""
+        if not self.latent:
+            return self.expanded_shapes
+        kept = [spec for spec in self._keeping if isinstance(spec, LatentSpec)]
+        return [CacheShape(1, spec.latent + spec.rotary.width, 0) for spec in kept]
+
+    @property
     def expanded_shapes(self) -> Sequence[CacheShape]:
         """Of a cache with keys and values of heads, of each layer that keeps some."""
         return [expanded_shape(spec) for spec in self._keeping]
@@ -382,23 +395,10 @@ class Decoder(LayerStack):
         return [spec.window if isinstance(spec, AttentionSpec) else None for spec in self._keeping]
 
     @property
-    def latent(self) -> bool:
-        """Whether latents are cached."""
-        return self.place.latent and all(isinstance(layer.attention, LatentSpec) for layer in self.spec.layers)
-
-    @property
     def recurrent_layers(self) -> tuple[int, StateShape] | None:
         """How many layers keep states, and of which shape; None where there are none."""
         shapes = [state_shape(spec, self.hidden_size) for layer in self.spec.layers for spec in layer.states]
         return (len(shapes), shapes[0]) if shapes else None
-
-    @property
-    def cache_shapes(self) -> Sequence[CacheShape]:
-        """Of the cache of each layer that keeps keys and values, or latents."""
-        if not self.latent:
-            return self.expanded_shapes
-        kept = [spec for spec in self._keeping if isinstance(spec, LatentSpec)]
-        return [CacheShape(1, spec.latent + spec.rotary.width, 0) for spec in kept]
 
     def forward(self, token_ids: Tensor, positions: Tensor, step: PagedPass, rows: Tensor | int = 0) -> Tensor:
         """Logits [.., V] of the given rows, 0 for all, of token ids [R] and positions [R]."""

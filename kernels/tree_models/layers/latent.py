@@ -1,7 +1,7 @@
 """Multi-head latent attention (DeepSeek-V2, arXiv 2405.04434), over a cache of latents or of expanded keys and values.
 
 With latents in the cache, the product that expands them is absorbed into queries and outputs
-(`tree_kernels.latent_attention`). A pass's attention decides which of the two it is.
+(`tree_kernels.latent_attention`). A pass's cache decides which of the two it is.
 """
 
 from __future__ import annotations
@@ -16,7 +16,6 @@ from torch import Tensor, nn
 from tree_kernels.attention import PLAIN
 from tree_kernels.latent_attention import (
     HeadProjections,
-    LatentAttention,
     LatentRows,
     RotaryAngles,
     absorb_into,
@@ -90,7 +89,7 @@ class LatentHeads(nn.Module):
         rotary = RotaryAngles(
             angles.cosines[:, :half], angles.sines[:, :half], self.spec.rotary.interleaved, pairs_out=False
         )
-        if isinstance(step, PagedPass) and isinstance(step.attention, LatentAttention):
+        if isinstance(step, PagedPass) and not step.cache.values[self.cache_layer].shape[-1]:
             return self._attend_latents(query, vectors, rotary, step)
         return self._attend_expanded(query, vectors, rotary, step)
 

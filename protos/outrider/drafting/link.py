@@ -149,14 +149,15 @@ def prepare_draft(address: str, options: LinkOptions = USUAL) -> Connect:
     return connect
 
 
-def prepare_in_pass(address: str) -> Callable[[Any], Any]:
+def prepare_in_pass(address: str, model: str) -> Callable[[Any], Any]:
     """The function that loads the drafter of an `inpass:` address for a target, a `tree_models.in_pass.MakeDrafter`,
-    found as drafters in this process are. Raises `SettingsError` for what can be refused without the target."""
-    extension: Callable[[str], Callable[[Any], Any]] | None = find_extension(LINK_GROUP, IN_PASS_SCHEME.rstrip(":"))
+    found as drafters in this process are. `model` is the target as `--model` names it. Raises `SettingsError` for what
+    can be refused without the target."""
+    extension: Callable[[str, str], Callable[[Any], Any]] | None = find_extension(LINK_GROUP, IN_PASS_SCHEME[:-1])
     if extension is None:
         raise SettingsError(f"{address}: no draft service is installed in this environment")
     try:
-        return extension(address.removeprefix(IN_PASS_SCHEME))
+        return extension(address.removeprefix(IN_PASS_SCHEME), model)
     except OutriderError as error:
         raise SettingsError(f"{address}: {error.message}") from None
 

@@ -156,12 +156,12 @@ def _in_pass(config: TargetConfig, network: TargetNetwork, fingerprint: str) -> 
     """What drafts behind passes, if anything does: of several ranks behind those of the leading one."""
     if not config.drafts_in_passes:
         return None
-    make: MakeDrafter = prepare_in_pass(config.draft)
+    make: MakeDrafter = prepare_in_pass(config.draft, config.model)
     return make(
         PassTarget(
-            config.model,
             network.layer_count,
             len(network.cache_shapes),
+            network.latent,
             network.hidden_size,
             network.vocabulary_size,
             fingerprint,
