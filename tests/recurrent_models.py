@@ -15,9 +15,11 @@ DELTA: dict[str, Any] = {
 }  # fmt: skip
 TURNED = {"rope_type": "default", "rope_theta": 10000.0, "partial_rotary_factor": 0.5}
 
+# Rows that transformers computes together, and fills up to: of its own 256, a token took it as long as a long prompt.
+CHUNK = 16
 MAMBA: dict[str, Any] = {
     "num_hidden_layers": 3, "mamba_n_heads": 6, "mamba_d_head": 16, "mamba_d_state": 8, "mamba_n_groups": 2,
-    "mamba_expand": 2,
+    "mamba_expand": 2, "mamba_chunk_size": CHUNK,
 }  # fmt: skip
 HYBRID = MAMBA | {
     "layer_types": ["mamba", "attention", "mamba"], "position_embedding_type": None, "shared_intermediate_size": 64,
@@ -27,12 +29,14 @@ HYBRID = MAMBA | {
 NEMOTRON: dict[str, Any] = {
     "layers_block_type": ["linear_attention", "moe", "full_attention", "mlp", "linear_attention"], "head_dim": 16,
     "mamba_num_heads": 12, "mamba_head_dim": 8, "ssm_state_size": 8, "n_groups": 2, "n_routed_experts": 4,
+    "chunk_size": CHUNK,
     "moe_intermediate_size": 24, "moe_shared_expert_intermediate_size": 24, "routed_scaling_factor": 2.5,
 }  # fmt: skip
 
 FALCON: dict[str, Any] = {
     "num_hidden_layers": 2, "head_dim": 12, "mamba_d_ssm": 48, "mamba_n_heads": 6, "mamba_d_head": 8,
     "mamba_d_state": 8, "mamba_n_groups": 2, "lm_head_multiplier": 0.5, "embedding_multiplier": 2.0,
+    "mamba_chunk_size": CHUNK,
     "mlp_multipliers": [0.7, 0.8], "key_multiplier": 0.6, "attention_in_multiplier": 1.2,
     "attention_out_multiplier": 0.9, "ssm_multipliers": [0.5, 0.8, 1.3, 0.7, 1.1], "ssm_in_multiplier": 1.4,
     "ssm_out_multiplier": 0.6,
@@ -86,7 +90,7 @@ RECURRENT: dict[str, tuple[str, dict[str, Any]]] = {
     "falcon_mamba": ("falcon_mamba", SELECTIVE | {"tie_word_embeddings": True, "use_conv_bias": False}),
     "mamba2": (
         "mamba2",
-        {"num_hidden_layers": 2, "num_heads": 6, "head_dim": 16, "state_size": 8, "n_groups": 2},
+        {"num_hidden_layers": 2, "num_heads": 6, "head_dim": 16, "state_size": 8, "n_groups": 2, "chunk_size": CHUNK},
     ),
     "kimi_linear": (
         "kimi_linear",
