@@ -8,7 +8,6 @@ from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 
 import torch
-from once import once
 from torch import Tensor
 from transformers import PreTrainedModel
 
@@ -221,25 +220,50 @@ def probs_of(params: SamplingParams, shaped: Tensor) -> Tensor:
     return distribution_of(shaped, params.temperature, params.top_k, params.top_p, params.min_p)
 
 
-@once
-@torch.inference_mode()
+# With the model, so that no later one has its id.
+_said: dict[tuple[int, str], tuple[PreTrainedModel, tuple[int, ...]]] = {}
+
+
 def plain(model: PreTrainedModel, wanted: SequenceRequest) -> tuple[int, ...]:
-    """The oracle: one whole forward pass of transformers' own model per token, no cache, no tree, no batch."""
+    """The oracle of one request; see `plain_each`."""
+    return plain_each(model, [wanted])[0]
+
+
+def plain_each(model: PreTrainedModel, wanted: Sequence[SequenceRequest]) -> list[tuple[int, ...]]:
+    """The oracle: whole forward passes of transformers' own model, one for each token, no cache and no tree. Computed
+    once in a process for the same model, whose weights must stay, and the same request."""
+    keys = [(id(model), repr(one)) for one in wanted]
+    missing = {key: one for key, one in zip(keys, wanted, strict=True) if key not in _said}
+    if missing:
+        tokens = _say(model, list(missing.values()))
+        _said.update({key: (model, each) for key, each in zip(missing, tokens, strict=True)})
+    return [_said[key][1] for key in keys]
+
+
+@torch.inference_mode()
+def _say(model: PreTrainedModel, wanted: Sequence[SequenceRequest]) -> list[tuple[int, ...]]:
+    """Texts side by side: a pass of a tiny model takes as long for one."""
     model.set_attn_implementation("eager")
-    tokens = list(wanted.token_ids)
     ends = tuple(e for e in [model.config.eos_token_id] if e is not None)
-    shaper = LogitShaper(wanted.sampling, wanted.token_ids, ends)
-    for _ in range(wanted.max_tokens):
-        logits = model(torch.tensor([tokens]), use_cache=False).logits[0, -1]
-        shaped = shaper.shaped(logits, tokens[len(wanted.token_ids) :])
-        if wanted.mode is VerificationMode.GREEDY:
-            token = int(torch.argmax(shaped))
-        else:
-            token = coupled_token(probs_of(wanted.sampling, shaped), wanted.seed, len(tokens))
-        tokens.append(token)
-        if not wanted.sampling.ignore_eos and token in ends:
-            break
-    return tuple(tokens[len(wanted.token_ids) :])
+    texts = [list(one.token_ids) for one in wanted]
+    shapers = [LogitShaper(one.sampling, one.token_ids, ends) for one in wanted]
+
+    def goes_on(place: int) -> bool:
+        one, said = wanted[place], texts[place][len(wanted[place].token_ids) :]
+        return len(said) < one.max_tokens and (one.sampling.ignore_eos or not said or said[-1] not in ends)
+
+    while going := [place for place in range(len(wanted)) if goes_on(place)]:
+        longest = max(len(texts[place]) for place in going)
+        # Filled up behind, where no row of the text looks.
+        rows = [texts[place] + texts[place][-1:] * (longest - len(texts[place])) for place in going]
+        for place, logits in zip(going, model(torch.tensor(rows), use_cache=False).logits, strict=True):
+            one, text = wanted[place], texts[place]
+            shaped = shapers[place].shaped(logits[len(text) - 1], text[len(one.token_ids) :])
+            if one.mode is VerificationMode.GREEDY:
+                text.append(int(torch.argmax(shaped)))
+            else:
+                text.append(coupled_token(probs_of(one.sampling, shaped), one.seed, len(text)))
+    return [tuple(text[len(one.token_ids) :]) for one, text in zip(wanted, texts, strict=True)]
 
 
 def make_runner(model: PreTrainedModel, page_size: int = 16, kv_tokens: int = 2048, **options: object) -> ModelRunner:

@@ -8,7 +8,7 @@ from dataclasses import dataclass, field, replace
 from typing import TypeVar
 
 from draft_process import Service
-from engine_harness import Connect, Outcome, engine_config, make_runner, plain, run
+from engine_harness import Connect, Outcome, engine_config, make_runner, plain_each, run
 from taught_heads import SAMPLINGS, VOCABULARY, prompts, request_of
 from transformers import PreTrainedModel
 from waits import HUNG_SECONDS
@@ -25,11 +25,6 @@ from target_service.model.runner import ModelRunner
 
 OPTIONS = LinkOptions(min_backoff=0.01, max_backoff=0.1, connect_timeout=HUNG_SECONDS, answer_timeout=HUNG_SECONDS)
 Made = TypeVar("Made", bound=Drafter)
-
-
-def said_plainly(teacher: PreTrainedModel, wanted: Sequence[SequenceRequest]) -> list[tuple[int, ...]]:
-    """`plain` of each request, by a teacher whose weights stay."""
-    return [plain(teacher, one) for one in wanted]
 
 
 def drafting(make: Callable[[], Made], drafters: list[Made]) -> Connect:
@@ -53,7 +48,7 @@ def check_chunks_and_preemption(
     """Outputs are plain decoding's, twice, when prompts come in small chunks; and where there are few pages, sequences
     are preempted and lose nothing by it."""
     wanted = [request_of(prompt, SAMPLINGS["greedy"]) for prompt in prompts()]
-    said = said_plainly(teacher, wanted)
+    said = plain_each(teacher, wanted)
     runner = make_runner(model, page_size=4, kv_tokens=kv_tokens)
     # Few pages are too few only where prompts that come twice share none.
     config = replace(engine_config(prefill_chunk=prefill_chunk), prefix_cache=kv_tokens == 2048)
@@ -67,7 +62,7 @@ def check_ignorance(teacher: PreTrainedModel, model: PreTrainedModel, connect: C
     """Outputs are plain decoding's with drafts of a head that knows nothing."""
     wanted = [request_of(prompt, SAMPLINGS[sampling]) for prompt in prompts()]
     outcomes = run(make_runner(model), wanted, connect=connect, stagger=2)
-    assert [outcome.token_ids for outcome in outcomes] == said_plainly(teacher, wanted)
+    assert [outcome.token_ids for outcome in outcomes] == plain_each(teacher, wanted)
     assert sum(outcome.finished.totals.drafted_tokens for outcome in outcomes) > 0
 
 
@@ -75,7 +70,7 @@ def check_merged_with_trie(teacher: PreTrainedModel, runner: ModelRunner, least:
     """Outputs are plain decoding's with the merged drafter of the environment, and more is accepted the second time,
     when the trie knows what was said the first time. Returns the drafter's figures."""
     wanted = [request_of(prompt, SAMPLINGS["greedy"]) for prompt in prompts()]
-    said = said_plainly(teacher, wanted)
+    said = plain_each(teacher, wanted)
     links: list[InprocessLink] = []
 
     def connect(events: DraftEvents) -> DraftLink:

@@ -13,7 +13,7 @@ import pytest
 import torch
 from conftest import TINY, make_tiny
 from eagle_drafting import COUPLED, GREEDY, plain_growth, same_tree
-from engine_harness import make_runner, plain, request, run
+from engine_harness import make_runner, plain_each, request, run
 from safetensors.torch import load_file, save_file
 from scripted_service import byte_tokenizer
 from static_drafting import StaticDrafting, settings_of, static_kv  # noqa: F401
@@ -196,7 +196,7 @@ def test_the_targets_own_twin_is_right_all_the_way(
 ) -> None:
     sampling = SamplingParams(temperature=0.0 if mode is GREEDY else 0.8, seed=4, ignore_eos=True)
     wanted = [request(text(length), 20, sampling=sampling) for length in (3, 17)]
-    said = [plain(make_tiny(), one) for one in wanted]
+    said = plain_each(make_tiny(), wanted)
 
     def connect(events: DraftEvents) -> DraftLink:
         drafter = make_drafter(folders["llama"], topk=1, gumbel_sharpness=8.0, gumbel_candidates=VOCABULARY)

@@ -13,7 +13,7 @@ from pathlib import Path
 
 import pytest
 from draft_process import Service
-from engine_harness import make_runner, plain, request, run
+from engine_harness import make_runner, plain_each, request, run
 from scripted_drafter import Listener
 from transformers import PreTrainedModel
 from waits import HUNG_SECONDS, wait_until
@@ -85,7 +85,7 @@ def test_output_is_plain_decoding_whatever_befalls_the_draft(
     monkeypatch.setattr(link_process, "_PAUSE_SECONDS", 0.02)
     prompts = [[(7 * i + j) % 200 + 3 for j in range(length)] for i, length in enumerate((3, 17, 30))]
     wanted = [request(prompt, 60, sampling=sampling) for prompt in prompts]
-    expected = [plain(tiny_model, each) for each in wanted]
+    expected = plain_each(tiny_model, wanted)
     service = Service(tmp_path)
     drafted = fallbacks = 0
     # Until both have happened, however slow draft and engine are.

@@ -7,7 +7,7 @@ import random
 from collections.abc import Sequence
 
 import pytest
-from engine_harness import ScriptedDraft, engine_config, knowing_tree, make_runner, plain, request
+from engine_harness import ScriptedDraft, engine_config, knowing_tree, make_runner, plain_each, request
 from transformers import PreTrainedModel
 
 from outrider.sampling import SamplingParams
@@ -89,7 +89,7 @@ def run(
 @pytest.mark.parametrize("passes", [1, 4])
 def test_rows_are_drafted_beside_prompts(tiny_model: PreTrainedModel, temperature: float, passes: int) -> None:
     wanted = asked(temperature)
-    truths = [plain(tiny_model, one) for one in wanted]
+    truths = plain_each(tiny_model, wanted)
     said, steps, accepted = run(tiny_model, wanted, truths, passes)
     assert said == truths
     beside = [one for one in steps if one.prefill_rows and one.chosen_rows]
@@ -120,7 +120,7 @@ def test_prompts_arrive_in_the_middle_and_are_read_in_pieces_of_any_width(
 
     monkeypatch.setattr(Scheduler, "_prompt_rows", any_width)
     wanted = asked(0.0)
-    truths = [plain(tiny_model, one) for one in wanted]
+    truths = plain_each(tiny_model, wanted)
     arrives = {number: dice.randrange(60) for number in range(len(wanted))}
     said, steps, _ = run(tiny_model, wanted, truths, 1 + seed, arrives)
     assert said == truths

@@ -7,8 +7,8 @@ from functools import cache
 
 import pytest
 from conftest import make_tiny
-from engine_harness import Connect, make_runner, run
-from head_runs import accepted_in, drafting, said_plainly
+from engine_harness import Connect, make_runner, plain_each, run
+from head_runs import accepted_in, drafting
 from recurrent_models import RECURRENT
 from taught_heads import HIDDEN, SAMPLINGS, prompts, request_of, taught_head
 from transformers import PreTrainedModel
@@ -57,7 +57,7 @@ def test_output_is_plain_decoding(name: str, tmp_path_factory: pytest.TempPathFa
         runner.draft_head = read_draft_head(str(folder), count, HIDDEN)
         assert (runner.draft_head.projection is None) is (kind == "without fc")
         outcomes = run(runner, wanted, connect=made(head, topk=4), stagger=1)
-        assert [outcome.token_ids for outcome in outcomes] == said_plainly(model, wanted)
+        assert [outcome.token_ids for outcome in outcomes] == plain_each(model, wanted)
         accepted[way] = accepted_in(outcomes)
     # 68 to 72 of 96 tokens.
     assert accepted["greedy"] > 40

@@ -9,14 +9,13 @@ from dataclasses import replace
 from pathlib import Path
 
 import pytest
-from engine_harness import Connect, engine_config, make_runner, run
+from engine_harness import Connect, engine_config, make_runner, plain_each, run
 from head_runs import (
     accepted_in,
     check_chunks_and_preemption,
     check_ignorance,
     check_merged_with_trie,
     drafting,
-    said_plainly,
 )
 from scripted_service import byte_tokenizer
 from taught_heads import HIDDEN, KINDS, LAYERS, SAMPLINGS, new_head, prompts, request_of, taught_head
@@ -63,7 +62,7 @@ def test_output_is_plain_decoding(
     projection: str,
 ) -> None:
     wanted = [request_of(prompt, sampling) for prompt in prompts()]
-    said = said_plainly(teacher, wanted)
+    said = plain_each(teacher, wanted)
     runner = make_runner(tiny_model)
     if projection == "target":
         runner.draft_head = read_draft_head(str(folder), LAYERS, HIDDEN)
@@ -90,7 +89,7 @@ def test_a_target_of_two_ranks_sends_whole_states(
     runner, link = load_ranks(TargetConfig(model=str(tmp_path), dtype="float32", tensor_parallel=2, kv_tokens=1024))
     try:
         outcomes = run(runner, wanted, connect=made(head, projection="draft"), stagger=1)
-        assert [outcome.token_ids for outcome in outcomes] == said_plainly(teacher, wanted)
+        assert [outcome.token_ids for outcome in outcomes] == plain_each(teacher, wanted)
         # As with one rank.
         assert accepted_in(outcomes) > 56
     finally:
@@ -148,7 +147,7 @@ def test_acceptance_behind_a_hit_is_that_beside_none(
     config = replace(engine_config(), prefix_cache=of_target, feature_window=64)
     # One after another.
     outcomes = run(make_runner(tiny_model, 4), [*wanted, *wanted], connect=connect, config=config, stagger=60)
-    assert [outcome.token_ids for outcome in outcomes] == said_plainly(teacher, wanted) * 2
+    assert [outcome.token_ids for outcome in outcomes] == plain_each(teacher, wanted) * 2
     before, after = outcomes[:4], outcomes[4:]
     cached = [outcome.finished.totals.cached_tokens for outcome in after]
     assert cached == ([0, 4, 16, 36] if of_target else [0] * 4)

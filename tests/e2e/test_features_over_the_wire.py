@@ -7,8 +7,8 @@ from pathlib import Path
 
 import pytest
 from draft_process import Service
-from engine_harness import make_runner, plain
-from head_runs import WireRun, said_plainly, wire_loop
+from engine_harness import make_runner, plain, plain_each
+from head_runs import WireRun, wire_loop
 from taught_heads import HIDDEN, LAYERS, SAMPLINGS, prompts, request_of, taught_head
 from transformers import PreTrainedModel
 from waits import HUNG_SECONDS
@@ -59,7 +59,7 @@ def test_a_restart_in_the_middle_costs_some_acceptance_and_nothing_else(
         after = going.accepted / going.tokens
     finally:
         link.stop()
-    assert [tuple(said) for said in going.said.values()] == said_plainly(teacher, wanted)
+    assert [tuple(said) for said in going.said.values()] == plain_each(teacher, wanted)
     # With the window whole, drafts are as good as before but for the first step of each sequence.
     assert before > 0.4 and after > 0.3
     width = HIDDEN if projection == "target" else 2 * HIDDEN

@@ -8,7 +8,7 @@ from collections.abc import Sequence
 import pytest
 import torch
 from conftest import make_tiny
-from engine_harness import engine_config, knowing_tree, make_runner, plain, request, run
+from engine_harness import engine_config, knowing_tree, make_runner, plain_each, request, run
 from feature_link import FeatureLink
 from hidden_states import states_of
 
@@ -44,7 +44,7 @@ def test_captured_steps_keep_every_committed_tokens_state(drafted: bool, compile
     prompts = [[rng.randrange(3, VOCABULARY) for _ in range(length)] for length in (1, 5, 17, 40, 90)]
     wanted = [request(prompt, 24) for prompt in prompts]
     teacher = make_tiny()
-    said = [plain(teacher, one) for one in wanted]
+    said = plain_each(teacher, wanted)
     propose = knowing_tree([[*one.token_ids, *out] for one, out in zip(wanted, said, strict=True)], VOCABULARY, 40, 0.8)
     options = CaptureOptions(ROWS, SEQUENCES, layers=LayerOptions(compiled=compiled), hooked=STATES.layers)
     plain_runner = make_runner(make_tiny().cuda(), attention="triton")

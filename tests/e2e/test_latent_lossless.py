@@ -6,7 +6,7 @@ import random
 
 import pytest
 import torch
-from engine_harness import engine_config, knowing_tree, make_runner, plain, random_tree, real_drafter, request, run
+from engine_harness import engine_config, knowing_tree, make_runner, plain_each, random_tree, real_drafter, request, run
 from kernel_worker import INTERPRETED, work
 from latent_models import CHECKPOINTS, make_latent
 from transformers import PreTrainedModel
@@ -80,7 +80,7 @@ def test_what_the_device_verifies_and_moves(name: str, sampling: SamplingParams)
     """Passes that a device would launch ahead, with the move of accepted vectors that a device makes."""
     model = make_latent(name)
     wanted = requests(sampling)
-    said = [plain(model, one) for one in wanted]
+    said = plain_each(model, wanted)
     drafts = knowing_tree(knowing(said), VOCABULARY, 24, right=0.8)
     runner = make_runner(model)
     outcomes = run(runner, wanted, propose=drafts, on_device=True, can_launch_before_results=True, stagger=1)

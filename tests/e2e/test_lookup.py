@@ -12,7 +12,7 @@ from engine_harness import (
     engine_config,
     knowing_tree,
     make_runner,
-    plain,
+    plain_each,
     random_tree,
     request,
     run,
@@ -53,7 +53,7 @@ def test_what_is_said_is_plain_decodings(
     tiny_model: PreTrainedModel, sampling: SamplingParams, lookup_tokens: int, stagger: int, passes: int
 ) -> None:
     wanted = requests(sampling)
-    said = [plain(tiny_model, one) for one in wanted]
+    said = plain_each(tiny_model, wanted)
     runner = make_runner(tiny_model)
     runner.enable_device_row_selection(DEVICE_SEQUENCES, lookup_tokens)
     config = engine_config(prefill_chunk=16)
@@ -86,7 +86,7 @@ def test_rows_that_are_too_few_are_shared_out(
     """Five sequences of which each wants fifteen, or many; one wants none, and one few."""
     wanted = requests(sampling)
     wanted[1:3] = [replace(wanted[1], speculate=False), replace(wanted[2], max_draft_nodes=2)]
-    said = [plain(tiny_model, one) for one in wanted]
+    said = plain_each(tiny_model, wanted)
     runner = make_runner(tiny_model)
     runner.enable_device_row_selection(DEVICE_SEQUENCES, recycles=recycles)
     config = engine_config(max_step_rows=max_step_rows, prefill_chunk=max_step_rows - 5)
@@ -103,7 +103,7 @@ def test_rows_that_are_too_few_are_shared_out(
 @pytest.mark.parametrize("page_size", [1, 4, 64])
 def test_pages_of_any_size(tiny_model: PreTrainedModel, page_size: int) -> None:
     wanted = requests(SAMPLINGS["greedy"])
-    said = [plain(tiny_model, one) for one in wanted]
+    said = plain_each(tiny_model, wanted)
     runner = make_runner(tiny_model, page_size=page_size)
     runner.enable_device_row_selection(DEVICE_SEQUENCES)
     outcomes = run(runner, wanted, on_device=True, passes=4)
@@ -112,7 +112,7 @@ def test_pages_of_any_size(tiny_model: PreTrainedModel, page_size: int) -> None:
 
 def test_sequences_that_lose_their_pages_are_read_again(tiny_model: PreTrainedModel) -> None:
     wanted = requests(SAMPLINGS["greedy"], 60)
-    said = [plain(tiny_model, one) for one in wanted]
+    said = plain_each(tiny_model, wanted)
     runner = make_runner(tiny_model, page_size=4, kv_tokens=240)
     runner.enable_device_row_selection(DEVICE_SEQUENCES)
     outcomes = run(runner, wanted, on_device=True, passes=2)
@@ -122,7 +122,7 @@ def test_sequences_that_lose_their_pages_are_read_again(tiny_model: PreTrainedMo
 
 def test_an_end_in_the_middle_of_a_pass_ends_the_sequence(tiny_model: PreTrainedModel) -> None:
     wanted = [replace(one, max_tokens=count) for count, one in enumerate(requests(SAMPLINGS["greedy"]), start=1)]
-    said = [plain(tiny_model, one) for one in wanted]
+    said = plain_each(tiny_model, wanted)
     stopped = [
         replace(one, sampling=replace(one.sampling, stop_token_ids=(tokens[-1],)), max_tokens=40)
         for one, tokens in zip(requests(SAMPLINGS["greedy"]), said, strict=True)
@@ -145,7 +145,7 @@ def test_beside_a_draft(
     tiny_model: PreTrainedModel, sampling: SamplingParams, right: float, late: int, costed: bool
 ) -> None:
     wanted = requests(sampling)
-    said = [plain(tiny_model, one) for one in wanted]
+    said = plain_each(tiny_model, wanted)
     whole = [(*one.token_ids, *output) for one, output in zip(wanted, said, strict=True)]
     propose = knowing_tree(whole, VOCABULARY, 40, right) if right else random_tree(VOCABULARY, 24)
     runner = make_runner(tiny_model)

@@ -14,7 +14,7 @@ from engine_harness import (
     engine_config,
     knowing_tree,
     make_runner,
-    plain,
+    plain_each,
     random_tree,
     real_drafter,
     request,
@@ -63,7 +63,7 @@ def case(
     request: pytest.FixtureRequest, tiny_model: PreTrainedModel
 ) -> tuple[list[SequenceRequest], list[Sequence[int]]]:
     wanted = requests(request.param)
-    return wanted, [plain(tiny_model, one) for one in wanted]
+    return wanted, plain_each(tiny_model, wanted)
 
 
 def drafter(name: str, wanted: Sequence[SequenceRequest], said: Sequence[Sequence[int]]) -> Propose | None:

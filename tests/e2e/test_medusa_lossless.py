@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 from draft_process import Service
-from engine_harness import Connect, make_runner, run
+from engine_harness import Connect, make_runner, plain_each, run
 from head_runs import (
     WireRun,
     accepted_in,
@@ -17,7 +17,6 @@ from head_runs import (
     check_ignorance,
     check_merged_with_trie,
     drafting,
-    said_plainly,
     wire_loop,
 )
 from medusa_heads import make_heads, taught_heads
@@ -63,7 +62,7 @@ def test_output_is_plain_decoding(
     settings: dict[str, object],
 ) -> None:
     wanted = [request_of(prompt, sampling) for prompt in prompts()]
-    said = said_plainly(teacher, wanted)
+    said = plain_each(teacher, wanted)
     drafters: list[MedusaDrafter] = []
     outcomes = run(make_runner(tiny_model), wanted, connect=made(heads, drafters, **settings), stagger=1)
     assert [outcome.token_ids for outcome in outcomes] == said
@@ -111,7 +110,7 @@ def test_over_the_wire_one_vector_travels_for_each_step(
         going.steps()
     finally:
         link.stop()
-    assert [tuple(said) for said in going.said.values()] == said_plainly(teacher, wanted)
+    assert [tuple(said) for said in going.said.values()] == plain_each(teacher, wanted)
     assert going.accepted > 40
     # bfloat16, and of a prompt no more than its end.
     assert loop.features.sent_bytes == 2 * HIDDEN * loop.features.sent_vectors

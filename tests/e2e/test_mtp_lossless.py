@@ -9,14 +9,13 @@ import pytest
 import torch
 from conftest import make_tiny
 from draft_process import Service
-from engine_harness import Connect, Outcome, make_runner, plain, run
+from engine_harness import Connect, Outcome, make_runner, plain_each, run
 from head_runs import (
     WireRun,
     accepted_in,
     check_chunks_and_preemption,
     check_merged_with_trie,
     drafting,
-    said_plainly,
     wire_loop,
 )
 from mtp_modules import PUBLISHED, module_weights
@@ -94,7 +93,7 @@ def spoken(
     runner.draft_head = read_draft_head(str(folder), LAYERS, HIDDEN)
     assert runner.draft_head.projection is None
     outcomes = run(runner, wanted, connect=made(folder, drafters, **settings), stagger=1)
-    assert [outcome.token_ids for outcome in outcomes] == said_plainly(teacher, wanted)
+    assert [outcome.token_ids for outcome in outcomes] == plain_each(teacher, wanted)
     return outcomes
 
 
@@ -176,7 +175,7 @@ def test_over_the_wire_modules_come_back_with_their_service(
         going.steps()
     finally:
         link.stop()
-    assert [tuple(said) for said in going.said.values()] == said_plainly(teacher, wanted)
+    assert [tuple(said) for said in going.said.values()] == plain_each(teacher, wanted)
     # Since it was back, and before.
     assert going.accepted > 10 and before > 0
 
@@ -200,7 +199,7 @@ def test_a_target_with_experts_drafts_with_its_own_layer(family: str, sampling: 
     # The states that a module reads may be those of a target that caches latents.
     assert bool(runner.latent) is (family == "deepseek_v3")
     outcomes = run(runner, wanted, connect=made(folder, drafters), stagger=2)
-    assert [outcome.token_ids for outcome in outcomes] == [plain(model, one) for one in wanted]
+    assert [outcome.token_ids for outcome in outcomes] == plain_each(model, wanted)
     assert sum(outcome.finished.totals.drafted_tokens for outcome in outcomes) > 0
     (layer,) = drafters[0]._head.layer_specs
     assert isinstance(layer.attention, LatentSpec) is (family == "deepseek_v3") and isinstance(layer.mlp, ExpertsSpec)

@@ -13,6 +13,7 @@ from engine_harness import (
     knowing_tree,
     make_runner,
     plain,
+    plain_each,
     random_tree,
     request,
     run,
@@ -59,7 +60,8 @@ def predictions(said: Sequence[int]) -> dict[str, list[int]]:
 def answer(
     model: PreTrainedModel, wanted: Sequence[SequenceRequest], *, lookup: int = 1, passes: int = 1, draft: str = ""
 ) -> list[Outcome]:
-    whole = [(*one.token_ids, *plain(model, one)) for one in wanted] if draft == "knowing" else []
+    known = wanted if draft == "knowing" else []
+    whole = [(*one.token_ids, *said) for one, said in zip(known, plain_each(model, known), strict=True)]
     runner = make_runner(model, kv_tokens=4096)
     runner.enable_device_row_selection(DEVICE_SEQUENCES, lookup)
     proposals = {"random": random_tree(VOCABULARY, 24), "knowing": knowing_tree(whole, VOCABULARY, 24, right=0.8)}

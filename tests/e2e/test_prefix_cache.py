@@ -7,7 +7,7 @@ from dataclasses import replace
 import pytest
 import torch
 from conftest import make_tiny
-from engine_harness import engine_config, make_runner, plain, random_tree, request, run
+from engine_harness import engine_config, make_runner, plain, plain_each, random_tree, request, run
 from hidden_states import states_of
 from lasting_engine import Engine
 
@@ -67,7 +67,7 @@ def test_those_that_begin_together_read_it_once() -> None:
         engine = Engine(make_runner(make_tiny()), engine_config(prefill_chunk=chunk))
         requests = [request([*SHARED, *tail], 40) for tail in ([1], [1], [2, 3])]
         said, cached = engine.answer(*requests)
-        assert said == [plain(model, wanted) for wanted in requests] and cached == [0, 32, 32]
+        assert said == plain_each(model, requests) and cached == [0, 32, 32]
 
 
 def test_a_short_common_beginning_is_not_waited_for() -> None:
@@ -76,7 +76,7 @@ def test_a_short_common_beginning_is_not_waited_for() -> None:
     engine = Engine(make_runner(make_tiny()))
     requests = [request([*SHARED, *[place + 1] * 70], 10) for place in range(3)]
     said, cached = engine.answer(*requests)
-    assert said == [plain(model, wanted) for wanted in requests] and cached == [0, 0, 0]
+    assert said == plain_each(model, requests) and cached == [0, 0, 0]
     # Two pages of the shared prompt, and whole ones behind it of each: 40 + 70 + 10 - 1 tokens in seven pages.
     assert engine.runner.cache.spare_pages == 2 + 3 * 5
     for wanted, before in zip(requests, said, strict=True):
@@ -131,7 +131,7 @@ def test_kept_pages_give_way_to_whoever_runs() -> None:
 def test_a_preempted_sequence_finds_its_pages() -> None:
     requests = [request([5 + place] * 20, 40) for place in range(2)]
     outcomes = run(make_runner(make_tiny(), kv_tokens=96), requests, config=engine_config(max_running=2))
-    assert [one.token_ids for one in outcomes] == [plain(make_tiny(), wanted) for wanted in requests]
+    assert [one.token_ids for one in outcomes] == plain_each(make_tiny(), requests)
     totals = [one.finished.totals for one in outcomes]
     assert any(one.preemptions for one in totals)
     # What it found of its own is no hit of its prompt.
@@ -162,7 +162,7 @@ def test_drafts_behind_a_hit_are_verified_as_ever(on_device: bool) -> None:
     model = make_tiny()
     requests = [request([*SHARED, *tail], 25) for tail in ([1], [2], [1, 3])]
     outcomes = run(make_runner(make_tiny()), requests, propose=random_tree(211, 12), stagger=6, on_device=on_device)
-    assert [one.token_ids for one in outcomes] == [plain(model, wanted) for wanted in requests]
+    assert [one.token_ids for one in outcomes] == plain_each(model, requests)
     assert [one.finished.totals.cached_tokens for one in outcomes] == [0, 32, 32]
 
 

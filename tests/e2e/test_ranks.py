@@ -18,6 +18,7 @@ from engine_harness import (
     engine_config,
     knowing_tree,
     plain,
+    plain_each,
     random_tree,
     real_drafter,
     request,
@@ -99,7 +100,7 @@ def test_the_model_is_divided(runner: ModelRunner) -> None:
 def test_trees_change_nothing(runner: ModelRunner, model: PreTrainedModel, sampling: SamplingParams) -> None:
     """Trees that are often right, whose accepted rows move in every rank's cache; prompts in parts; preemption."""
     wanted = requests(sampling)
-    expected = [plain(model, one) for one in wanted]
+    expected = plain_each(model, wanted)
     whole = [(*one.token_ids, *output) for one, output in zip(wanted, expected, strict=True)]
     settings: dict[str, Any] = {"config": engine_config(prefill_chunk=7), "stagger": 1}
     drafted = run(runner, wanted, propose=knowing_tree(whole, VOCABULARY, 24, right=0.8), **settings)
@@ -124,7 +125,7 @@ def test_what_the_first_rank_does_alone_reaches_no_other(runner: ModelRunner, mo
         logits = runner.forward(ForwardInput((5, 6, 7), (0, 1, 2), (0, 1, 2), attention, (2,)))
     assert logits.shape == (1, VOCABULARY) and logits.isfinite().all()
     wanted = requests(SAMPLINGS["greedy"])
-    assert [outcome.token_ids for outcome in run(runner, wanted)] == [plain(model, one) for one in wanted]
+    assert [outcome.token_ids for outcome in run(runner, wanted)] == plain_each(model, wanted)
 
 
 @pytest.mark.parametrize("sampling", SAMPLINGS.values(), ids=SAMPLINGS)
@@ -133,7 +134,7 @@ def test_rows_that_the_device_chooses_change_nothing(
 ) -> None:
     """Drafted by the host or looked up, several passes in a launch: accepted rows move by the first rank's verdicts."""
     wanted = requests(sampling)
-    expected = [plain(model, one) for one in wanted]
+    expected = plain_each(model, wanted)
     whole = [(*one.token_ids, *output) for one, output in zip(wanted, expected, strict=True)]
     propose = knowing_tree(whole, VOCABULARY, 24, right=0.8)
     predicted = [replace(one, prediction=output) for one, output in zip(wanted, expected, strict=True)]
@@ -150,7 +151,7 @@ def test_rows_that_the_device_chooses_change_nothing(
 
 def test_a_trie_changes_nothing(runner: ModelRunner, model: PreTrainedModel) -> None:
     wanted = requests(SAMPLINGS["greedy"])
-    expected = [plain(model, one) for one in wanted]
+    expected = plain_each(model, wanted)
     with real_drafter("trie", VOCABULARY) as connect:
         tried = run(runner, [*wanted, *wanted], connect=connect, stagger=24)
     assert [outcome.token_ids for outcome in tried] == [*expected, *expected]
@@ -175,7 +176,7 @@ def test_weights_are_exchanged_on_every_rank(
         (done,) = results
         assert isinstance(done, WeightsUpdated) and done.model_version == version
         assert done.bytes == 4 * sum(weight.numel() for weight in model.parameters())
-        expected = [plain(served, one) for one in wanted]
+        expected = plain_each(served, wanted)
         assert [outcome.token_ids for outcome in run(runner, wanted)] == expected
 
 

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 from conftest import make_tiny
-from engine_harness import engine_config, knowing_tree, plain, request, run
+from engine_harness import engine_config, knowing_tree, plain_each, request, run
 from recurrent_models import RECURRENT
 from scripted_service import byte_tokenizer
 from windowed_models import WINDOWED
@@ -51,7 +51,7 @@ def test_layers_of_other_kinds(kind: str, ranks: int, tmp_path: Path) -> None:
         sampling = SamplingParams(temperature=0.8, top_p=0.9, seed=99, ignore_eos=True)
         prompts = [[rng.randrange(3, VOCABULARY) for _ in range(length)] for length in (5, 17)]
         wanted = [request(prompt, MAX_TOKENS, sampling=sampling) for prompt in (*prompts, prompts[0] * 6)]
-        expected = [plain(model, one) for one in wanted]
+        expected = plain_each(model, wanted)
         whole = [(*one.token_ids, *output) for one, output in zip(wanted, expected, strict=True)]
         propose = knowing_tree(whole, VOCABULARY, 12, right=0.8)
         for on_device in (False, True):

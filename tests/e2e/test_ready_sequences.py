@@ -12,7 +12,7 @@ from typing import Any
 
 import pytest
 from conftest import make_tiny
-from engine_harness import DEVICE_SEQUENCES, Outcome, engine_config, knowing_tree, make_runner, plain, request, run
+from engine_harness import DEVICE_SEQUENCES, Outcome, engine_config, knowing_tree, make_runner, plain_each, request, run
 from structured_forms import SCHEMAS, VOCABULARY, trained_tokenizer
 from transformers import PreTrainedModel
 
@@ -83,7 +83,7 @@ def test_forms_and_free_texts_share_their_steps(
     wanted = [formed(name, **sampling) for name in ("flat", "nested", "recursion")]
     expected = run(runner_of(ended_model, device_chooses=False), [replace(one, speculate=False) for one in wanted])
     free = free_requests()
-    said = [one.token_ids for one in expected] + [plain(ended_model, one) for one in free]
+    said = [one.token_ids for one in expected] + plain_each(ended_model, free)
     whole = [(*one.token_ids, *tokens) for one, tokens in zip([*wanted, *free], said, strict=True)]
     runner = runner_of(ended_model, device_chooses=device_chooses, kv_tokens=kv_tokens)
     propose = knowing_tree(whole, VOCABULARY, 12, 0.9) if drafted else None

@@ -16,6 +16,7 @@ from engine_harness import (
     knowing_tree,
     make_runner,
     plain,
+    plain_each,
     random_tree,
     real_drafter,
     request,
@@ -63,7 +64,7 @@ def test_trees_change_nothing(name: str, sampling: SamplingParams) -> None:
     """Trees that are often right, verified by what a device runs, with prompts in parts, and by the host with whole
     prompts; then without drafts."""
     model, wanted = made(name), requests(sampling)
-    expected = [plain(model, one) for one in wanted]
+    expected = plain_each(model, wanted)
     whole = [(*one.token_ids, *output) for one, output in zip(wanted, expected, strict=True)]
     drafts = knowing_tree(whole, VOCABULARY, 24, right=0.8)
     parts: dict[str, Any] = {"config": engine_config(prefill_chunk=7), "stagger": 1}
@@ -79,7 +80,7 @@ def test_rows_of_the_device_and_of_tries_change_nothing(name: str) -> None:
     """Rows that the device chooses, of lookup and of predictions, four passes at once; then trees of a trie, which are
     merged with predictions too."""
     model, wanted = made(name), requests(GREEDY)
-    expected = [plain(model, one) for one in wanted]
+    expected = plain_each(model, wanted)
     predicted = [replace(one, prediction=output) for one, output in zip(wanted, expected, strict=True)]
     runner = make_runner(model)
     runner.enable_device_row_selection(DEVICE_SEQUENCES, 7)
@@ -96,7 +97,7 @@ def test_rows_of_the_device_and_of_tries_change_nothing(name: str) -> None:
 @pytest.mark.parametrize("on_device", [False, True])
 def test_preempted_sequences_are_read_again(name: str, scarce: dict[str, int], *, on_device: bool) -> None:
     model, wanted = made(name), requests(GREEDY)
-    expected = [plain(model, one) for one in wanted]
+    expected = plain_each(model, wanted)
     runner = make_runner(model, page_size=4, **scarce)
     settings: dict[str, Any] = {"on_device": True} if on_device else {"can_launch_before_results": True}
     outcomes = run(runner, [*wanted, *wanted], propose=random_tree(VOCABULARY, 9), late=1, stagger=2, **settings)

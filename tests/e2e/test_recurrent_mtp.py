@@ -11,14 +11,13 @@ import pytest
 import torch
 from conftest import make_tiny
 from draft_process import Service
-from engine_harness import Connect, make_runner, plain, run
+from engine_harness import Connect, make_runner, plain, plain_each, run
 from head_runs import (
     WireRun,
     accepted_in,
     check_chunks_and_preemption,
     check_merged_with_trie,
     drafting,
-    said_plainly,
     wire_loop,
 )
 from hidden_states import states_of
@@ -172,7 +171,7 @@ def test_output_is_plain_decoding(name: str, checkpoint: Path, sampling: str) ->
     assert runner.cache.recurrent is not None
     runner.draft_head = read_draft_head(str(checkpoint), layers, HIDDEN)
     assert runner.draft_head.layers == (layers,) and runner.draft_head.projection is None
-    expected = said_plainly(model, wanted)
+    expected = plain_each(model, wanted)
     accepted: list[int] = []
     for topk in (1, 4):
         outcomes = run(runner, wanted, connect=made(checkpoint, drafters, topk=topk), stagger=1)
@@ -222,5 +221,5 @@ def test_over_the_wire_a_module_drafts_for_its_target(tmp_path: Path, service: S
         going.steps()
     finally:
         link.stop()
-    assert [tuple(said) for said in going.said.values()] == said_plainly(teacher, wanted)
+    assert [tuple(said) for said in going.said.values()] == plain_each(teacher, wanted)
     assert going.accepted > 40

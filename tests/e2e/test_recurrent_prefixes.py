@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 from conftest import make_tiny
-from engine_harness import DEVICE_SEQUENCES, engine_config, knowing_tree, make_runner, plain, request, run
+from engine_harness import DEVICE_SEQUENCES, engine_config, knowing_tree, make_runner, plain, plain_each, request, run
 from lasting_engine import Engine
 from recurrent_models import RECURRENT
 from transformers import PreTrainedModel
@@ -63,7 +63,7 @@ def test_those_that_begin_together_read_it_once() -> None:
         engine = engine_of(config=engine_config(prefill_chunk=chunk))
         requests = [request([*LONG, *tail], 10) for tail in ([1], [1], [2, 3])]
         said, cached = engine.answer(*requests)
-        assert said == [plain(made("lfm2"), wanted) for wanted in requests] and cached == [0, 80, 80]
+        assert said == plain_each(made("lfm2"), requests) and cached == [0, 80, 80]
 
 
 def test_a_long_prompt_is_read_once(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -129,7 +129,7 @@ def test_what_a_cancelled_request_had_computed_stays() -> None:
 def test_preempted_sequences_go_on_from_what_is_kept() -> None:
     requests = [request([5 + place] * 20, 40) for place in range(2)]
     outcomes = run(make_runner(made("lfm2"), kv_tokens=96), requests, config=engine_config(max_running=2))
-    assert [one.token_ids for one in outcomes] == [plain(made("lfm2"), wanted) for wanted in requests]
+    assert [one.token_ids for one in outcomes] == plain_each(made("lfm2"), requests)
     assert any(one.finished.totals.preemptions for one in outcomes)
 
 
@@ -138,7 +138,7 @@ def test_drafts_behind_a_hit_are_verified_as_ever(way: str) -> None:
     """Right paths among wrong siblings, of sequences that come one after the other."""
     model = made("qwen3_next")
     requests = [request([*SHARED, *LONG[place % 3 :]], 20) for place in range(6)]
-    expected = [plain(model, wanted) for wanted in requests]
+    expected = plain_each(model, requests)
     whole = [(*one.token_ids, *output) for one, output in zip(requests, expected, strict=True)]
     settings: dict[str, Any] = {
         "host": {},

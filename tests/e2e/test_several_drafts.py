@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 from draft_process import Service
-from engine_harness import make_runner, plain, request, run
+from engine_harness import make_runner, plain_each, request, run
 from scripted_drafter import Listener, opening
 from transformers import PreTrainedModel
 from waits import HUNG_SECONDS, wait_until
@@ -100,7 +100,7 @@ def killed_in_turn(services: list[Service]) -> Iterator[list[int]]:
 def test_output_is_plain_decoding_while_they_are_killed(tiny_model: PreTrainedModel, services: list[Service]) -> None:
     prompts = [[(7 * i + j) % 200 + 3 for j in range(length)] for i, length in enumerate((3, 17, 30, 9))]
     wanted = [request(prompt, 60) for prompt in prompts * 4]
-    expected = [plain(tiny_model, each) for each in wanted]
+    expected = plain_each(tiny_model, wanted)
     links: list[StoppableLink] = []
 
     def connect(events: DraftEvents) -> DraftLink:

@@ -7,7 +7,7 @@ from dataclasses import replace
 from typing import Any
 
 import pytest
-from engine_harness import knowing_tree, make_runner, plain, request, run
+from engine_harness import knowing_tree, make_runner, plain, plain_each, request, run
 from transformers import PreTrainedModel
 
 from outrider.sampling import SamplingParams
@@ -38,7 +38,7 @@ def asked(sampling: SamplingParams, seed: int = 3) -> SequenceRequest:
 @pytest.mark.parametrize("sampling", SAMPLINGS)
 def test_trees_are_what_was_verified(tiny_model: PreTrainedModel, sampling: str, launch: str) -> None:
     wanted, other = (asked(SAMPLINGS[sampling], seed) for seed in (3, 4))
-    said = [plain(tiny_model, one) for one in (wanted, other)]
+    said = plain_each(tiny_model, (wanted, other))
     texts = [(*one.token_ids, *output) for one, output in zip((wanted, other), said, strict=True)]
     propose = knowing_tree(texts, VOCABULARY, 24, right=0.7)
     both = [replace(wanted, trees=True), other]

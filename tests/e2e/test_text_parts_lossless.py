@@ -12,7 +12,7 @@ from engine_harness import (
     engine_config,
     knowing_tree,
     make_runner,
-    plain,
+    plain_each,
     real_drafter,
     run,
 )
@@ -36,7 +36,7 @@ def test_drafts_change_nothing(name: str, sampling: SamplingParams) -> None:
     """Trees that are often right, rows of lookup and of predictions that a device chooses, and trees of a trie."""
     model_type, settings = TEXT_PARTS[name]
     model, wanted = make_tiny(model_type, **settings), windowed_requests(sampling)
-    expected = [plain(model, one) for one in wanted]
+    expected = plain_each(model, wanted)
     whole = [(*one.token_ids, *output) for one, output in zip(wanted, expected, strict=True)]
     drafts = knowing_tree(whole, VOCABULARY, 24, right=0.8)
     config = engine_config(prefill_chunk=7)

@@ -7,7 +7,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
-from engine_harness import Connect, plain
+from engine_harness import Connect, plain_each
 from head_runs import drafting
 from other_weights import other_weights
 from running_engine import Running
@@ -89,17 +89,18 @@ def test_drafts_go_on_and_outputs_are_those_of_either_weights(
         engine.wait_said(sequence_id, 10)
     engine.update(folder, RunningRequests.CONTINUE)
     assert engine.result().continued == len(begun)
-    accepted = {1: 0, 2: 0}
-    for prompt, one, sequence_id in zip(prompts(), wanted, begun, strict=True):
+    accepted, reads, said = {1: 0, 2: 0}, [], []
+    for prompt, by_old, sequence_id in zip(prompts(), plain_each(teacher, wanted), begun, strict=True):
         engine.wait_last(sequence_id)
         (first, before), (rest, after) = (of_version(engine.verdicts(sequence_id), version) for version in (1, 2))
         assert len(first) + len(rest) == TOKENS and rest
-        assert first == list(plain(teacher, one))[: len(first)]
-        if sampling == "greedy":
-            # A fresh engine that reads all that was said; noise hangs on places, which it would count anew.
-            read = request_of([*prompt, *first], SAMPLINGS[sampling], len(rest))
-            assert rest == list(plain(copy.deepcopy(new), read))
+        assert first == list(by_old)[: len(first)]
+        reads.append(request_of([*prompt, *first], SAMPLINGS[sampling], len(rest)))
+        said.append(tuple(rest))
         accepted[1], accepted[2] = accepted[1] + before, accepted[2] + after
+    if sampling == "greedy":
+        # A fresh engine that reads all that was said; noise hangs on places, which it would count anew.
+        assert said == plain_each(copy.deepcopy(new), reads)
     # A trie needs no training, and a head is right at times of the weights that it learnt from.
     if kind == "trie" or of == "new":
         assert accepted[2] > 0

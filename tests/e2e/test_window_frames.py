@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import pytest
-from engine_harness import ScriptedDraft, engine_config, knowing_tree, plain, random_tree, request, run
+from engine_harness import ScriptedDraft, engine_config, knowing_tree, plain, plain_each, random_tree, request, run
 from lasting_engine import Engine
 from windowed_models import GREEDY, SEEDED, VOCABULARY, windowed_model, windowed_requests
 
@@ -26,7 +26,7 @@ def scarce(name: str, pages: int = 512, share: float = 0.05) -> ModelRunner:
 def test_few_frames_change_nothing(name: str, on_device: bool) -> None:
     """Trees that are often right, prompts in parts, and too few frames for all: sequences are preempted for them."""
     model, wanted = windowed_model(name), [*windowed_requests(GREEDY), *windowed_requests(SEEDED)]
-    expected = [plain(model, one) for one in wanted]
+    expected = plain_each(model, wanted)
     whole = [(*one.token_ids, *output) for one, output in zip(wanted, expected, strict=True)]
     runner = scarce(name, share=0.02)
     frames = runner.cache.frames
@@ -91,7 +91,7 @@ def test_those_that_begin_together_share_frames() -> None:
     engine = Engine(scarce("gemma3", share=0.1), engine_config(prefill_chunk=CHUNK))
     wanted = [request([*SHARED, *tail], 12) for tail in ([1], [1], [2, 3], [])]
     said, _ = engine.answer(*wanted)
-    assert said == [plain(model, one) for one in wanted]
+    assert said == plain_each(model, wanted)
     assert engine.runner.cache.frames is not None and engine.runner.cache.frames.used_frames == 0
 
 

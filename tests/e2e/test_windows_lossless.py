@@ -11,7 +11,7 @@ from engine_harness import (
     engine_config,
     knowing_tree,
     make_runner,
-    plain,
+    plain_each,
     random_tree,
     real_drafter,
     run,
@@ -34,7 +34,7 @@ def accepted(outcomes: list[Outcome]) -> int:
 def test_trees_change_nothing(name: str, sampling: SamplingParams) -> None:
     """Trees that are often right, verified by what a device runs, with prompts in parts; then without drafts."""
     model, wanted = windowed_model(name), windowed_requests(sampling)
-    expected = [plain(model, one) for one in wanted]
+    expected = plain_each(model, wanted)
     whole = [(*one.token_ids, *output) for one, output in zip(wanted, expected, strict=True)]
     drafts = knowing_tree(whole, VOCABULARY, 24, right=0.8)
     settings: dict[str, Any] = {"config": engine_config(prefill_chunk=7), "stagger": 1}
@@ -47,7 +47,7 @@ def test_trees_change_nothing(name: str, sampling: SamplingParams) -> None:
 @pytest.mark.parametrize("name", ["gemma2", "gemma3", "gemma4", "gpt_oss", "granite_swa", "exaone4"])
 def test_lookup_tries_and_preemption_change_nothing(name: str) -> None:
     model, wanted = windowed_model(name), windowed_requests(GREEDY)
-    expected = [plain(model, one) for one in wanted]
+    expected = plain_each(model, wanted)
     runner = make_runner(model)
     runner.enable_device_row_selection(DEVICE_SEQUENCES, 7)
     looked_up = run(runner, wanted, config=engine_config(prefill_chunk=16), on_device=True, passes=4)

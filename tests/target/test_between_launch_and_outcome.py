@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 import pytest
-from engine_harness import ScriptedDraft, engine_config, knowing_tree, make_runner, plain, request
+from engine_harness import ScriptedDraft, engine_config, knowing_tree, make_runner, plain, plain_each, request
 from transformers import PreTrainedModel
 
 from outrider.sampling import SamplingParams
@@ -59,7 +59,7 @@ def test_no_page_is_given_back_that_a_pass_under_way_writes_to(
         *(request([5 + i, 7, 9], 60, sampling=greedy()) for i in range(3)),
         *(request([50 + i, 3], 5 + 7 * i, sampling=greedy(logprobs=0)) for i in range(4)),
     ]
-    texts = [(*one.token_ids, *plain(tiny_model, one)) for one in requests]
+    texts = [(*one.token_ids, *said) for one, said in zip(requests, plain_each(tiny_model, requests), strict=True)]
     # So few that pages are given back.
     runner = make_runner(tiny_model, page_size=page_size, kv_tokens=576)
     runner.enable_device_row_selection(16, 0)

@@ -18,7 +18,7 @@ import numpy
 import pytest
 import torch
 from conftest import make_tiny
-from engine_harness import engine_config, knowing_tree, plain, request, run
+from engine_harness import engine_config, knowing_tree, plain, plain_each, request, run
 from in_pass_heads import in_pass_head
 from rerun_graphs import CPU, ROWS, SEQUENCES, ReadBack, RerunRunner, without_gpu
 from thread_ranks import Exchange, ThreadRank
@@ -186,7 +186,7 @@ def test_captured_passes_of_ranks(leading: RerunRunner, model: PreTrainedModel) 
         config = engine_config(max_step_rows=ROWS, max_running=SEQUENCES, prefill_chunk=ROWS)
         for sampling in SAMPLINGS.values():
             wanted = requests(sampling)
-            expected = [plain(model, one) for one in wanted]
+            expected = plain_each(model, wanted)
             whole = [(*one.token_ids, *output) for one, output in zip(wanted, expected, strict=True)]
             predicted = [replace(one, prediction=output) for one, output in zip(wanted, expected, strict=True)]
             for each, propose, passes in (
@@ -254,7 +254,7 @@ def test_sizes_are_captured_in_pauses(
         steps = DeviceSteps(runner, max_sequences=SEQUENCES, max_rows=ROWS, backend="torch")
         steps.warm_up()
         wanted = requests(SAMPLINGS["seeded"])
-        expected = [plain(model, one) for one in wanted]
+        expected = plain_each(model, wanted)
         config = engine_config(max_step_rows=ROWS, max_running=SEQUENCES, prefill_chunk=ROWS)
 
         def check() -> None:

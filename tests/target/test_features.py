@@ -12,7 +12,7 @@ import pytest
 import torch
 from conftest import make_tiny
 from eagle_heads import make_head
-from engine_harness import Propose, engine_config, knowing_tree, make_runner, plain, random_tree, request, run
+from engine_harness import Propose, engine_config, knowing_tree, make_runner, plain_each, random_tree, request, run
 from feature_link import FeatureLink
 from hidden_states import states_of
 from torch import Tensor
@@ -60,7 +60,7 @@ def teacher() -> PreTrainedModel:
 
 
 def knowing(teacher: PreTrainedModel, wanted: Sequence[SequenceRequest]) -> tuple[Propose, list[tuple[int, ...]]]:
-    said = [plain(teacher, one) for one in wanted]
+    said = plain_each(teacher, wanted)
     whole = [(*one.token_ids, *output) for one, output in zip(wanted, said, strict=True)]
     return knowing_tree(whole, VOCABULARY, 40, right=0.8), said
 

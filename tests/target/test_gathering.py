@@ -6,7 +6,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 
 import pytest
-from engine_harness import ScriptedDraft, engine_config, knowing_tree, make_runner, plain, request
+from engine_harness import ScriptedDraft, engine_config, knowing_tree, make_runner, plain, plain_each, request
 from transformers import PreTrainedModel
 
 from outrider.drafting import latency
@@ -169,7 +169,7 @@ def test_a_sequence_that_waited_for_its_turn_is_drafted_for_like_others(
 ) -> None:
     """The device has as many tables as sequences run, and the draft hears of those that wait too."""
     wanted = [request([5 + place, 7, 9], 24) for place in range(5)]
-    whole = [(*one.token_ids, *plain(tiny_model, one)) for one in wanted]
+    whole = [(*one.token_ids, *said) for one, said in zip(wanted, plain_each(tiny_model, wanted), strict=True)]
     runner = make_runner(tiny_model)
     runner.enable_device_row_selection(2, 0)
     steps = DeviceSteps(runner, max_sequences=2, max_rows=256)

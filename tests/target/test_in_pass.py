@@ -13,7 +13,7 @@ from typing import Any, NamedTuple
 import pytest
 import torch
 from conftest import make_tiny
-from engine_harness import engine_config, plain, request, run
+from engine_harness import engine_config, plain_each, request, run
 from hidden_states import states_of
 from in_pass_heads import KINDS, VOCABULARY, Heads, drafting_runner, eagle_heads, heads_of, module_heads
 from mtp_modules import GLM, write
@@ -140,7 +140,7 @@ def test_the_output_is_that_without_drafts_and_the_trees_are_the_heads(
 ) -> None:
     model, sampling = heads.model, SAMPLINGS[kind]
     requests = wanted(sampling)
-    expected = [plain(model, one) for one in requests]
+    expected = plain_each(model, requests)
     runner, steps, drafted = steps_of(heads, None)
     with torch.inference_mode():
         outcomes = run(runner, requests, launch=steps, passes=passes, stagger=2, config=CONFIG)

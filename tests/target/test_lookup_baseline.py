@@ -9,7 +9,7 @@ from typing import Any, cast
 
 import numpy as np
 import pytest
-from engine_harness import ScriptedDraft, engine_config, knowing_tree, make_runner, plain, request
+from engine_harness import ScriptedDraft, engine_config, knowing_tree, make_runner, plain_each, request
 from examples import examples
 from hypothesis import given
 from hypothesis import strategies as st
@@ -184,7 +184,7 @@ def test_the_engine_compares_what_a_draft_brings(
     # What policies choose goes by what passes take.
     VirtualClock(1e-5).install(monkeypatch)
     wanted = [request([5, 7, 9 + place], 90) for place in range(3)]
-    truth = [(*one.token_ids, *plain(tiny_model, one)) for one in wanted]
+    truth = [(*one.token_ids, *said) for one, said in zip(wanted, plain_each(tiny_model, wanted), strict=True)]
     runner = make_runner(tiny_model)
     # Recycled tokens would say more of a small model's loops than lookup does.
     runner.enable_device_row_selection(1, 15, recycles=False)

@@ -7,7 +7,7 @@ from dataclasses import replace
 
 import pytest
 import torch
-from engine_harness import ScriptedDraft, engine_config, make_runner, plain, random_tree, request
+from engine_harness import ScriptedDraft, engine_config, make_runner, plain, plain_each, random_tree, request
 from transformers import PreTrainedModel
 
 from outrider.errors import QuotaExceeded
@@ -48,7 +48,7 @@ def test_steps_shrink_until_they_fit(tiny_model: PreTrainedModel, rows: int) -> 
         for event in loop.step() or ():
             if isinstance(event, StepVerdict):
                 said[event.sequence_id] += event.token_ids
-    assert [tuple(said[1]), tuple(said[2])] == [plain(tiny_model, one) for one in wanted]
+    assert [tuple(said[1]), tuple(said[2])] == plain_each(tiny_model, wanted)
 
 
 def test_a_sequence_that_never_fits_is_refused_and_the_others_go_on(tiny_model: PreTrainedModel) -> None:

@@ -10,7 +10,15 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
-from engine_harness import DEVICE_SEQUENCES, ScriptedDraft, engine_config, knowing_tree, make_runner, plain, request
+from engine_harness import (
+    DEVICE_SEQUENCES,
+    ScriptedDraft,
+    engine_config,
+    knowing_tree,
+    make_runner,
+    plain_each,
+    request,
+)
 from feature_link import FeatureLink
 from spans import PARENT
 
@@ -108,7 +116,7 @@ def test_features_are_counted(tiny_model: Any, observer: PrometheusObserver) -> 
 
 def test_rows_that_the_device_chose_are_counted(tiny_model: Any, observer: PrometheusObserver) -> None:
     wanted = [request([7, 8, 9, 7 + place] * 5, 24) for place in range(2)]
-    whole = [(*one.token_ids, *plain(tiny_model, one)) for one in wanted]
+    whole = [(*one.token_ids, *said) for one, said in zip(wanted, plain_each(tiny_model, wanted), strict=True)]
     runner = make_runner(tiny_model)
     runner.enable_device_row_selection(DEVICE_SEQUENCES)
     steps = DeviceSteps(runner, max_sequences=DEVICE_SEQUENCES, max_rows=256)

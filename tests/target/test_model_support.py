@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 import torch
 from conftest import make_tiny
-from engine_harness import make_runner, plain, random_tree, request, run
+from engine_harness import make_runner, plain_each, random_tree, request, run
 from latent_models import make_latent
 from transformers import AutoConfig, PreTrainedConfig, PreTrainedModel
 
@@ -163,7 +163,7 @@ def test_a_tree_is_verified_as_plain_decoding_goes(model_type: str) -> None:
     model = make_tiny(model_type, **settings)
     wanted = [request([5, 6, 7], 12, sampling=GREEDY), request([9] * 20, 12, sampling=GREEDY)]
     outcomes = run(make_runner(model), wanted, propose=random_tree(211, 8))
-    assert [outcome.token_ids for outcome in outcomes] == [plain(model, one) for one in wanted]
+    assert [outcome.token_ids for outcome in outcomes] == plain_each(model, wanted)
 
 
 def test_frequencies_stay_those_of_the_context() -> None:

@@ -10,7 +10,16 @@ from collections.abc import Sequence
 import pytest
 import torch
 from conftest import make_tiny
-from engine_harness import DEVICE_SEQUENCES, Propose, ScriptedDraft, engine_config, make_runner, plain, random_tree
+from engine_harness import (
+    DEVICE_SEQUENCES,
+    Propose,
+    ScriptedDraft,
+    engine_config,
+    make_runner,
+    plain,
+    plain_each,
+    random_tree,
+)
 from engine_harness import request as request_of
 from transformers import PreTrainedModel
 
@@ -115,7 +124,7 @@ def test_tokens_before_a_broken_one_are_delivered(kind: str, passes: int, drafte
     """The fifth token's embedding is infinite, so nothing can follow it."""
     whole = make_tiny()
     wanted = [request_of(prompt, TOKENS, sampling=GREEDY) for prompt in PROMPTS]
-    answers = [plain(whole, one) for one in wanted]
+    answers = plain_each(whole, wanted)
     fifth = answers[0][4]
     assert answers[0].index(fifth) == 4 and fifth not in {*answers[1], *answers[2], *PROMPTS[1], *PROMPTS[2]}
 
@@ -148,7 +157,7 @@ def test_a_drafted_token_with_a_broken_embedding_harms_nobody(kind: str, caplog:
         return TokenTree((tokens[-1], 40, POISON), (0, 0, 0), (1.0, 0.5, 0.5))
 
     found = outcomes_of(make_runner(model), wanted, kind, beside)
-    assert [tokens for tokens, _ in found] == [plain(model, one) for one in wanted]
+    assert [tokens for tokens, _ in found] == plain_each(model, wanted)
     assert all(isinstance(event, SequenceFinished) for _, event in found)
     assert sorted(record.getMessage() for record in caplog.records if "finite" in record.getMessage()) == [
         f"request {number} goes on without drafts: logits of a drafted pass are not finite" for number in (1, 2)
