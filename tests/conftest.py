@@ -113,6 +113,7 @@ LONGEST = (
     "gateway/test_limits.py",
     "target/test_weights.py",
     "draft/test_mtp_module.py",
+    "target/test_in_pass.py",
     "e2e/test_predictions.py",
 )
 

@@ -44,8 +44,15 @@ MODULES: dict[str, tuple[str, dict[str, Any]]] = {
     "deepseek_v3": ("deepseek_v3", V3),
     "glm4_moe": ("glm4_moe", _GLM_EXPERTS | {"head_dim": 16, "use_qk_norm": True, "attention_bias": True}),
     "mimo": ("qwen2", {}),
+    "ernie4_5_moe": (
+        "ernie4_5_moe",
+        {
+            "moe_num_experts": 4, "moe_k": 2, "moe_num_shared_experts": 1, "moe_intermediate_size": 16,
+            "moe_layer_start_index": 1, "moe_layer_end_index": 1, "head_dim": 12,
+        },
+    ),
     "qwen3_next": ("qwen3_next", DELTA | EXPERTS | {"partial_rotary_factor": 0.5}),
-}
+}  # fmt: skip
 KINDS = ("eagle", *MODULES)
 
 
@@ -132,7 +139,9 @@ def write_module(model: PreTrainedModel, layout: str, folder: Path) -> None:
     torch.manual_seed(7)
     source, width = published_tensors(model), model.config.hidden_size
     tensors = {name: source.read(name) for name in source.stored}
-    last = max(int(name.split(".")[2]) for name in tensors if ".self_attn." in name)
+    attending = {int(name.split(".")[2]) for name in tensors if ".self_attn." in name}
+    # ERNIE's has no experts, as the target's first.
+    last = min(attending) if layout == "ernie4_5_moe" else max(attending)
     names = PUBLISHED.get(layout, PUBLISHED["deepseek_v3"])
     if names.first:
         names = replace(names, first=model.config.num_hidden_layers)
