@@ -86,6 +86,22 @@ RECURRENT: dict[str, tuple[str, dict[str, Any]]] = {
         {"num_hidden_layers": 4, "hidden_size": 64, "attention_window_size": 6, "lru_width": 64, "block_types":
          ["recurrent", "attention"], "logits_soft_cap": 4.0},
     ),
+    "zamba2": (
+        "zamba2",
+        {
+            "layers_block_type": ["linear_attention", "hybrid", "hybrid", "linear_attention", "hybrid"],
+            "num_hidden_layers": 5, "num_key_value_heads": 4, "n_mamba_heads": 6, "mamba_ngroups": 2,
+            "mamba_d_state": 8, "num_mem_blocks": 2, "use_shared_attention_adapter": True, "adapter_rank": 6,
+            "use_mem_rope": True, "time_step_min": 1e-6, "tie_word_embeddings": True,
+        },
+    ),
+    "zamba2, plain": (
+        "zamba2",
+        {
+            "layers_block_type": ["linear_attention", "hybrid"], "n_mamba_heads": 4, "mamba_d_state": 8,
+            "add_bias_linear": True, "adapter_rank": 6, "time_step_min": 1e-6,
+        },
+    ),
     "mamba": ("mamba", SELECTIVE | {"use_bias": True}),
     "falcon_mamba": ("falcon_mamba", SELECTIVE | {"tie_word_embeddings": True, "use_conv_bias": False}),
     "mamba2": (

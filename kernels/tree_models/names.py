@@ -75,6 +75,13 @@ class WeightNames:
     laurel_right: str = "laurel.linear_right"
     laurel_norm: str = "laurel.post_laurel_norm"
 
+    # Of a block that layers share, whose other names are attention's, the norm's before an MLP, and the MLP's. Adapters
+    # have the number of the layer's block for "{expert}".
+    shared_norm: str = "shared_transformer.input_layernorm"
+    shared_last: str = "linear"
+    qkv_adapters: tuple[str, ...] = ()
+    gate_up_adapters: tuple[str, ...] = ()
+
     gate_up: tuple[str, ...] = ("mlp.gate_proj", "mlp.up_proj")  # without a gate, the last
     down: str = "mlp.down_proj"
     activation: str = "mlp.act_fn"

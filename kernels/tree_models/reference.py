@@ -151,8 +151,12 @@ def _made(inner: Any, index: int, device: torch.device) -> Any:
 def _fill(own: nn.Module, decoder: Decoder, layer: int, source: TensorSource) -> None:
     """Read the weights of one of transformers' layers. Experts, which it keeps in one tensor, are read one by one."""
     names, stored = decoder.names, source.stored
+    block = decoder.spec.layers[layer].shared
     for name, memory in own.state_dict(keep_vars=True).items():
-        whole = names.in_layer(name, layer)
+        of_block = block is not None and name.startswith(names.shared_norm.partition(".")[0])
+        whole = names.in_layer(name, block.first if block is not None and of_block else layer)
+        for published, stands in names.renamed:
+            whole = whole.replace(f".{published}.", f".{stands}.")
         if any(re.fullmatch(pattern, whole) for pattern in names.ignored):
             continue
         if whole not in stored and name.endswith((".experts.gate_up_proj", ".experts.up_proj", ".experts.down_proj")):
@@ -245,9 +249,12 @@ def _outputs(own: Any, inner: Any, config: Any, decoder: Decoder, index: int) ->
     cache, vectors = SimpleNamespace(keys={}, values={}), None
     if isinstance(spec, AttentionSpec | LatentSpec):
         heads, *widths = expanded_shape(spec)
-        place = layer.attention.cache_layer
+        place = (layer.attention or layer.shared.attention).cache_layer
         cache.keys[place], cache.values[place] = (hidden.new_zeros(1, _ROWS, heads, width) for width in widths)
     given: dict[str, Any] = {}
+    if layer.shared is not None:
+        vectors = torch.randn(_ROWS, decoder.hidden_size, generator=generator).to(hidden)
+        given |= {"original_hidden_states": vectors[None], "layer_idx": index}
     if layer.spec.added_input is not None:
         vectors = torch.randn(_ROWS, layer.spec.added_input.width, generator=generator).to(hidden)
         given["per_layer_input"] = vectors[None]
@@ -266,10 +273,12 @@ def _outputs(own: Any, inner: Any, config: Any, decoder: Decoder, index: int) ->
     seen = sequence_mask(_batch(), 0, _variant(spec)).to(decoder.device)
     mask = torch.zeros(seen.shape, device=decoder.device, dtype=decoder.dtype)
     mask.masked_fill_(~seen, torch.finfo(decoder.dtype).min)
+    if layer.shared is not None:
+        given["causal_mask"] = mask[None, None]
     output = own(
         hidden[None] if streams is None else hidden.transpose(0, 1)[:, None],
         # Without padding, other layers need none.
-        attention_mask=None if isinstance(spec, RecurrentSpec) else mask[None, None],
+        attention_mask=None if isinstance(spec, RecurrentSpec) or layer.shared is not None else mask[None, None],
         position_ids=positions[None],
         position_embeddings=_turns(inner, config, hidden, positions, index),
         **given,
@@ -377,7 +386,7 @@ def _masks_that_differ(spec: DecoderSpec, given: Sequence[dict[str, Any]]) -> li
     for index, (layer, arguments) in enumerate(zip(spec.layers, given, strict=True)):
         if not isinstance(layer.attention, AttentionSpec | LatentSpec):
             continue
-        mask = arguments.get("attention_mask")
+        mask = arguments.get("causal_mask", arguments.get("attention_mask"))
         own = sequence_mask(_batch(), 0, _variant(layer.attention))
         # Without one every row sees all others.
         seen = torch.ones_like(own) if mask is None else mask[0, 0] if mask.dtype == torch.bool else mask[0, 0] > -1

@@ -378,6 +378,20 @@ class LaurelSpec:
 
 
 @dataclass(frozen=True, slots=True)
+class SharedBlockSpec:
+    """Attention and an MLP in front of a layer, whose weights several layers share (Zamba 2): of hidden rows beside
+    embedded ones they make what is added to the rows that the layer's state space reads, and to no residual."""
+
+    first: int  # of the layers with these weights
+    place: int  # among all layers with a block: the adapters are the layer's own
+    adapter: int  # width that adapters go through; 0 for none of attention's
+    norm: NormSpec  # of both kinds of rows together
+    mlp_norm: NormSpec
+    mlp: MLPSpec
+    mlp_adapter: int
+
+
+@dataclass(frozen=True, slots=True)
 class LayerSpec:
     """One decoder layer.
 
@@ -399,6 +413,7 @@ class LayerSpec:
     scaled: bool = False  # the layer's output is multiplied by a stored number
     streams: StreamsSpec | None = None
     laurel: LaurelSpec | None = None
+    shared: SharedBlockSpec | None = None  # whose attention this is; then `beside` reads what it makes
 
     @property
     def states(self) -> list[RecurrentSpec]:

@@ -43,7 +43,6 @@ def config_of(model_type: str, **settings: Any) -> PreTrainedConfig:
         (config_of("hrm_text"), "more than once"),
         (config_of("llama", quantization_config={"quant_method": "awq", "bits": 4}), r"quantised weights \(awq\)"),
         (config_of("llama", quantization_config={"bits": 4}), r"quantised weights \(of some kind\)"),
-        (config_of("zamba2"), "state-space|not attention"),
     ],
     ids=lambda value: value.model_type if isinstance(value, PreTrainedConfig) else "",
 )

@@ -62,6 +62,9 @@ def saved(name: str, folder: Path, tokenizer: Any) -> Path:
         ("qwen3_5", 1),
         ("bamba", 1),
         ("granitemoehybrid, mamba", 1),
+        ("recurrent_gemma", 2),
+        # Published under names of a layer in front of which a block stands.
+        ("zamba2, plain", 1),
         # Each layer has both.
         ("falcon_h1", 2),
         # States alone.

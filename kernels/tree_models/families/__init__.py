@@ -116,6 +116,7 @@ FAMILIES: Mapping[str, Family] = {
     "starcoder2": others.starcoder2,
     "vaultgemma": gemma.vaultgemma,
     "youtu": deepseek.youtu,
+    "zamba2": others.zamba2,
 }
 
 

@@ -1,11 +1,13 @@
-"""Families that stand by themselves: Cohere, EXAONE, Apertus, StarCoder2, Nemotron and its hybrids."""
+"""Families that stand by themselves: Cohere, EXAONE, Apertus, StarCoder2, Nemotron and its hybrids, Zamba 2."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import replace
 from typing import Any
 
 from tree_models.families.common import (
+    STATE_SPACES,
     Description,
     activation,
     attention,
@@ -29,7 +31,22 @@ from tree_models.spec import (
     MLPSpec,
     NormSpec,
     RouterSpec,
+    SharedBlockSpec,
     StateSpaceSpec,
+)
+
+_BLOCK = "shared_transformer."
+_ZAMBA2 = WeightNames(
+    **STATE_SPACES,
+    final_norm="model.final_layernorm",
+    before_mlp=f"{_BLOCK}pre_ff_layernorm",
+    qkv=tuple(f"{_BLOCK}self_attn.{part}_proj" for part in "qkv"),
+    out=f"{_BLOCK}self_attn.o_proj",
+    qkv_adapters=tuple(f"{_BLOCK}self_attn.linear_{part}_adapter_list.{{expert}}" for part in "qkv"),
+    gate_up=(f"{_BLOCK}feed_forward.gate_up_proj",),
+    down=f"{_BLOCK}feed_forward.down_proj",
+    gate_up_adapters=(f"{_BLOCK}feed_forward.gate_up_proj_adapter_list.{{expert}}",),
+    renamed=(("mamba_decoder.mamba", "mamba"), ("mamba_decoder.input_layernorm", "input_layernorm")),
 )
 
 
@@ -248,4 +265,49 @@ def _nemotron_experts(config: Any, unlike: dict[str, Any]) -> ExpertsSpec:
         gated=False,
         latent=int(config.moe_latent_size or 0),
         shared=MLPSpec(int(config.moe_shared_expert_intermediate_size), **unlike),
+    )
+
+
+def zamba2(config: Any) -> Description:
+    """Zamba 2: Mamba2 in each layer, and in front of some a block of attention and an MLP, one of few that they share.
+    Adapters to its products are a layer's own."""
+    norm = rms_norm(config)
+    rank, hybrids = int(config.adapter_rank), list(config.hybrid_layer_ids)
+    if not config.tie_word_embeddings and len(hybrids) > config.num_mem_blocks:
+        # transformers ties the blocks' weights where it ties the embedding to the head.
+        raise FamilyRefused("blocks whose weights are not shared are not served")
+    space = _zamba_space(config)
+    turning = rotary(config, config.attention_head_dim) if config.use_mem_rope else None
+    attending = attention(
+        config, rotary=turning, scaling=(config.attention_head_dim / 2) ** -0.5, qkv_bias=False, out_bias=False
+    )
+    feeding = mlp(config, bias=bool(config.add_bias_linear))
+    layers = []
+    for index in counted(config):
+        if index not in hybrids:
+            layers.append(LayerSpec(space, None, norm, None))
+            continue
+        place = hybrids.index(index)
+        first = hybrids[place % config.num_mem_blocks]
+        of_attention = rank if config.use_shared_attention_adapter else 0
+        block = SharedBlockSpec(first, place, of_attention, norm, norm, feeding, rank)
+        layers.append(LayerSpec(attending, None, norm, None, beside=space, shared=block))
+    # Of layers behind the first ones of each block, where a checkpoint has its weights again.
+    again = "|".join(str(index) for index in hybrids[config.num_mem_blocks :])
+    ignored = (*WeightNames().ignored, *([rf"model\.layers\.({again})\.shared_transformer\..*"] if again else []))
+    return Description(decoder(config, layers, norm), replace(_ZAMBA2, ignored=ignored))
+
+
+def _zamba_space(config: Any) -> StateSpaceSpec:
+    groups = int(config.mamba_ngroups)
+    return StateSpaceSpec(
+        groups=groups,
+        heads=int(config.n_mamba_heads),
+        state_width=int(config.mamba_d_state),
+        value_width=int(config.mamba_headdim),
+        taps=int(config.mamba_d_conv),
+        epsilon=1e-5,
+        bias=bool(config.add_bias_linear),
+        step_limits=(float(config.time_step_min), float("inf")),
+        norm_groups=groups,
     )

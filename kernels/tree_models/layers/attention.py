@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from tree_kernels.attention import AttentionVariant
 from tree_kernels.linear import Activation, ActivationKind
 from tree_kernels.linear.layers import activated
-from tree_models.layers.linear import Linear
+from tree_models.layers.linear import Adapter, Linear
 from tree_models.layers.norm import HeadNorm, Normalization
 from tree_models.layers.paged import PagedPass, UncachedPass, attend
 from tree_models.layers.placing import Placement
@@ -67,12 +67,14 @@ class HeadAttention(nn.Module):
         self.value_norm = Normalization(spec.value_norm, values, place) if spec.value_norm and self._keys else None
         self.output_gate = OutputGate(spec, hidden_size, place) if spec.output_gate else None
         self.sinks = place.empty(spec.heads, dtype=torch.float32) if spec.sinks else None
+        self.adapter: Adapter | None = None  # of the first product
         self.variant = AttentionVariant(spec.window, spec.score_cap, self.sinks, spec.chunked)
 
     def forward(self, rows: Tensor, angles: Angles | None, step: PagedPass | UncachedPass) -> Tensor:
         """[R, read_vectors * H] -> [R, H]. `angles` are None where the layer embeds no positions."""
         spec = self.spec
-        rotating, value, gate = self._heads(self.qkv(rows))
+        product: Tensor = self.qkv(rows)
+        rotating, value, gate = self._heads(product if self.adapter is None else product + self.adapter(rows))
         late = spec.head_norm is not None and spec.head_norm.after_rotary
         rotating = rotating if late else self._normed(rotating)
         if self.value_norm is not None:

@@ -1,24 +1,28 @@
 """What Gemma 3n and 4 carry beside hidden rows: a vector of each token for each layer, made of the token and of its
 embedding, and added in the layer. And of 3n alone alternating updates (AltUp, arXiv 2301.13310): several streams of
 hidden rows [R, N, H] of which a layer computes the first, and predicts and corrects all; and learned augmented
-residuals (LAuReL, arXiv 2411.07501)."""
+residuals (LAuReL, arXiv 2411.07501). And the blocks that layers of Zamba 2 share, which read embedded rows too."""
 
 from __future__ import annotations
 
 import math
 from collections.abc import Iterator
+from dataclasses import replace
 
 import torch
 from torch import Tensor, nn
 
-from tree_models.layers.linear import Linear
-from tree_models.layers.mlp import FUNCTIONS
+from tree_models.layers.attention import HeadAttention
+from tree_models.layers.linear import Adapter, Linear
+from tree_models.layers.mlp import FUNCTIONS, MLP
 from tree_models.layers.norm import Normalization
+from tree_models.layers.paged import PagedPass, UncachedPass
 from tree_models.layers.placing import Placement
 from tree_models.layers.rank_group import looked_up
+from tree_models.layers.rotary import Angles
 from tree_models.names import WeightNames
 from tree_models.slots import Copy, WeightSlot, in_place
-from tree_models.spec import AddedInputSpec, LaurelSpec, LayerInputsSpec, StreamsSpec
+from tree_models.spec import AddedInputSpec, AttentionSpec, LaurelSpec, LayerInputsSpec, SharedBlockSpec, StreamsSpec
 
 # The least mean square of a stream that is scaled.
 _LEAST_SQUARE = 1e-5
@@ -174,3 +178,64 @@ def _as_large(rows: Tensor, measure: Tensor) -> Tensor:
     """Rows [R, H], each scaled to the root mean square of the row of `measure` [R, H]."""
     wanted = measure.square().mean(-1, keepdim=True).sqrt()
     return rows * wanted / rows.square().mean(-1, keepdim=True).clamp_min(_LEAST_SQUARE).sqrt()
+
+
+class SharedBlock(nn.Module):
+    """See `SharedBlockSpec`: hidden rows and embedded ones, [R, H] each -> [R, H]."""
+
+    def __init__(
+        self,
+        spec: SharedBlockSpec,
+        attention: AttentionSpec,
+        hidden_size: int,
+        layer: int,
+        place: Placement,
+        cache_layer: int,
+        other: SharedBlock | None,
+    ) -> None:
+        """`other` has the weights that are shared, where that is not this one."""
+        super().__init__()
+        self.spec, self._layer, self._ranks = spec, layer, place.ranks
+        own = place if other is None else replace(place, device=torch.device("meta"))
+        self.attention = HeadAttention(attention, hidden_size, spec.first, own, cache_layer, read_vectors=2)
+        self.mlp = MLP(spec.mlp, hidden_size, own)
+        self.norm = Normalization(spec.norm, 2 * hidden_size, own)
+        self.mlp_norm = Normalization(spec.mlp_norm, hidden_size, own)
+        self._has_weights = other is None
+        if other is not None:
+            self.norm, self.mlp_norm = other.norm, other.mlp_norm
+            self.attention.qkv, self.attention.out = other.attention.qkv, other.attention.out
+            self.mlp.gate_up, self.mlp.down = other.mlp.gate_up, other.mlp.down
+        if spec.adapter:
+            outputs = [heads * attention.head_width for heads in (attention.heads, *[attention.kv_heads] * 2)]
+            self.attention.adapter = Adapter(2 * hidden_size, spec.adapter, outputs, place)
+        if spec.mlp_adapter:
+            self.mlp.adapter = Adapter(hidden_size, spec.mlp_adapter, [2 * spec.mlp.width], place)
+        self.last = Linear(hidden_size, [hidden_size], place)
+
+    def forward(
+        self, hidden: Tensor, embedded: Tensor, angles: Angles | None, step: PagedPass | UncachedPass
+    ) -> Tensor:
+        """[R, H] and [R, H] -> [R, H]."""
+        mixed = self._summed(self.attention(self.norm(torch.cat([hidden, embedded], dim=-1)), angles, step))
+        output: Tensor = self.last(self._summed(self.mlp(self.mlp_norm(mixed))))
+        return output
+
+    def _summed(self, part: Tensor) -> Tensor:
+        return part if self._ranks is None else self._ranks.summed(part)
+
+    def slots(self, names: WeightNames, copy: Copy) -> Iterator[WeightSlot]:
+        """Slots of the block's tensors; those that are shared are the first layer's, and so are the adapters."""
+
+        def of(name: str) -> str:
+            return names.in_layer(name, self.spec.first, self.spec.place)
+
+        if self._has_weights:
+            yield from self.norm.slots(of(names.shared_norm), copy)
+            yield from self.mlp_norm.slots(of(names.before_mlp), copy)
+            yield from self.attention.slots(names, copy)
+            yield from self.mlp.slots([of(name) for name in names.gate_up], of(names.down), "", copy)
+        for owner, adapters in ((self.attention, names.qkv_adapters), (self.mlp, names.gate_up_adapters)):
+            if owner.adapter is not None:
+                yield from owner.adapter.slots([of(name) for name in adapters], copy)
+        yield from self.last.slots([names.in_layer(names.shared_last, self._layer)], copy)

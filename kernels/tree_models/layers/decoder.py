@@ -19,6 +19,7 @@ from tree_models.layers.beside_rows import (
     AlternatingUpdates,
     AugmentedResidual,
     LayerInputs,
+    SharedBlock,
     StreamEnds,
 )
 from tree_models.layers.experts import DenseAndExperts, MixtureOfExperts
@@ -52,15 +53,27 @@ class DecoderLayer(nn.Module):
     """See `LayerSpec`: [R, H] -> [R, H], or [R, N, H] -> [R, N, H] of N streams."""
 
     def __init__(
-        self, spec: LayerSpec, hidden_size: int, layer: int, place: Placement, kept: int, kept_beside: int = 0
+        self,
+        spec: LayerSpec,
+        hidden_size: int,
+        layer: int,
+        place: Placement,
+        kept: int,
+        kept_beside: int = 0,
+        sharing: SharedBlock | None = None,
     ) -> None:
         """`kept` counts the layers whose keys and values, or whose states, are kept beside this one's; `kept_beside`
-        those with states beside what this one has beside its attention."""
+        those with states beside what this one has beside its attention. `sharing` has the weights of its block, if it
+        is not the first of those with them."""
         super().__init__()
         self.spec, self._ranks = spec, place.ranks
         of = hidden_size, layer, place
         self.attention: _Mixer | None
-        if spec.attention is None:
+        self.shared: SharedBlock | None = None
+        if spec.shared is not None:
+            assert isinstance(spec.attention, AttentionSpec), "what the block has"
+            self.shared = SharedBlock(spec.shared, spec.attention, *of, kept, sharing)
+        if spec.attention is None or spec.shared is not None:
             self.attention = None
         elif isinstance(spec.attention, AttentionSpec):
             self.attention = HeadAttention(spec.attention, *of, kept, spec.read_vectors)
@@ -97,7 +110,7 @@ class DecoderLayer(nn.Module):
         """[R, H] -> [R, H], or of streams. `given` [R, read_vectors * H] is what attention reads in place of normed
         hidden rows, `vectors` [R, W] what the layer adds where it has an added input."""
         if self.streams is None:
-            hidden = self._halves(hidden, angles, step, given)
+            hidden = self._halves(hidden, angles, step, given, vectors)
             if self.added_input is not None:
                 hidden = hidden + self.added_input(hidden, vectors)
         else:
@@ -109,9 +122,18 @@ class DecoderLayer(nn.Module):
         return hidden if self.scale is None else hidden * self.scale
 
     def _halves(
-        self, hidden: Tensor, angles: Angles | None, step: PagedPass | UncachedPass, given: Tensor | None
+        self,
+        hidden: Tensor,
+        angles: Angles | None,
+        step: PagedPass | UncachedPass,
+        given: Tensor | None,
+        embedded: Tensor | None = None,
     ) -> Tensor:
-        """[R, H] -> [R, H]: attention and MLP."""
+        """[R, H] -> [R, H]: attention and MLP, or what reads the output of a block that is shared."""
+        if self.shared is not None and self.beside is not None and self.before_attention is not None:
+            assert embedded is not None, "read by the block"
+            read = self.before_attention(hidden + self.shared(hidden, embedded, angles, step))
+            return self._added(hidden, self.beside(read, angles, step), None)
         rows, normed = given, self.spec.normed_residual
         if rows is None:
             rows = hidden if self.before_attention is None else self.before_attention(hidden)
@@ -156,6 +178,8 @@ class DecoderLayer(nn.Module):
                 yield from norm.slots(names.in_layer(name, layer), copy)
         if self.attention is not None:
             yield from self.attention.slots(names, copy)
+        if self.shared is not None:
+            yield from self.shared.slots(names, copy)
         if self.beside is not None:
             yield from self.beside.slots(names, copy)
         if self.added_input is not None:
@@ -241,10 +265,10 @@ class LayerStack(nn.Module):
         computed."""
         super().__init__()
         self.place, self.layer_specs, self.longest_context = place, tuple(specs), longest_context
-        made = [
-            DecoderLayer(layer, hidden_size, index, place, kept + own, beside)
-            for index, (layer, (own, beside)) in enumerate(zip(specs, _kept_places(specs), strict=True))
-        ]
+        made: list[DecoderLayer] = []
+        for index, (layer, (own, beside)) in enumerate(zip(specs, _kept_places(specs), strict=True)):
+            sharing = made[layer.shared.first].shared if layer.shared and layer.shared.first < index else None
+            made.append(DecoderLayer(layer, hidden_size, index, place, kept + own, beside, sharing))
         self.layers: Sequence[DecoderLayer] = nn.ModuleList(made)  # type: ignore[assignment]
         # One for each kind that there is, and the place of each layer's among them; None where it has none.
         kinds = list(dict.fromkeys(kind for layer in specs if (kind := layer.rotary) is not None))
@@ -410,6 +434,8 @@ class Decoder(LayerStack):
         embedded, vectors = self.embedded(token_ids), None
         if self.layer_inputs is not None:
             vectors = self.layer_inputs(token_ids, embedded)
+        elif any(layer.shared for layer in self.layer_specs):
+            vectors = embedded[:, None].expand(-1, len(self.layers), -1)
         hidden = self.compute_layers(self.spread(embedded), self.angles(positions), step, vectors=vectors)
         hidden = self.joined(hidden)
         normed = None if self.final_form is None else self.final_form.norm(hidden)

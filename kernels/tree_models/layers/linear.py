@@ -66,6 +66,28 @@ class BlockLinear(nn.Module):
             yield in_place(f"{name}_bias", bias, copy)
 
 
+class Adapter(nn.Module):
+    """What is added to a product: of each output a product of a few numbers of the rows (LoRA, arXiv 2106.09685):
+    [R, in] -> [R, sum of outputs]. Published are both products of an output, as `NAME.0` and `NAME.1`."""
+
+    def __init__(self, inputs: int, width: int, outputs: Sequence[int], place: Placement) -> None:
+        super().__init__()
+        self._width, self.narrow = width, Linear(inputs, [width] * len(outputs), place)
+        self.wide = nn.ModuleList(Linear(width, [count], place) for count in outputs)
+
+    def forward(self, rows: Tensor) -> Tensor:
+        """[R, in] -> [R, sum of outputs]."""
+        parts = torch.split(self.narrow(rows), self._width, dim=-1)
+        return torch.cat([wide(part) for wide, part in zip(self.wide, parts, strict=True)], dim=-1)
+
+    def slots(self, names: Sequence[str], copy: Copy) -> Iterator[WeightSlot]:
+        """Slots of both products of each output."""
+        yield from self.narrow.slots([f"{name}.0" for name in names], copy)
+        for name, wide in zip(names, self.wide, strict=True):
+            assert isinstance(wide, Linear)
+            yield from wide.slots([f"{name}.1"], copy)
+
+
 class PackedWeight(nn.Module):
     """A bf16 weight in the order in which the CPU's matrix unit reads it, for inference.
 

@@ -12,7 +12,7 @@ from torch.nn import functional
 from tree_kernels.linear import Activation as LaunchedActivation
 from tree_kernels.linear import ActivationKind, GateForm
 from tree_kernels.linear.layers import gated
-from tree_models.layers.linear import Linear
+from tree_models.layers.linear import Adapter, Linear
 from tree_models.layers.placing import Placement
 from tree_models.slots import Copy, TensorSpec, WeightSlot
 from tree_models.spec import Activation, GateSpec, MLPSpec
@@ -79,11 +79,13 @@ class MLP(nn.Module):
         self.gate_up = Linear(hidden_size, parts, place, bias=spec.bias)
         self.down = Linear(spec.width, [hidden_size], place, bias=spec.bias)
         self._gate_form, self._ranks = gate_form_of(spec.gate), place.ranks
+        self.adapter: Adapter | None = None  # of the first product
         self.xielu = XIELU(place) if spec.activation == "xielu" else None
 
     def forward(self, rows: Tensor) -> Tensor:
         """[R, H] -> [R, H]."""
         product: Tensor = self.gate_up(rows)
+        product = product if self.adapter is None else product + self.adapter(rows)
         activation = self.xielu or FUNCTIONS[self.spec.activation]
         if self.spec.gated:
             gate, up = product.chunk(2, dim=-1)

@@ -28,6 +28,7 @@ from tree_models.spec import (
     MLPSpec,
     RecurrentSpec,
     SelectiveSpec,
+    SharedBlockSpec,
     StateSpaceSpec,
 )
 
@@ -61,7 +62,8 @@ def share_of(spec: DecoderSpec, names: WeightNames, rank: int, ranks: int) -> Ra
     divided = {layer: divider.layer(layer) for layer in dict.fromkeys(spec.layers)}
     for index, layer in enumerate(spec.layers):
         for name, cut in divided[layer][1]:
-            cuts |= {names.in_layer(name, index, expert): cut for expert in _experts(layer.mlp, name)}
+            numbers = range(len(spec.layers)) if layer.shared is not None else _experts(layer.mlp, name)
+            cuts |= {names.in_layer(name, index, number): cut for number in numbers}
     layers = tuple(divided[layer][0] for layer in spec.layers)
     return RankShare(replace(spec, vocabulary_size=tokens, layers=layers, layer_inputs=inputs), cuts)
 
@@ -88,6 +90,10 @@ class _Divider:
 
     def layer(self, layer: LayerSpec) -> tuple[LayerSpec, list[tuple[str, Cut]]]:
         mixer, mlp, cuts = layer.attention, layer.mlp, list[tuple[str, Cut]]()
+        block = layer.shared
+        if block is not None and isinstance(mixer, AttentionSpec):
+            block, of_block = self._shared_block(block, mixer)
+            cuts += of_block
         if mixer is not None:
             mixer, of_mixer = self._mixer(mixer)
             cuts += of_mixer
@@ -98,7 +104,7 @@ class _Divider:
         if mlp is not None:
             mlp, of_mlp = self._mlp(mlp)
             cuts += of_mlp
-        return replace(layer, attention=mixer, mlp=mlp, beside=beside), cuts
+        return replace(layer, attention=mixer, mlp=mlp, beside=beside, shared=block), cuts
 
     def _mixer(self, spec: _MixerSpec) -> tuple[_MixerSpec, _Cuts]:
         if isinstance(spec, AttentionSpec):
@@ -138,6 +144,21 @@ class _Divider:
             norms.append((names.key_norm, Spans(0, (_scaled(keys, each),))))
             cuts += _with_bias(norms)
         return replace(spec, heads=len(heads), kv_heads=len(keys)), cuts
+
+    def _shared_block(self, spec: SharedBlockSpec, attention: AttentionSpec) -> tuple[SharedBlockSpec, _Cuts]:
+        """But for the attention's own tensors."""
+        names, width = self.names, attention.head_width
+        mlp, of_mlp = self._feed_forward(spec.mlp, names.gate_up, names.down, "an MLP")
+        cuts, keys = list(of_mlp), self._shared_heads(attention.kv_heads, "key heads")
+        every = self._block(attention.heads, "attention heads"), keys, keys
+        cuts += [
+            (f"{name}.1.weight", Spans(0, (_scaled(heads, width),)))
+            for name, heads in zip(names.qkv_adapters, every, strict=False)
+        ]
+        own = self._block(spec.mlp.width, "numbers of an MLP")
+        rows = [(spec.mlp.width, own)] * 2
+        cuts += [(f"{name}.1.weight", next(_above_another([name], rows))[1]) for name in names.gate_up_adapters]
+        return replace(spec, mlp=mlp), cuts
 
     def _latent(self, spec: LatentSpec) -> tuple[LatentSpec, _Cuts]:
         names, heads = self.names, self._block(spec.heads, "attention heads")

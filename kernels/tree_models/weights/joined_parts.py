@@ -34,7 +34,7 @@ class JoinedParts:
 
 def joined(checkpoint: TensorSource, names: WeightNames) -> TensorSource:
     """The checkpoint as a family with these names reads it."""
-    return JoinedParts(checkpoint, names) if names.convolution_parts else checkpoint
+    return JoinedParts(checkpoint, names) if names.convolution_parts or names.renamed else checkpoint
 
 
 def _joined_name(name: str, names: WeightNames) -> str:
