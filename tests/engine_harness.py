@@ -5,7 +5,7 @@ from __future__ import annotations
 import random
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 
 import torch
 from torch import Tensor
@@ -326,8 +326,3 @@ def grow(root: int, rng: random.Random, nodes: int, pick: Callable[[Sequence[int
             paths.append((*paths[parent], token))  # type: ignore[arg-type]
     scores = (1.0, *(rng.random() for _ in token_ids[1:]))
     return TokenTree(tuple(token_ids), tuple(parents), scores)
-
-
-def with_sampling(wanted: SequenceRequest, **changes: object) -> SequenceRequest:
-    sampling = replace(wanted.sampling, **changes)  # type: ignore[arg-type]
-    return replace(wanted, sampling=sampling, mode=sampling.mode())

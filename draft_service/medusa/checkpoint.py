@@ -26,13 +26,11 @@ from draft_service.checkpoints.target import TargetCheckpoint
 from draft_service.checkpoints.vocabulary import ids_of, restrict, tensors_of
 from draft_service.eagle.head import IN_FP32
 from draft_service.medusa.head import MedusaHead, MedusaShape
-from outrider.heads import HeadRefused
+from outrider.heads import MEDUSA_FILES, HeadRefused
 from outrider.weights import Weights
 from tree_models.layers.placing import Placement
 from tree_models.slots import specs_of
 
-# A file of heads alone is preferred to the target's checkpoint in the same folder.
-_FILES = ("medusa_lm_head.safetensors", "model.safetensors")
 _PREFIX = re.compile(r"^(medusa_heads?|heads)\.(?=\d)")
 _BLOCK = re.compile(r"^(\d+)\.(\d+)\.linear\.(weight|bias)$")
 _LM_HEAD = re.compile(r"^(\d+)\.(\d+)\.weight$")
@@ -46,7 +44,7 @@ class MedusaCheckpoint:
     def __init__(self, source: str | Path) -> None:
         """`source` is a folder with config.json and safetensors, or a hub id, which is fetched. Loads no weights.
         Raises `HeadRefused` if the heads cannot be read, or are not supported."""
-        self._weights = Weights(source, _FILES)
+        self._weights = Weights(source, MEDUSA_FILES)
         self._names = _names(self._weights)
         self.config = _shape(self._weights, self._names)
 
@@ -94,7 +92,7 @@ def save_heads(heads: MedusaHead, folder: str | Path, record: Mapping[str, Any] 
             "tokenizer_fingerprint": shape.tokenizer_fingerprint,
         },
     }
-    return write_folder(folder, config, _FILES[0], tensors, record)
+    return write_folder(folder, config, MEDUSA_FILES[0], tensors, record)
 
 
 def neutral_name(name: str) -> tuple[int, int, str] | None:

@@ -17,6 +17,9 @@ from outrider.errors import NotSupported
 if TYPE_CHECKING:
     from torch import Tensor
 
+# Medusa heads may lie beside their target's checkpoint. A file of heads alone is preferred.
+MEDUSA_FILES = ("medusa_lm_head.safetensors", "model.safetensors")
+
 
 class HeadRefused(NotSupported):
     """The head cannot be loaded, or does not fit its target."""

@@ -17,12 +17,10 @@ from torch import Tensor, nn
 from torch.nn import functional
 
 from outrider.errors import NotSupported
-from outrider.heads import head_source, shipped_heads, weight_fingerprint
+from outrider.heads import MEDUSA_FILES, head_source, shipped_heads, weight_fingerprint
 from outrider.model_store import model_source
 from outrider.weights import Weights
 
-# Medusa heads may lie beside their target's checkpoint.
-_FILES = ("medusa_lm_head.safetensors", "model.safetensors")
 # Joins embedding and state in MTP modules of DeepSeek-V3, Qwen3-Next and ERNIE, which read the target's state after its
 # last norm.
 _MTP_NORMED = re.compile(r"(model\.layers\.\d+\.eh_proj|mtp\.fc|model\.mtp_linear_proj\.\d+)\.weight")
@@ -86,7 +84,7 @@ def read_draft_head(source: str, target_layers: int, target_hidden: int) -> Draf
         UnknownModel: it is a hub id at a revision that was not fetched.
     """
     # A target's own module has the target's name, which may be at a revision.
-    published = Weights(model_source(source) if "@" in source else head_source(source), _FILES)
+    published = Weights(model_source(source) if "@" in source else head_source(source), MEDUSA_FILES)
     published.check_files()
     names, config = published.names, published.config
     # An EAGLE-3 head without fc has an entry for it.

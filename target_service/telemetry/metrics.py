@@ -9,7 +9,7 @@ from itertools import zip_longest
 
 from outrider.errors import LogitsNotFinite
 from outrider.telemetry.registry import MetricSet, Reading, VllmNames
-from outrider.telemetry.table import MAX_DEPTH, TARGET
+from outrider.telemetry.table import MAX_DEPTH, PHASES, TARGET
 from outrider.telemetry.tracing import sampled_trace_id
 from target_service.core.events import ServingEngine
 from target_service.core.sequence import SequenceRequest, SequenceTotals, StepStats
@@ -21,7 +21,6 @@ _DRAFTED, _ACCEPTED = "outrider_spec_decode_num_drafts_per_depth", "outrider_spe
 # trie or head commits two to four tokens); their series are added when they occur.
 _EXPECTED_DEPTHS = 16
 _SOURCES = ("draft", "lookup")
-_PHASES = ("wait", "plan", "launch", "forward", "verify", "commit")
 _PREDICTED = ("accepted", "rejected")
 
 
@@ -54,7 +53,7 @@ class PrometheusObserver:
         self._prefill_rows = count("outrider_rows", "prefill")
         self._step_seconds = histogram("outrider_step_seconds")
         self._step_rows = histogram("outrider_step_rows")
-        phases = map(partial(histogram, "outrider_step_phase_seconds"), _PHASES)
+        phases = map(partial(histogram, "outrider_step_phase_seconds"), PHASES)
         self._wait, self._plan, self._launch, self._forward, self._verify, self._commit = phases
         self._predicted = {outcome: count("outrider_prediction_tokens", outcome) for outcome in _PREDICTED}
         self._lossy_requests, self._lossy_tokens = count("outrider_lossy_requests"), count("outrider_lossy_tokens")

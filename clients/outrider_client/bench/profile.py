@@ -10,10 +10,9 @@ from dataclasses import dataclass, field
 from rich import box
 from rich.table import Table
 
+from outrider.telemetry.table import PHASES
 from outrider_client.bench.samples import BenchMode
 
-# In the order of the step: forward is the model, of which launch is the host's part; the others are host work.
-PHASES = ("wait", "plan", "launch", "forward", "verify", "commit")
 # Counters with one label each, and their names here.
 _COUNTED = {
     ("outrider_draft_passes_total", "hit"): "hits",

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, field, replace
-from typing import Protocol
+from typing import Protocol, Self
 
 import torch
 from torch import Tensor
@@ -118,11 +118,21 @@ class AttentionMixer:
 
 
 @dataclass(frozen=True, slots=True)
-class ConvolutionMixer:
-    """See `GatedConvolutionSpec`: one product, the convolution, and its gates."""
+class _StateMixer:
+    """What all mixers with states have."""
 
     state_layer: int
     products: Product
+
+    def quantized(self) -> Self:
+        """See `Mixer.quantized`. A product of gates stays as it is: it is small."""
+        return replace(self, products=quantized(self.products))
+
+
+@dataclass(frozen=True, slots=True)
+class ConvolutionMixer(_StateMixer):
+    """See `GatedConvolutionSpec`: one product, the convolution, and its gates."""
+
     convolution: ShortConvolution
 
     def mixed(self, linears: RowLinears, scaled: ScaledRows, angles: Angles | None, step: PagedPass) -> Tensor:
@@ -134,17 +144,11 @@ class ConvolutionMixer:
         gates = product.new_empty(len(product), 0, dtype=torch.float32)
         return behind * of_pass.convolve(self.state_layer, before * inputs, gates, self.convolution).rows
 
-    def quantized(self) -> ConvolutionMixer:
-        """See `Mixer.quantized`."""
-        return replace(self, products=quantized(self.products))
-
 
 @dataclass(frozen=True, slots=True)
-class DeltaMixer:
+class DeltaMixer(_StateMixer):
     """See `DeltaNetSpec`: two products, tokens' gates, the convolution, the states, and the gated norm."""
 
-    state_layer: int
-    products: Product
     gates: Product
     decay: Tensor
     decay_bias: Tensor
@@ -169,17 +173,11 @@ class DeltaMixer:
         heads = of_pass.mix(self.state_layer, convolved, gates, self.layout)
         return of_pass.recurrence.gated_heads(heads, gate, self.norm, self.epsilon)
 
-    def quantized(self) -> DeltaMixer:
-        """See `Mixer.quantized`. Gates stay as they are: their product is small."""
-        return replace(self, products=quantized(self.products))
-
 
 @dataclass(frozen=True, slots=True)
-class SpaceMixer:
+class SpaceMixer(_StateMixer):
     """See `StateSpaceSpec`: one product, tokens' gates, the convolution, the states, and the gated norm."""
 
-    state_layer: int
-    products: Product
     decay: Tensor
     decay_bias: Tensor
     step_limits: tuple[float, float]
@@ -200,10 +198,6 @@ class SpaceMixer:
         convolved = of_pass.convolve(self.state_layer, inputs, gates, self.convolution)
         mixed = of_pass.mix(self.state_layer, convolved, gates, self.layout)
         return of_pass.recurrence.space_output(mixed, convolved.rows[:, :values], gate, self.output)
-
-    def quantized(self) -> SpaceMixer:
-        """See `Mixer.quantized`."""
-        return replace(self, products=quantized(self.products))
 
 
 def mixer_of(

@@ -45,6 +45,8 @@ _BUCKETS: Mapping[str, tuple[float, ...]] = {
 }
 # Depths counted one by one; deeper nodes count under the last.
 MAX_DEPTH = 64
+# Of a step, in its order: forward is the model, of which launch is the host's part; the others are host work.
+PHASES = ("wait", "plan", "launch", "forward", "verify", "commit")
 
 _VLLM: Mapping[str, str] = {
     "outrider_spec_decode_num_drafts": "vllm:spec_decode_num_drafts",
