@@ -17,6 +17,8 @@ TARGET = GPUTarget("cuda", 90, 32)
 _TYPES = {torch.int32: "*i32", torch.float32: "*fp32", torch.float64: "*fp64", torch.bfloat16: "*bf16"}
 # Kernels that this process has compiled to machine code, each with its kind.
 _compiled = set[tuple[Any, str]]()
+# Constants that choose code, beside those that are named BLOCK...
+_CHOOSING = ("AHEAD", "MOST", "PAGE_SIZE")
 
 
 def shared_bytes(
@@ -60,13 +62,15 @@ def laid_out_bytes(source: ASTSource, options: dict[str, Any]) -> int:
 
 
 class Compiling:
-    """Stands where a kernel does, and compiles it for the arguments that it would be launched with."""
+    """Stands where a kernel does, and compiles it for the arguments that it would be launched with. In `make test`
+    only where a constant has a value that the kernel was not compiled with before, as of `few`."""
 
     def __init__(self, kernel: Any, needed: dict[str, int], *, skip: bool = False) -> None:
         """`needed` gets bytes of shared memory of one program; with `skip` nothing is compiled."""
         self.kernel = kernel
         self.needed = needed
         self.skip = skip
+        self._seen = set[tuple[Any, ...]]()
 
     def __getitem__(self, grid: tuple[int, ...]) -> Compiling:
         return self
@@ -85,8 +89,12 @@ class Compiling:
         source = ASTSource(self.kernel, signature, {(names.index(name),): value for name, value in constants.items()})
         name = f"{self.kernel.__name__}, {num_warps} warps, {sorted(constants.items(), key=str)}"
         # Launched again as it was before, it is compiled.
-        if name not in self.needed:
-            self.needed[name] = shared_bytes(source, {"num_warps": num_warps, "num_stages": num_stages})
+        if name in self.needed:
+            return
+        options = {"num_warps": num_warps, "num_stages": num_stages}
+        parts = _parts(self.kernel.__name__, constants, options)
+        self.needed[name] = shared_bytes(source, options) if is_full() or not parts <= self._seen else 0
+        self._seen |= parts
 
 
 def few(found: Iterable[tuple[Any, ...]]) -> list[tuple[Any, ...]]:
@@ -104,6 +112,6 @@ def _parts(kernel: str, constants: dict[str, Any], options: Any) -> set[tuple[An
     chosen = {
         (kernel, name, value)
         for name, value in constants.items()
-        if isinstance(value, bool | str) or name.startswith("BLOCK") or name == "AHEAD"
+        if isinstance(value, bool | str | None) or name.startswith("BLOCK") or name in _CHOOSING
     }
     return chosen | {(kernel,), (kernel, "num_stages", stages)}

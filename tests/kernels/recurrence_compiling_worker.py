@@ -8,7 +8,7 @@ import sys
 from collections.abc import Iterator
 from typing import Any
 
-from compiling import shared_bytes
+from compiling import few, shared_bytes
 from triton.compiler import ASTSource
 
 from tree_kernels.recurrence import triton_gating, triton_kernels, triton_keyed, triton_mixing, triton_selective
@@ -29,7 +29,7 @@ def kernels() -> Iterator[tuple[str, Any, dict[str, Any]]]:
     kept = {"BLOCK_V": 32, "TAPS": 4, "KEPT": 64, "STAGES": 2}
     kept |= {"BLOCK_R": 16, "BLOCK_C": 64, "BLOCK_T": 4, "BLOCK_G": 64}
     for rule, own in (("sum", {"DELTA": False, "NORMED": False}), ("delta", {"DELTA": True})):
-        for most in (1, 16, 64):
+        for most in (1, 64, 16):
             yield f"mix {rule} {most}", triton_mixing.mix_kernel, delta | kept | own | {"MOST": most}
         yield f"prepare {rule}", triton_mixing.prepare_kernel, delta | own | {"BLOCK_V": 128}
     for name, channels, taps, gates in (("delta", 8192, 4, 64), ("short", 2048, 3, 0)):
@@ -73,12 +73,16 @@ def compiled(name: str, kernel: Any, constants: dict[str, Any]) -> int:
         (place,): [["tt.divisibility", 16]] for place, each in enumerate(names) if signature[each].startswith("*")
     }
     source = ASTSource(kernel, signature, {(names.index(each),): value for each, value in constants.items()}, aligned)
-    options = {"num_warps": {"plan": 2, "prepare keyed": 8}.get(name, 4)}
-    return shared_bytes(source, options)
+    return shared_bytes(source, options_of(name))
+
+
+def options_of(name: str) -> dict[str, int]:
+    return {"num_warps": {"plan": 2, "prepare keyed": 8}.get(name, 4)}
 
 
 def main() -> None:
-    json.dump({one[0]: compiled(*one) for one in kernels()}, sys.stdout)
+    chosen = few((*one, options_of(one[0])) for one in kernels())
+    json.dump({name: compiled(name, kernel, constants) for name, kernel, constants, _ in chosen}, sys.stdout)
 
 
 if __name__ == "__main__":
