@@ -91,15 +91,15 @@ RECURRENT: dict[str, tuple[str, dict[str, Any]]] = {
         {
             "layers_block_type": ["linear_attention", "hybrid", "hybrid", "linear_attention", "hybrid"],
             "num_hidden_layers": 5, "num_key_value_heads": 4, "n_mamba_heads": 6, "mamba_ngroups": 2,
-            "mamba_d_state": 8, "num_mem_blocks": 2, "use_shared_attention_adapter": True, "adapter_rank": 6,
-            "use_mem_rope": True, "time_step_min": 1e-6, "tie_word_embeddings": True,
+            "mamba_d_state": 8, "chunk_size": CHUNK, "num_mem_blocks": 2, "use_shared_attention_adapter": True,
+            "adapter_rank": 6, "use_mem_rope": True, "time_step_min": 1e-6, "tie_word_embeddings": True,
         },
     ),
     "zamba2, plain": (
         "zamba2",
         {
             "layers_block_type": ["linear_attention", "hybrid"], "n_mamba_heads": 4, "mamba_d_state": 8,
-            "add_bias_linear": True, "adapter_rank": 6, "time_step_min": 1e-6,
+            "chunk_size": CHUNK, "add_bias_linear": True, "adapter_rank": 6, "time_step_min": 1e-6,
         },
     ),
     "mamba": ("mamba", SELECTIVE | {"use_bias": True}),
