@@ -79,7 +79,7 @@ class _StoredHead(NamedTuple):
 
 
 def _eagle(config: EagleConfig, model: str) -> _StoredHead:
-    found = EagleCheckpoint(head_source(config.head))
+    found = EagleCheckpoint(head_source(config.head), config.window)
 
     def load(place: Placement, kept: int, token_map: Sequence[int] | None) -> EagleHead:
         own = TargetCheckpoint(model_source(config.embeddings or model))
@@ -152,7 +152,9 @@ class InPassHead:
         trees, rows = self._trees_for(sequences), len(done.positions)
         trees.read(done.rows, self._last_position)
         features: Tensor = self._head.project(done.states)
-        self._output = self._head(trees.tails.next_tokens[:rows], features, done.positions, done.step)
+        # Of the head's own keys all are kept, also where the target's layers with a window forget.
+        step = replace(done.step, windowed=None)
+        self._output = self._head(trees.tails.next_tokens[:rows], features, done.positions, step)
 
     def grow(self, sequences: int, step: PagedPass, to: TablesToWrite, *, coupled: bool) -> None:
         """See `InPassDrafter.grow`."""

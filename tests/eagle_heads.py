@@ -25,6 +25,7 @@ KINDS: dict[str, dict[str, Any]] = {
     "eagle-3.1": {"fc_norm": True, "norm_output": True},
     "normed residual": {"norm_before_fc": True, "norm_before_residual": True, "qk_norm": True},
     "two layers": {"num_layers": 2, "qkv_bias": True},
+    "window": {"window": 5},
     "whole vocabulary": {"draft_vocab_size": VOCABULARY},
     "eagle-1": {"kind": "eagle", "num_features": 1, "fc_bias": True, "feature_layers": (12,)},
 }
@@ -155,6 +156,10 @@ class PlainHead:
     def add(self, token: int, feature: Tensor, position: int, visible: Sequence[int]) -> int:
         """One row that sees the rows `visible`; returns its number."""
         config = self.head.config
+        assert isinstance(config, HeadConfig)
+        if config.window is not None:
+            # In the order of their positions.
+            visible = visible[max(0, len(visible) - config.window + 1) :]
         embedding = self._weights["embed_tokens.weight"][token]
         keys: list[Tensor] = []
         values: list[Tensor] = []

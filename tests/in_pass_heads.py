@@ -66,11 +66,11 @@ class Heads(NamedTuple):
 
 
 def head_of(model: PreTrainedModel, kept: int = 0) -> EagleHead:
-    """A head on the model's device, whose layer comes behind `kept` others in the cache."""
+    """A head on the model's device, whose layer comes behind `kept` others in the cache, with a window."""
     width, vocabulary = model.config.hidden_size, model.config.vocab_size
     made = make_head(
         hidden_size=width, target_hidden_size=width, vocab_size=vocabulary, draft_vocab_size=vocabulary,
-        feature_layers=LAYERS, head_dim=12,
+        feature_layers=LAYERS, head_dim=12, window=24,
     )  # fmt: skip
     if not kept:
         return made

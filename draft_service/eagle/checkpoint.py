@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -22,14 +23,16 @@ from tree_models.layers.placing import Placement
 class EagleCheckpoint:
     """A head in any published layout (`draft_service.eagle.layouts`), and `config`, its configuration."""
 
-    def __init__(self, source: str | Path) -> None:
-        """`source` is a folder with config.json and safetensors, or a hub id, which is fetched. Loads no weights.
-        Raises `HeadRefused` if the head cannot be read, or is not supported."""
+    def __init__(self, source: str | Path, window: int = 0) -> None:
+        """`source` is a folder with config.json and safetensors, or a hub id, which is fetched. Loads no weights. Its
+        attention sees `window` tokens, or with 0 as many as its config.json says. Raises `HeadRefused` if the head
+        cannot be read, or is not supported."""
         self._weights = Weights(source)
         names = ((neutral_name(published), published) for published in self._weights.names)
         # Neutral name -> published name.
         self._names = {name: published for name, published in names if name is not None}
-        self.config = head_config(self._weights.config, self._weights.shapes(self._names))
+        config = head_config(self._weights.config, self._weights.shapes(self._names))
+        self.config = replace(config, window=window) if window else config
 
     def load(
         self,

@@ -37,4 +37,10 @@ class EagleConfig(HeadDrafterConfig):
         "target, for what the head does not carry: a name from `outrider model list`, a folder, or a hub id; "
         "empty takes it from the head's record",
     )
+    window: int = setting(
+        0,
+        "tokens that the head's attention sees, the last ones: a head that was trained on short texts guesses worse "
+        "behind long ones; 0 takes what its config.json says, and all where it says nothing",
+        ge=0,
+    )
     projection: str = setting("target", "who fuses the target's hidden states", choices=("target", "draft"))

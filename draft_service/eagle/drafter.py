@@ -30,7 +30,7 @@ class EagleDrafter(HeadDrafter):
             raise SettingsError(
                 "the eagle drafter needs a head: a name from `outrider head list`, a folder or a hub id"
             )
-        self._given = EagleCheckpoint(head_source(config.head)) if head is None else head
+        self._given = EagleCheckpoint(head_source(config.head), config.window) if head is None else head
         shape = self._given.config
         self._target, self._no_target = _target_of(config, shape)
         super().__init__(config, shape, self._request(config, shape))

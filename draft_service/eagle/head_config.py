@@ -100,6 +100,7 @@ class HeadConfig(LayeredShape):
     rms_norm_eps: float = 1e-6
     # transformers' `rope_parameters`: rope_theta, rope_type and that type's parameters.
     rope: Mapping[str, Any] = field(default_factory=lambda: {"rope_type": "default", "rope_theta": 10000.0})
+    window: int | None = None  # tokens that a row's attention sees, itself among them; None for all
     input_norm: bool = False  # an EAGLE-1 head whose first layer has an input_layernorm; published ones have none
     # Which optional weights exist.
     qkv_bias: bool = False
@@ -112,6 +113,8 @@ class HeadConfig(LayeredShape):
             raise HeadRefused(
                 f"{self.num_heads} heads over {self.num_kv_heads} key heads of width {self.head_dim} are no attention"
             )
+        if self.window is not None and self.window < 1:
+            raise HeadRefused(f"a window of {self.window} tokens is no attention")
         LayeredShape.__post_init__(self)
         rope_type = self.rope.get("rope_type", "default")
         if rope_type not in ("default", "linear", "llama3", "yarn"):
@@ -139,6 +142,7 @@ class HeadConfig(LayeredShape):
             qkv_bias=self.qkv_bias,
             out_bias=self.o_bias,
             head_norm=HeadNormSpec(norm) if self.qk_norm else None,
+            window=self.window,
         )
         usual = LayerSpec(attention, MLPSpec(self.intermediate_size, bias=self.mlp_bias), norm, norm)
         first = usual

@@ -48,7 +48,7 @@ def head_config(config: Mapping[str, Any], shapes: Shapes) -> HeadConfig:
     layer, feature_layers, target = _by_layout(config)
     _refuse_foreign(config, shapes)
     fused, has_fc = "layers.0.hidden_norm.weight" in shapes, "fc.weight" in shapes
-    sizes = _sizes(layer, shapes)
+    sizes, own = _sizes(layer, shapes), config.get("outrider") or {}
     drafted = next((shapes[name][0] for name in ("lm_head.weight", "d2t") if name in shapes), None)
     target_hidden = int(config.get("target_hidden_size") or sizes["hidden_size"]) if fused else sizes["hidden_size"]
     return HeadConfig(
@@ -63,7 +63,8 @@ def head_config(config: Mapping[str, Any], shapes: Shapes) -> HeadConfig:
         norm_output=bool(config.get("norm_output", False)),
         norm_before_residual=bool(config.get("norm_before_residual", False)),
         target=target,
-        tokenizer_fingerprint=str((config.get("outrider") or {}).get("tokenizer_fingerprint", "")),
+        tokenizer_fingerprint=str(own.get("tokenizer_fingerprint", "")),
+        window=number_of(own, "window") if own.get("window") else None,
         fc_norm="fc_norm.0.weight" in shapes,
         norm_before_fc="input_norm.weight" in shapes,
         input_norm=not fused and "layers.0.input_layernorm.weight" in shapes,
@@ -152,7 +153,8 @@ def published_config(config: HeadConfig) -> dict[str, Any]:
         "rope_theta": theta,
         "rope_scaling": None if rope.get("rope_type", "default") == "default" else rope,
         "tie_word_embeddings": False,
-        "outrider": {"target": config.target, "tokenizer_fingerprint": config.tokenizer_fingerprint},
+        "outrider": {"target": config.target, "tokenizer_fingerprint": config.tokenizer_fingerprint}
+        | ({} if config.window is None else {"window": config.window}),
     }
     if fused:
         published["target_hidden_size"] = config.target_hidden_size

@@ -59,6 +59,9 @@ def new_head_config(config: TrainingConfig, facts: TeacherFacts, draft_vocab_siz
         num_layers=config.layers,
         num_features=3,
         max_positions=facts.max_context,
+        # No farther than it learns from: behind 3,000 tokens a head that had read 1,024 at most made 1.86 tokens a pass
+        # without a window and 2.50 with one (`benchmarks/results/2026-11-29-h200-windowed-head.md`).
+        window=config.max_length,
         rms_norm_eps=facts.rms_norm_eps,
         rope=dict(facts.rope),
         fc_norm=newer,

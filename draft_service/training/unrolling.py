@@ -23,6 +23,7 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 from draft_service.eagle.head import EagleHead
 from draft_service.medusa.head import MedusaHead
 from tree_models.layers.paged import UncachedPass
+from tree_models.spec import AttentionSpec
 
 # The heads that can be trained.
 Head = EagleHead | MedusaHead
@@ -49,7 +50,9 @@ def unroll(head: EagleHead, states: Tensor, token_ids: Tensor, steps: int) -> Te
     `token_ids` [B, L] int64."""
     length = token_ids.shape[1]
     positions = torch.arange(length, device=token_ids.device).expand_as(token_ids).flatten()
-    attention = UnrolledAttention(len(token_ids), length, token_ids.device)
+    spec = head.layer_specs[0].attention
+    window = spec.window if isinstance(spec, AttentionSpec) else None
+    attention = UnrolledAttention(len(token_ids), length, token_ids.device, window)
     features = head.project(states).flatten(0, 1)
     lm_input = []
     for step in range(steps):
@@ -62,22 +65,31 @@ def unroll(head: EagleHead, states: Tensor, token_ids: Tensor, steps: int) -> Te
 
 
 class UnrolledAttention(UncachedPass):
-    """Attention over the keys of all steps so far: causal over those of step 0, row by row over the later ones. The
-    keys of all steps are concatenated under one mask, which a fused kernel takes: no scores are stored, and the masked
-    work is small beside the head's matrix products."""
+    """Attention over the keys of all steps so far: causal over those of step 0, row by row over the later ones, and of
+    both those within a window if there is one. The keys of all steps are concatenated under one mask, which a fused
+    kernel takes: no scores are stored, and the masked work is small beside the head's matrix products."""
 
-    def __init__(self, texts: int, length: int, device: torch.device) -> None:
-        self._step, self._shape = 0, (texts, length)
+    def __init__(self, texts: int, length: int, device: torch.device, window: int | None = None) -> None:
+        self._step, self._shape, self._window = 0, (texts, length), window
         self._keys: dict[int, list[Tensor]] = {}
         self._values: dict[int, list[Tensor]] = {}
-        self._diagonal = torch.eye(length, dtype=torch.bool, device=device)
         # [L, (step + 1) * L]
-        self._mask = torch.ones(length, length, dtype=torch.bool, device=device).tril()
+        self._mask = self._seen(device)
 
     def next_step(self) -> None:
         """Move on to the next step, once every layer has attended."""
         self._step += 1
-        self._mask = torch.cat([self._mask, self._diagonal], dim=1)
+        self._mask = self._seen(self._mask.device)
+
+    def _seen(self, device: torch.device) -> Tensor:
+        """[L, (step + 1) * L] the keys that each row sees, those of step 0 first."""
+        rows, diagonal = torch.arange(self._shape[1], device=device), torch.eye(self._shape[1], dtype=torch.bool)
+        before = rows[None] <= rows[:, None]
+        if self._window is not None:
+            before &= rows[None] > rows[:, None] + self._step - self._window
+        # A row of each step stands one behind that of the step before.
+        within = [self._window is None or step > self._step - self._window for step in range(1, self._step + 1)]
+        return torch.cat([before, *(diagonal.to(device) & seen for seen in within)], dim=1)
 
     def attend(self, layer: int, query: Tensor, key: Tensor, value: Tensor, scaling: float) -> Tensor:
         """query [B * L, Hq, D], key and value [B * L, Hkv, D] -> [B * L, Hq, D]."""
@@ -88,7 +100,7 @@ class UnrolledAttention(UncachedPass):
         keys.append(key.repeat_interleave(group, dim=2).transpose(1, 2))
         values.append(value.repeat_interleave(group, dim=2).transpose(1, 2))
         rows = query.transpose(1, 2)
-        if self._step == 0:
+        if self._step == 0 and self._window is None:
             out = functional.scaled_dot_product_attention(rows, keys[0], values[0], is_causal=True, scale=scaling)
         else:
             with _kernels_that_take_masks(query.device):
