@@ -134,7 +134,7 @@ class DeviceSteps:
     def warm_up(self) -> None:
         """Compile every kernel that a request may need, so that none waits for it. Takes seconds for each, once."""
         self._runner.compile_ahead("what follows steps", self._launches())
-        self._runner.ahead.close()
+        self._runner.ahead.close(whole=True)
         self._warm_up_verifier()
         self._post_pass.capture_ahead()
         LOOPS.wait()

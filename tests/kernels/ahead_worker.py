@@ -110,6 +110,18 @@ def without_processes() -> list[int]:
     return [counted, AheadCompiler((), 0).compile("no", launches())]
 
 
+def kept() -> list[tuple[bool, bool]]:
+    """Whether starts find that all was compiled, behind one that failed in a part and one that did not."""
+    found: list[tuple[bool, bool]] = []
+    command = (sys.executable, "-P", "-m", CHILD)
+    for launched, missing in (("these", [lambda: 1 // 0]), ("these", []), ("these", []), ("others", [])):
+        compiler = AheadCompiler(command, 1, launched)
+        compiler.compile("launches", [*launches(), *missing])
+        found.append((compiler.is_kept, compiler.compiles_ahead))
+        compiler.close(whole=True)
+    return found
+
+
 def steps() -> dict[str, Any]:
     """What captured steps of a tiny model would compile, by size in the order of capture."""
     cuda: Any = torch.cuda
@@ -166,6 +178,7 @@ def main() -> None:
         {
             "without": without,
             "ahead": compiled_ahead(),
+            "kept": kept(),
             "warmed": other_threads(),
             "steps": steps(),
             "ambiguous": ambiguous(),

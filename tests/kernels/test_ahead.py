@@ -39,6 +39,10 @@ def test_what_cannot_be_compiled_ahead_stops_nothing(found: dict[str, Any]) -> N
     assert found["without"] == [found["ahead"]["collected"], 0]
 
 
+def test_what_was_compiled_once_is_not_collected_again(found: dict[str, Any]) -> None:
+    assert found["kept"] == [[False, True], [False, True], [True, True], [False, True]]
+
+
 def test_sizes_are_rehearsed_in_the_order_of_their_capture(found: dict[str, Any]) -> None:
     steps = found["steps"]
     sizes, names = steps["sizes"], steps["names"]

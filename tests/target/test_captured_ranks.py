@@ -129,7 +129,7 @@ class Rehearsed(AheadCompiler):
         self._link, self.rehearsed = link, dict[str, int]()
 
     @property
-    def has_processes(self) -> bool:
+    def compiles_ahead(self) -> bool:
         return True
 
     def compile(self, what: str, launches: Iterable[Callable[[], object]]) -> int:

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import hashlib
 import logging
 import time
 from collections.abc import Callable, Iterable, Sequence
+from pathlib import Path
 
 import torch
 
@@ -14,16 +16,21 @@ log = logging.getLogger(__name__)
 
 
 class AheadCompiler:
-    """Compiles ahead with processes of its own, or does nothing with none."""
+    """Compiles ahead with processes of its own, or does nothing with none, and where an earlier start has compiled all
+    of it."""
 
-    def __init__(self, command: Sequence[str], processes: int) -> None:
-        """`command` runs `CHILD`. The processes start now, and import while a model is being loaded."""
-        self._compilers = CompilerProcesses(command, processes) if processes else None
+    def __init__(self, command: Sequence[str], processes: int, launched: str = "") -> None:
+        """`command` runs `CHILD`. The processes start now, and import while a model is being loaded. `launched` says
+        what all launches depend on: once everything was compiled for such a text, the next start with it compiles
+        nothing; empty always compiles."""
+        self._kept = _record_of(launched) if processes and launched else None
+        self.is_kept = self._kept is not None and self._kept.exists()
+        self._compilers = CompilerProcesses(command, processes) if processes and not self.is_kept else None
 
     @property
-    def has_processes(self) -> bool:
-        """Whether anything is compiled ahead."""
-        return self._compilers is not None
+    def compiles_ahead(self) -> bool:
+        """Whether anything is compiled ahead, or was by an earlier start."""
+        return self._compilers is not None or self.is_kept
 
     def compile(self, what: str, launches: Iterable[Callable[[], object]]) -> int:
         """Run `launches` without launching anything, and return once what they would compile is compiled: how many
@@ -57,8 +64,10 @@ class AheadCompiler:
         collected = time.monotonic() - begin
         # For one round of compiling; what is not done by then is compiled where it is launched. Chosen: several times
         # what a start on 16 cores takes.
-        self._compilers.wait(300.0)
+        compiled = self._compilers.wait(300.0)
         failures, self._compilers.failures = self._compilers.failures, []
+        if broken or failures or not compiled:
+            self._kept = None
         if failures:
             log.warning("%d kernels of %s were not compiled ahead: %s", len(failures), what, failures[0])
         if entries:
@@ -66,8 +75,20 @@ class AheadCompiler:
             log.info("compiled %d kernels of %s in %.1f s, collected in %.1f s", entries, what, seconds, collected)
         return entries
 
-    def close(self) -> None:
-        """End the processes."""
+    def close(self, *, whole: bool = False) -> None:
+        """End the processes. `whole` if everything was compiled that launches depend on, which is kept."""
         if self._compilers is not None:
             self._compilers.close()
             self._compilers = None
+            if whole and self._kept is not None:
+                self._kept.parent.mkdir(parents=True, exist_ok=True)
+                self._kept.touch()
+
+
+def _record_of(launched: str) -> Path:
+    """A file beside the compiled kernels, so that it goes with them. Where it is there and something else changed that
+    launches depend on, such as the memory of a cache, what is missing is compiled where it is launched."""
+    from triton import __version__, knobs
+
+    name = hashlib.sha256(f"{launched} {torch.__version__} {__version__}".encode()).hexdigest()
+    return Path(knobs.cache.dir) / "outrider-ahead" / name

@@ -38,12 +38,12 @@ class CompilerProcesses:
             self._submitted += 1
         self._entries.put(entry)
 
-    def wait(self, seconds: float) -> int:
+    def wait(self, seconds: float) -> bool:
         """Wait until all is compiled that was submitted, for at most so long, and no longer than a process is left.
-        Returns how many are."""
+        Returns whether all of it was tried."""
         with self._changed:
             self._changed.wait_for(lambda: self._done == self._submitted or not self._running, seconds)
-            return self._done
+            return self._done == self._submitted
 
     def close(self) -> None:
         """End the processes."""

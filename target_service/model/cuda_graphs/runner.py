@@ -102,7 +102,7 @@ class CapturedRunner(ModelRunner):
         fused = prepare_network(self.network, self._options.layers, self.ahead)
         # Whether capturing a size compiles nothing any more once the largest is captured and others were rehearsed:
         # layers that PyTorch compiles are compiled where they are captured.
-        self.compiled_ahead = self.ahead.has_processes and fused == self.network.layer_count
+        self.compiled_ahead = self.ahead.compiles_ahead and fused == self.network.layer_count
         self.draft_head = runner.draft_head
         self.in_pass = runner.in_pass
         if runner.node_table is not None:

@@ -2,9 +2,13 @@
 
 from __future__ import annotations
 
+import hashlib
 import logging
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from dataclasses import asdict
+from importlib.util import find_spec
+from pathlib import Path
 from typing import Any, Protocol, cast
 
 import psutil
@@ -94,12 +98,27 @@ def load_runner(config: TargetConfig, link: RankGroupLink | None = None) -> Mode
     if config.captures and leads:
         LOOPS.compile_beside(_LOOPS)
     # From now on, so that they have imported all when they are needed. Other ranks take what the leading one compiles.
-    ahead = AheadCompiler(module_command(CHILD), config.compilers if leads else 0)
+    ahead = AheadCompiler(
+        module_command(CHILD), config.compilers if leads else 0, _launched(config) if config.captures else ""
+    )
     try:
         return _load(config, link, ahead)
     except BaseException:
         ahead.close()
         raise
+
+
+def _launched(config: TargetConfig) -> str:
+    """What the kernels of a start depend on, but for the GPU's memory: our code, the settings, and the model's own."""
+    packages = (find_spec(name) for name in ("tree_kernels", "tree_models", "target_service", "draft_service"))
+    folders = [Path(folder) for spec in packages if spec for folder in spec.submodule_search_locations or ()]
+    code = hashlib.sha256()
+    for source in sorted(path for folder in folders for path in folder.rglob("*.py")):
+        code.update(source.read_bytes())
+    settings = {name: value for name, value in asdict(config).items() if name != "listen"}
+    described = resolve(config.model) / "config.json"
+    model = described.read_text() if described.exists() else ""
+    return f"{code.hexdigest()} {settings} {torch.cuda.get_device_name(config.device)} {model}"
 
 
 def _load(config: TargetConfig, link: RankGroupLink | None, ahead: AheadCompiler) -> ModelRunner:
