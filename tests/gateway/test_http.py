@@ -16,7 +16,7 @@ from tcp_server import answering
 from waits import HUNG_SECONDS, until
 from warm_python import shared_python
 
-from outrider.errors import DeadlineExceeded
+from outrider.errors import DeadlineExceeded, Loading
 from outrider.serving import Authenticator, Caller
 from outrider_client.client import Client
 from outrider_client.terminal.options import AccessOptions
@@ -632,6 +632,27 @@ async def test_the_only_target_is_used_until_it_is_late_twice() -> None:
     await target.check_health()
     with pytest.raises(NoTarget, match="not answered within"):
         targets.pick("", "")
+
+
+async def test_a_target_that_starts_is_looked_at_more_often() -> None:
+    class Starting(_Answering):
+        looks = 0
+
+        async def serving(self, _timeout: float) -> bool:
+            self.looks += 1
+            return self.looks > 3
+
+        async def info(self, _timeout: float) -> None:
+            if self.looks <= 3:
+                raise Loading("it loads")
+
+        async def close(self) -> None:
+            """Nothing is held."""
+
+    client: Any = Starting()
+    async with Targets([client], health_seconds=3600.0, load_bound=1.25) as targets, asyncio.timeout(HUNG_SECONDS):
+        while not targets.all[0].healthy:
+            await asyncio.sleep(0.01)
 
 
 async def test_drain_lets_running_answers_finish(gateways: Any) -> None:
