@@ -6,7 +6,7 @@ import hashlib
 import logging
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any, Protocol, cast
@@ -125,7 +125,8 @@ def _load(config: TargetConfig, link: RankGroupLink | None, ahead: AheadCompiler
     """See `load_runner`. `ahead` compiles what steps launch."""
     _set_threads(config, link)
     folder = resolve(config.model)
-    checkpoint = Checkpoint.of_folder(folder, DEQUANTISED_FORMATS)
+    on_gpu = torch.device(config.device).type == "cuda"
+    checkpoint = replace(Checkpoint.of_folder(folder, DEQUANTISED_FORMATS), for_gpu=on_gpu)
     whole = read_configuration(folder)
     check_supported(whole)
     settings = text_part(whole)
@@ -138,6 +139,9 @@ def _load(config: TargetConfig, link: RankGroupLink | None, ahead: AheadCompiler
     if backend == "flashinfer" and (reason := attention_refusal(settings)):
         raise ModelRefused(f"{settings.model_type}: {reason} by --attention flashinfer")
     network, own = _network(checkpoint, settings, config, backend, link, is_part=settings is not whole)
+    # Memory that was pinned for reading, where PyTorch has a way to free it.
+    if on_gpu and (free_pinned := getattr(torch.accelerator, "empty_host_cache", None)):
+        free_pinned()
     if not config.threads and network.device.type == "cuda":
         # PyTorch's threads beside a GPU. A step leaves little work to the CPU, and a team of threads on all cores takes
         # milliseconds to wake, and then spins for milliseconds on cores that the draft needs: with 32 threads, steps at
