@@ -6,15 +6,17 @@ whether its heads share one key.
 
 from __future__ import annotations
 
-from typing import Any
+from typing import TYPE_CHECKING, Any
 from weakref import WeakKeyDictionary
 
 import torch
 from torch import Tensor
-from transformers import AttentionInterface, PreTrainedModel
 
 from target_service.model.support import ModelRefused, kv_shape
 from tree_models.layers.decoder import CacheShape
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedModel
 
 _PROBE = "outrider_probe"
 # By model, since many runners may share one.
@@ -42,6 +44,9 @@ def _shapes(model: PreTrainedModel) -> list[CacheShape]:
         # [1, H, 1, D]
         shapes.append(CacheShape(key.shape[1], key.shape[-1], value.shape[-1]))
         return query.new_zeros(1, query.shape[2], query.shape[1], value.shape[-1]), None
+
+    # Its import takes seconds, which models with layers of ours do not need.
+    from transformers import AttentionInterface
 
     AttentionInterface.register(_PROBE, note)
     own = model.config._attn_implementation

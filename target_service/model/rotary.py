@@ -6,7 +6,11 @@ the length for which a model is served (`support.longest_context`) they are alwa
 
 from __future__ import annotations
 
-from transformers import PreTrainedModel
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedModel
+
 
 # As transformers names frequencies that no length changes.
 _FIXED = "default"

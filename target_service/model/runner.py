@@ -7,13 +7,13 @@ import itertools
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from itertools import accumulate
-from typing import Any, Literal, cast, get_args
+from typing import TYPE_CHECKING, Any, Literal, cast, get_args
 
 import numpy
 import torch
 from numpy.typing import NDArray
 from torch import Tensor
-from transformers import PretrainedConfig, PreTrainedModel
+from transformers import PretrainedConfig
 
 from target_service.config import MAX_SEQUENCES
 from target_service.core.kv_cache import KVCache, WindowedLayers
@@ -38,6 +38,9 @@ from tree_models.building import build
 from tree_models.in_pass import InPassDrafter
 from tree_models.layers.placing import Placement
 from tree_models.reference import published_tensors
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedModel
 
 # See `ModelRunner.run_device_rows`.
 Begin = Callable[[StepIntegers, object | None], None]

@@ -2,16 +2,21 @@
 
 from __future__ import annotations
 
-from transformers import PretrainedConfig, PreTrainedModel
-from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
+from typing import TYPE_CHECKING
+
+from transformers import PretrainedConfig
 
 from outrider.checkpoints.causal_lm import said
+from outrider.checkpoints.causal_lm_names import causal_lm_names
 from outrider.checkpoints.formats import DEQUANTISED_FORMATS
 from outrider.checkpoints.plain_attention import attention_refusal
 from tree_models.families import Description, describe
 from tree_models.families.common import longest_context
 from tree_models.layers.decoder import CacheShape
 from tree_models.spec import FamilyRefused
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedModel
 
 __all__ = [
     "ModelRefused",
@@ -48,7 +53,7 @@ def text_part(config: PretrainedConfig) -> PretrainedConfig:
     text: PretrainedConfig = config.get_text_config()
     if text is config or description_of(text) is None:
         return config
-    if text.model_type not in MODEL_FOR_CAUSAL_LM_MAPPING_NAMES:
+    if text.model_type not in causal_lm_names():
         # The whole model has the head, and so shows whether it is tied.
         text.tie_word_embeddings = bool(getattr(config, "tie_word_embeddings", False))
     return text

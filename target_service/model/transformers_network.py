@@ -6,11 +6,10 @@ Its own code runs, with our attention over the paged cache in place of its own.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from typing import Any, cast
+from typing import TYPE_CHECKING, Any, cast
 
 import torch
 from torch import Tensor, nn
-from transformers import AttentionInterface, PreTrainedModel
 
 from outrider.errors import NotSupported
 from target_service.model.cache_shape import cache_shape
@@ -18,17 +17,21 @@ from target_service.model.current_pass import computing, current_pass
 from target_service.model.rotary import hold_frequencies
 from target_service.model.support import ModelRefused, longest_context
 from tree_kernels.attention import TreeAttention
+from tree_kernels.compiled_layers import compile_layer, uncompiled
 from tree_kernels.paging import write_kv
 from tree_models.layers.decoder import CacheShape, Tap
 from tree_models.layers.linear import PackedWeight
 from tree_models.layers.paged import PagedPass
 from tree_models.slots import Copy, TensorSpec, WeightSlot, in_place
 
+if TYPE_CHECKING:
+    from transformers import PreTrainedModel
+
 ATTENTION = "outrider_tree"
 
 
 # Not compiled: layers differ in it, and not in the parts around it.
-@torch.compiler.disable  # type: ignore[untyped-decorator]
+@uncompiled
 def attend(
     module: torch.nn.Module,
     query: Tensor,
@@ -57,9 +60,6 @@ def attend(
     return out.unsqueeze(0), None
 
 
-AttentionInterface.register(ATTENTION, attend)
-
-
 class TransformersNetwork:
     """See `target_service.model.network.TargetNetwork`. The model is changed for good: it attends over pages."""
 
@@ -67,6 +67,10 @@ class TransformersNetwork:
         self.model = model.eval()
         hold_frequencies(model)
         self._cache_shape = cache_shape(model)
+        # Its import takes seconds, which models with layers of ours do not need.
+        from transformers import AttentionInterface
+
+        AttentionInterface.register(ATTENTION, attend)
         model.set_attn_implementation(ATTENTION)
 
     @property
@@ -126,7 +130,7 @@ class TransformersNetwork:
             raise NotSupported(f"the layers of a {self.model.config.model_type} cannot be found, and so not be read")
 
         # The compiler would make a version of a layer for each hooked layer.
-        @torch.compiler.disable  # type: ignore[untyped-decorator]
+        @uncompiled
         def keep_rows(_module: nn.Module, _inputs: Any, output: Any) -> None:
             # [1, R, W]
             hidden: Tensor = output[0] if isinstance(output, tuple) else output
@@ -144,7 +148,7 @@ class TransformersNetwork:
         inner: Any = self.model.base_model
         if hasattr(inner, "layers") and hasattr(inner, "norm"):
             for layer in (*inner.layers, inner.norm):
-                layer.compile(dynamic=False)
+                compile_layer(layer)
 
 
 class PackedLinear(nn.Module):

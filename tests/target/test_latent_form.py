@@ -33,6 +33,7 @@ from target_service.model.support import kv_bytes, kv_shape
 from target_service.model.weights.files import read_weights
 from target_service.model.weights.slots import weight_slots, write_weights
 from tree_kernels.attention import AttentionBatch
+from tree_kernels.compiled_layers import compile_layer
 from tree_kernels.latent_attention import LatentAttention
 from tree_kernels.verification import move_kv
 from tree_models.families import FAMILIES
@@ -257,7 +258,7 @@ class TestServing:
         torch._dynamo.utils.counters.clear()
         assert isinstance(runner.network, Decoder)
         for layer in runner.network.layers:
-            layer.compile(backend="eager", dynamic=False)
+            compile_layer(layer, "eager")
         for step, logits in zip(steps, expected, strict=True):
             close(runner.forward(step), logits)
         breaks = torch._dynamo.utils.counters["graph_break"]

@@ -17,6 +17,7 @@ from target_service.model.forward import ForwardInput
 from target_service.model.preparing import prepare_network
 from target_service.model.runner import ModelRunner, runner_for
 from tree_kernels.attention import AttentionBatch
+from tree_kernels.compiled_layers import compile_layer
 from tree_kernels.linear import Activation, RowLinears, ScaledRows
 from tree_models.fused import preparing
 from tree_models.fused.forms import FusedForm
@@ -273,7 +274,7 @@ def test_plain_layers_are_compiled_once_for_the_rows_of_a_pass(model_type: str) 
     torch._dynamo.reset()
     torch._dynamo.utils.counters.clear()
     for layer in decoder_of(compiled).layers:
-        layer.compile(backend="eager", dynamic=False)
+        compile_layer(layer, "eager")
     for value, own in zip(after(compiled, 5), after(plain, 5), strict=True):
         torch.testing.assert_close(value, own, rtol=1e-4, atol=1e-4)
     first = torch._dynamo.utils.counters["stats"]["unique_graphs"]

@@ -14,6 +14,8 @@ from triton import knobs
 from triton.runtime import driver
 from triton.runtime.jit import JITFunction
 
+from tree_kernels.compiled_layers import eagerly
+
 _ATEN = torch.ops.aten
 # What makes tensors that kernels fill.
 _UNFILLED = {
@@ -72,7 +74,7 @@ def collecting(put: Callable[[str], object]) -> Iterator[None]:
     JITFunction.run = run
     knobs.runtime.jit_cache_hook = note
     try:
-        with torch.compiler.set_stance("force_eager"), _Zeroed():  # type: ignore[no-untyped-call]
+        with eagerly(), _Zeroed():  # type: ignore[no-untyped-call]
             yield
     finally:
         JITFunction.run = usual_run

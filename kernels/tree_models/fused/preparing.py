@@ -21,6 +21,7 @@ from torch import Tensor
 
 from tree_kernels.ahead import AheadCompiler
 from tree_kernels.attention import AttentionBatch, AttentionPlan
+from tree_kernels.compiled_layers import compile_layer, eagerly
 from tree_kernels.experts import RowExperts, row_experts
 from tree_kernels.linear import (
     RowLinears,
@@ -123,7 +124,7 @@ def prepare_layers(
         stack.final_form = FinalRows(final, by_rows, of_head)
     if options.compiled and not options.invariant:
         for layer in (*stack.layers, *([] if norm is None else [norm])):
-            layer.compile(dynamic=False)
+            compile_layer(layer)
     return fused
 
 
@@ -194,7 +195,7 @@ def _can_be_launched(layer: Any) -> bool:
 def computes_the_same(stack: LayerStack, index: int, form: FusedForm) -> bool:
     """Whether a layer's form, by each of its linears, and its plain form agree on random rows: output, keys and
     values. False where a kernel fails."""
-    with torch.compiler.set_stance("force_eager"):
+    with eagerly():
         for plain, trial in _trials(stack, index, form):
             expected = plain()
             try:

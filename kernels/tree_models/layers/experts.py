@@ -13,6 +13,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
+from tree_kernels.compiled_layers import uncompiled
 from tree_kernels.experts import Chosen, ExpertWeights, Routing, RowExperts, row_experts
 from tree_kernels.linear import ScaledRows
 from tree_models.layers.linear import Linear
@@ -157,7 +158,7 @@ class MixtureOfExperts(nn.Module):
         return ExpertWeights(self.gate_up, self.down, *forms, self.gate_up_bias, self.down_bias)
 
     # Not compiled: these are launches of their own, or loops on a CPU.
-    @torch.compiler.disable  # type: ignore[untyped-decorator]
+    @uncompiled
     def _mixed(self, rows: Tensor, routed: Tensor | None = None) -> Tensor:
         """[R, H]: what the chosen experts make of normed rows. `routed` [R, H] is what they are chosen by, where that
         is something else."""

@@ -14,6 +14,7 @@ import torch
 from torch import Tensor, nn
 
 from tree_kernels.attention import PLAIN
+from tree_kernels.compiled_layers import uncompiled
 from tree_kernels.latent_attention import (
     HeadProjections,
     LatentRows,
@@ -82,7 +83,7 @@ class LatentHeads(nn.Module):
             vectors = product[:, width:]
         return query.view(len(rows), self.spec.heads, -1), vectors
 
-    @torch.compiler.disable  # type: ignore[untyped-decorator]
+    @uncompiled
     def _attend(self, query: Tensor, vectors: Tensor, angles: Angles, step: PagedPass | UncachedPass) -> Tensor:
         """[R, heads * V]. Not compiled: layers differ in their number, and not in the parts around it."""
         half = self.spec.rotary.width // 2

@@ -5,10 +5,10 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any, Protocol
 
-import torch
 from torch import Tensor
 
 from tree_kernels.attention import AttentionPlan, AttentionVariant
+from tree_kernels.compiled_layers import uncompiled
 from tree_kernels.paging import write_kv
 
 
@@ -62,7 +62,7 @@ def attend(owner: AttendingLayer, query: Tensor, key: Tensor, value: Tensor, ste
 
 
 # Not compiled: layers differ in their number, which is read here alone, and not in the parts around it.
-@torch.compiler.disable  # type: ignore[untyped-decorator]
+@uncompiled
 def _attend_cached(owner: AttendingLayer, query: Tensor, key: Tensor, value: Tensor, step: PagedPass) -> Tensor:
     """Write keys and values of the rows into the cache, if there are some of their own, and attend."""
     step = pass_of(owner.variant, step)

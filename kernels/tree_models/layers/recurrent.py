@@ -10,6 +10,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
+from tree_kernels.compiled_layers import uncompiled
 from tree_kernels.recurrence import (
     HeadsLayout,
     RecurrentPass,
@@ -65,7 +66,7 @@ class GatedConvolution(nn.Module):
         return output
 
     # Not compiled: layers differ in their number, which is read here alone.
-    @torch.compiler.disable  # type: ignore[untyped-decorator]
+    @uncompiled
     def _convolved(self, inputs: Tensor, step: PagedPass) -> Tensor:
         of_pass: RecurrentPass = step.recurrent
         gates = inputs.new_empty(len(inputs), 0, dtype=torch.float32)
@@ -110,7 +111,7 @@ class GatedDeltaNet(nn.Module):
         output: Tensor = self.out(gated_heads(mixed, gate, self.norm, spec.epsilon))
         return output
 
-    @torch.compiler.disable  # type: ignore[untyped-decorator]
+    @uncompiled
     def _mixed(self, inputs: Tensor, gates: Tensor, step: PagedPass) -> Tensor:
         """[R, heads, value width]. Not compiled, as above."""
         of_pass: RecurrentPass = step.recurrent
@@ -198,7 +199,7 @@ class StateSpace(nn.Module):
         output: Tensor = self.out(gated)
         return output if spec.scale == 1.0 else output * spec.scale
 
-    @torch.compiler.disable  # type: ignore[untyped-decorator]
+    @uncompiled
     def _mixed(self, inputs: Tensor, gates: Tensor, step: PagedPass) -> tuple[Tensor, Tensor]:
         """[R, heads, value width], and the convolution's outputs [R, channels]. Not compiled, as above."""
         of_pass: RecurrentPass = step.recurrent
@@ -257,7 +258,7 @@ class LightningAttention(nn.Module):
         output: Tensor = self.out(gate * (self.norm * normed.to(rows.dtype)))
         return output
 
-    @torch.compiler.disable  # type: ignore[untyped-decorator]
+    @uncompiled
     def _mixed(self, inputs: Tensor, step: PagedPass) -> Tensor:
         """[R, heads, width]. Not compiled, as above."""
         of_pass: RecurrentPass = step.recurrent
@@ -311,7 +312,7 @@ class KimiDeltaAttention(nn.Module):
         output: Tensor = self.out(gated.to(rows.dtype))
         return output
 
-    @torch.compiler.disable  # type: ignore[untyped-decorator]
+    @uncompiled
     def _mixed(self, inputs: Tensor, gates: Tensor, step: PagedPass) -> Tensor:
         """[R, heads, width]. Not compiled, as above."""
         of_pass: RecurrentPass = step.recurrent

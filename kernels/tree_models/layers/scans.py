@@ -10,6 +10,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
+from tree_kernels.compiled_layers import uncompiled
 from tree_kernels.recurrence import Convolved, RecurrentPass, ShortConvolution
 from tree_models.layers.linear import BlockLinear, Linear
 from tree_models.layers.mlp import FUNCTIONS
@@ -83,14 +84,14 @@ class SelectiveScan(nn.Module):
         output: Tensor = self.out(scanned.to(rows.dtype))
         return output
 
-    @torch.compiler.disable  # type: ignore[untyped-decorator]
+    @uncompiled
     def _convolved(self, inputs: Tensor, step: PagedPass) -> Convolved:
         """Not compiled: layers differ in their number, which is read here alone."""
         of_pass: RecurrentPass = step.recurrent
         early = inputs.new_empty(len(inputs), 0, dtype=torch.float32)
         return of_pass.convolve(self.state_layer, inputs, early, ShortConvolution(self.weight, self.bias, silu=True))
 
-    @torch.compiler.disable  # type: ignore[untyped-decorator]
+    @uncompiled
     def _scanned(self, convolved: Convolved, gates: Tensor, queries: Tensor, step: PagedPass) -> Tensor:
         """[R, channels] fp32."""
         of_pass: RecurrentPass = step.recurrent
@@ -146,14 +147,14 @@ class GriffinRecurrence(nn.Module):
         output: Tensor = self.out(scanned.to(rows.dtype) * FUNCTIONS[self.spec.activation](gate))
         return output
 
-    @torch.compiler.disable  # type: ignore[untyped-decorator]
+    @uncompiled
     def _convolved(self, inputs: Tensor, step: PagedPass) -> Convolved:
         """Not compiled, as above."""
         of_pass: RecurrentPass = step.recurrent
         early = inputs.new_empty(len(inputs), 0, dtype=torch.float32)
         return of_pass.convolve(self.state_layer, inputs, early, ShortConvolution(self.weight, self.bias))
 
-    @torch.compiler.disable  # type: ignore[untyped-decorator]
+    @uncompiled
     def _scanned(self, convolved: Convolved, gates: Tensor, step: PagedPass) -> Tensor:
         """[R, channels] fp32."""
         of_pass: RecurrentPass = step.recurrent

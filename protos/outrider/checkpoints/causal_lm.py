@@ -12,19 +12,22 @@ from collections import Counter, defaultdict
 from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
-from transformers import AutoConfig, AutoModelForCausalLM, GenerationConfig, PretrainedConfig, PreTrainedModel
+from transformers import AutoConfig, GenerationConfig, PretrainedConfig
 from transformers.models.auto.configuration_auto import CONFIG_MAPPING_NAMES
-from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
 
+from outrider.checkpoints.causal_lm_names import causal_lm_names
 from outrider.checkpoints.folder import Checkpoint
 from outrider.checkpoints.formats import is_plain_float
 from outrider.checkpoints.headers import TensorEntry
 from outrider.checkpoints.refusal import CheckpointRefused, first_line, some
 from outrider.checkpoints.regular_files import read_json_object
 from outrider.checkpoints.tensors import TensorOnDisk, read_tensor
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedModel
 
 # MTP modules, which draft (`draft_service.mtp`) and are no part of the model.
 _MTP = re.compile(r"(model\.)?mtp(_layers)?\.")
@@ -101,7 +104,7 @@ def _check_architecture(config: PretrainedConfig) -> None:
     """Raise `CheckpointRefused` for a model of another class than transformers has for its family: what has the same
     tensors may still compute something else."""
     named, kind = config.architectures, config.model_type
-    usual = MODEL_FOR_CAUSAL_LM_MAPPING_NAMES.get(kind)
+    usual = causal_lm_names().get(kind)
     # Others are recognised by what they take, and of those with more than text a part may be served.
     if not named or not isinstance(usual, str) or config.get_text_config() is not config:
         return
@@ -148,6 +151,9 @@ def load_causal_lm(checkpoint: Checkpoint, config: PretrainedConfig, dtype: torc
 
 def _skeleton(config: PretrainedConfig) -> PreTrainedModel:
     """The model without memory for its tensors."""
+    # Its import takes seconds, which models with layers of ours do not need.
+    from transformers import AutoModelForCausalLM
+
     try:
         with torch.device("meta"):
             model: PreTrainedModel = AutoModelForCausalLM.from_config(config)

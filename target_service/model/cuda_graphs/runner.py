@@ -36,6 +36,7 @@ from target_service.model.rank_link import (
 )
 from target_service.model.runner import Begin, ModelRunner
 from tree_kernels.attention.triton_planning import TritonPlan
+from tree_kernels.compiled_layers import eagerly, recompiling
 from tree_kernels.graph_capture import GraphCapture
 from tree_kernels.logit_shaping import SequenceTexts
 from tree_kernels.node_table import NodeTable, fill_pending
@@ -139,7 +140,7 @@ class CapturedRunner(ModelRunner):
         captured = self._replay(batch)
         if captured is None:
             # Compiled layers would be compiled once more for every length of a prompt's chunk.
-            with torch.compiler.set_stance("force_eager"):
+            with eagerly():
                 return super().forward(batch)
         return rows_of(captured.logits, batch.logit_rows)
 
@@ -148,7 +149,7 @@ class CapturedRunner(ModelRunner):
         """See `ModelRunner.run_pass`. `parameters` have the size of those of the largest step."""
         captured = self._replay(batch, parameters)
         if captured is None:
-            with torch.compiler.set_stance("force_eager"):
+            with eagerly():
                 return super().run_pass(batch, parameters)
         return _pass_of(captured, self.cache)
 
@@ -379,7 +380,7 @@ class CapturedRunner(ModelRunner):
         self, launch: Callable[[], tuple[Any, ...]], plan: TritonPlan | None = None
     ) -> tuple[torch.cuda.CUDAGraph, tuple[Any, ...]]:
         """The graph of a launch and its results; `plan` is that of its attention, if there is some."""
-        with torch._dynamo.config.patch(recompile_limit=_RECOMPILE_LIMIT):
+        with recompiling(_RECOMPILE_LIMIT):
             return self._graphs.capture(launch, plan)
 
     def _logits(self, rows: Tensor) -> Tensor:

@@ -42,9 +42,8 @@ def inspect(folder: Path) -> Inspected:
 def refusal_of(folder: Path) -> str:
     """Why the model that config.json describes cannot be served, in one line; empty when it can."""
     # Here, since the import takes seconds and most commands of the store do without.
-    from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
-
     from outrider.checkpoints.causal_lm import read_configuration
+    from outrider.checkpoints.causal_lm_names import causal_lm_names
     from target_service.model.support import check_supported, text_part
 
     try:
@@ -58,7 +57,7 @@ def refusal_of(folder: Path) -> str:
         # Named after all that it takes; its part for text is one of our layers' families.
         return ""
     architecture = _architecture(folder)
-    if config.model_type not in MODEL_FOR_CAUSAL_LM_MAPPING_NAMES:
+    if config.model_type not in causal_lm_names():
         return f"{architecture or config.model_type} is no causal language model of transformers"
     return ""
 

@@ -6,9 +6,10 @@ to scores. A short text run both ways does.
 
 from __future__ import annotations
 
+from typing import TYPE_CHECKING
+
 import torch
 from torch import Tensor
-from transformers import PreTrainedModel
 
 from target_service.core.kv_cache import KVCache
 from target_service.model.forward import ForwardInput
@@ -18,6 +19,9 @@ from tree_kernels.attention import AttentionBatch, TreeAttention
 from tree_kernels.recurrence import RecurrentPass, RecurrentStates, TreeRecurrence
 from tree_models.layers.decoder import Decoder
 from tree_models.layers.paged import PagedPass
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedModel
 
 # Of the text: no multiple of a page, a tile or a group of heads, so that none of them hides a fault. Chosen.
 _TOKENS = 13

@@ -16,6 +16,7 @@ from torch import Tensor
 
 from target_service.config import TargetConfig
 from target_service.model.ranks.one_shot import faster_sums
+from tree_kernels.compiled_layers import uncompiled
 from tree_models.layers.rank_group import RowSums
 
 if TYPE_CHECKING:
@@ -85,7 +86,7 @@ class DistributedRanks:
         return self._one_shot if fits else None
 
     # The compiler would look into the calls and take them apart.
-    @torch.compiler.disable  # type: ignore[untyped-decorator]
+    @uncompiled
     def summed(self, part: Tensor) -> Tensor:
         """See `RankGroup.summed`."""
         total = part.contiguous()
@@ -95,7 +96,7 @@ class DistributedRanks:
             distributed.all_reduce(total, group=self._group)
         return total
 
-    @torch.compiler.disable  # type: ignore[untyped-decorator]
+    @uncompiled
     def joined(self, part: Tensor) -> Tensor:
         """See `RankGroup.joined`."""
         own = part.reshape(-1, part.shape[-1])
