@@ -9,7 +9,7 @@ from draft_service.drafters.base import DrafterSpec
 from draft_service.eagle.checkpoint import EagleCheckpoint
 from draft_service.eagle.config import EagleConfig
 from draft_service.eagle.head import EagleHead
-from draft_service.eagle.head_config import LayeredShape
+from draft_service.eagle.head_config import HeadConfig, LayeredShape
 from draft_service.eagle.head_drafter import HeadDrafter
 from outrider.errors import UnknownModel
 from outrider.heads import HeadRefused, head_source
@@ -55,8 +55,11 @@ class EagleDrafter(HeadDrafter):
         width = shape.hidden_size if projected else shape.num_features * shape.target_hidden_size
         found = self._given
         copied = found.projection_fingerprint() if projected and isinstance(found, EagleCheckpoint) else ""
+        # What its attention sees no more is not sent either.
+        seen = isinstance(shape, HeadConfig) and shape.window
+        window = min(config.feature_window, seen or config.feature_window)
         return FeatureRequest(
-            layers, width, config.feature_dtype, projected, window=config.feature_window, projection_fingerprint=copied
+            layers, width, config.feature_dtype, projected, window=window, projection_fingerprint=copied
         )
 
 

@@ -66,6 +66,18 @@ def test_a_window_may_begin_late() -> None:
     same_tree(tree, plain_tree(head, tokens, states, first=19))
 
 
+def test_a_head_with_a_window_asks_for_no_more_than_it_sees() -> None:
+    head = make_head(window=6)
+    tokens, states = text(30), states_of(head, 30)
+    drafter = make_drafter(head)
+    assert features_of(drafter).window == 6
+    sequence = sequence_of(tokens)
+    drafter.open(sequence)
+    feed(sequence, states[23:29], 23)
+    (tree,) = drafter.propose([sequence])
+    same_tree(tree, plain_tree(head, tokens, states))
+
+
 def test_without_the_last_feature_nothing_is_drafted_and_later_it_is() -> None:
     head = make_head()
     tokens, states = text(20), states_of(head, 20)
