@@ -117,6 +117,7 @@ def _load(stored: _StoredHead, config: HeadDrafterConfig, target: PassTarget) ->
         raise NotSupported(f"the head reads states {width} wide, the target's are {target.hidden_size}")
     place = Placement(target.device, target.dtype, packed=False, latent=target.latent)
     head = stored.load(place, target.cached_layers, read_token_map(config.token_map))
+    head.share(target.vocabulary_weights)
     head.prepare(int8=config.head_weights == "int8")
     return InPassHead(head, shape.feature_layers or shape.layers_of(target.layers), config)
 

@@ -25,7 +25,7 @@ from outrider.drafting.link import prepare_in_pass
 from target_service.model.runner import ModelRunner, runner_over
 from target_service.model.support import description_of
 from tree_models.building import build
-from tree_models.in_pass import PassTarget
+from tree_models.in_pass import PassTarget, vocabulary_weights
 from tree_models.layers.decoder import Decoder
 from tree_models.layers.placing import Placement
 from tree_models.reference import published_tensors
@@ -97,7 +97,7 @@ def drafting_runner(heads: Heads, **sizes: Any) -> ModelRunner:
 def target_of(decoder: Decoder) -> PassTarget:
     """What a drafter is told of a decoder."""
     sizes = decoder.layer_count, len(decoder.cache_shapes), decoder.latent, decoder.hidden_size, decoder.vocabulary_size
-    return PassTarget(*sizes, "", decoder.device, decoder.dtype)
+    return PassTarget(*sizes, "", decoder.device, decoder.dtype, vocabulary_weights(decoder))
 
 
 def heads_of(name: str, folder: Path) -> Heads:

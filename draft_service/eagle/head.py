@@ -6,7 +6,7 @@ vocabulary.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 
 import torch
 from torch import Tensor, nn
@@ -109,6 +109,16 @@ class EagleHead(LayerStack):
         # What makes an EAGLE-3 head's input in one launch.
         self._launched: tuple[RowLinears, HeadInputs] | None = None
 
+    def share(self, weights: Iterable[nn.Parameter]) -> None:
+        """Keep no copy of an embedding or an lm_head that is equal to one of these, which then must not change apart
+        from the target. Before `prepare`."""
+        product = self.lm_head.plain
+        for weight in weights:
+            if _equal(self.embedding, weight):
+                self.embedding = weight
+            if product is not None and _equal(product.weight, weight):
+                product.weight = weight
+
     def prepare(self, *, int8: bool) -> None:
         """Make passes over a cache run by few launches, where the head is on a GPU in half precision; with `int8`,
         those of few rows with copies of the weights in int8."""
@@ -188,3 +198,8 @@ class EagleHead(LayerStack):
         if self.token_norm is not None and self.feature_norm is not None:
             embeddings, features = self.token_norm(embeddings), self.feature_norm(features)
         return torch.cat([embeddings, features], dim=-1), self.angles(positions)
+
+
+def _equal(one: Tensor, other: Tensor) -> bool:
+    """Whether two weights are equal in type, place and values."""
+    return one.dtype == other.dtype and one.device == other.device and torch.equal(one, other)

@@ -6,12 +6,12 @@ from collections.abc import Callable, Sequence
 from typing import NamedTuple, Protocol
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from tree_kernels.attention import TreeAttention
 from tree_kernels.latent_attention import LatentAttention
 from tree_kernels.pass_trees import VerifiedRows
-from tree_models.layers.decoder import CacheShape
+from tree_models.layers.decoder import CacheShape, Decoder
 from tree_models.layers.paged import PagedPass
 
 
@@ -26,6 +26,13 @@ class PassTarget(NamedTuple):
     tokenizer_fingerprint: str
     device: torch.device
     dtype: torch.dtype
+    vocabulary_weights: Sequence[nn.Parameter] = ()  # as the function has them
+
+
+def vocabulary_weights(decoder: Decoder) -> Sequence[nn.Parameter]:
+    """[V, H] the token embedding, and the output head where it is not packed: a drafter that has the same may share
+    them."""
+    return [decoder.embedding] if decoder.head.plain is None else [decoder.embedding, decoder.head.plain.weight]
 
 
 class VerifiedPass(NamedTuple):

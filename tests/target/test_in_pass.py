@@ -29,6 +29,7 @@ from rerun_graphs import (
 )
 from structured_forms import SCHEMAS, trained_tokenizer
 from structured_forms import VOCABULARY as FORM_VOCABULARY
+from torch import nn
 
 from draft_service.drafters.base import DraftSequence
 from draft_service.eagle.head_drafter import HeadDrafter
@@ -48,6 +49,7 @@ from target_service.text.tokenizer import ModelTokenizer
 from tree_kernels.node_table.layout import NODES
 from tree_models.fused.preparing import LayerOptions
 from tree_models.in_pass import MakeDrafter, PassTarget
+from tree_models.layers.decoder import Decoder
 
 __all__ = ["without_gpu"]
 
@@ -176,6 +178,20 @@ def grown(text: list[int], heads: Heads, alone: HeadDrafter, sampling: SamplingP
     for token, parent in zip(tree.token_ids[1:], tree.parents[1:], strict=True):
         paths.append((*paths[parent], token))
     return set(paths[1:])
+
+
+def test_a_module_has_no_copy_of_its_targets_vocabulary(tmp_path: Path) -> None:
+    sizes = {"num_pages": 8, "page_size": PAGE_SIZE, "end_token_ids": ()}
+    runner = drafting_runner(module_heads("mimo", tmp_path), tokenizer=None, **sizes)
+    network, drafter = runner.network, runner.in_pass
+    assert isinstance(network, Decoder) and isinstance(drafter, InPassHead)
+    embedding, head, drafted = network.embedding, network.head.plain, drafter._head.lm_head.plain
+    assert head is not None and drafted is not None
+    assert drafter._head.embedding is embedding and drafted.weight is head.weight
+    # Others are not taken for them.
+    others = (embedding + 1, embedding.bfloat16(), embedding[:-1])
+    drafter._head.share([nn.Parameter(other, requires_grad=False) for other in others])
+    assert drafter._head.embedding is embedding and drafted.weight is head.weight
 
 
 def test_only_what_the_device_chooses_for_gets_trees() -> None:

@@ -50,7 +50,7 @@ from tree_kernels.recurrence import MOST_NODES, RecurrentStates
 from tree_models.building import build
 from tree_models.families import Description
 from tree_models.fused.preparing import LayerOptions
-from tree_models.in_pass import InPassDrafter, MakeDrafter, PassTarget
+from tree_models.in_pass import InPassDrafter, MakeDrafter, PassTarget, vocabulary_weights
 from tree_models.layers.decoder import Decoder
 from tree_models.layers.linear import can_pack
 from tree_models.layers.placing import Placement
@@ -190,6 +190,7 @@ def _in_pass(config: TargetConfig, network: TargetNetwork, fingerprint: str) -> 
             fingerprint,
             network.device,
             network.dtype,
+            vocabulary_weights(network) if isinstance(network, Decoder) else (),
         )
     )
 
