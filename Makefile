@@ -96,7 +96,7 @@ test-compose: install
 # make test-gpu      kernels and engine on a CUDA device, with the environment's own torch
 .PHONY: test-gpu
 test-gpu:
-	PYTHONPATH=kernels:protos:tests:. $(PYTHON) -m pytest -c /dev/null --rootdir . --import-mode=importlib -m gpu \
+	PYTHONPATH=kernels:protos:tests:. $(PYTHON) -m pytest -c /dev/null --rootdir . --import-mode=importlib -m gpu -v --durations 20 \
 	  tests/kernels tests/e2e/test_gpu.py tests/e2e/test_gpu_features.py tests/e2e/test_gpu_layers.py tests/e2e/test_gpu_ranks.py \
 	  tests/draft/test_eagle_gpu.py tests/draft/test_eagle_fused.py tests/draft/test_model_drafter.py \
 	  tests/draft/test_training_unrolling.py
