@@ -55,9 +55,10 @@ class EagleDrafter(HeadDrafter):
         width = shape.hidden_size if projected else shape.num_features * shape.target_hidden_size
         found = self._given
         copied = found.projection_fingerprint() if projected and isinstance(found, EagleCheckpoint) else ""
-        # What its attention sees no more is not sent either.
-        seen = isinstance(shape, HeadConfig) and shape.window
-        window = min(config.feature_window, seen or config.feature_window)
+        window = config.feature_window
+        if isinstance(shape, HeadConfig) and shape.window is not None:
+            # What its attention sees no more is not sent either. Each layer sees as far back of the one before.
+            window = min(window, 1 + shape.num_layers * (shape.window - 1))
         return FeatureRequest(
             layers, width, config.feature_dtype, projected, window=window, projection_fingerprint=copied
         )

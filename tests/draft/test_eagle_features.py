@@ -66,14 +66,15 @@ def test_a_window_may_begin_late() -> None:
     same_tree(tree, plain_tree(head, tokens, states, first=19))
 
 
-def test_a_head_with_a_window_asks_for_no_more_than_it_sees() -> None:
-    head = make_head(window=6)
+@pytest.mark.parametrize(("layers", "seen"), [(1, 6), (3, 16)])
+def test_a_head_with_a_window_asks_for_no_more_than_it_sees(layers: int, seen: int) -> None:
+    head = make_head(window=6, num_layers=layers)
     tokens, states = text(30), states_of(head, 30)
     drafter = make_drafter(head)
-    assert features_of(drafter).window == 6
+    assert features_of(drafter).window == seen
     sequence = sequence_of(tokens)
     drafter.open(sequence)
-    feed(sequence, states[23:29], 23)
+    feed(sequence, states[29 - seen : 29], 29 - seen)
     (tree,) = drafter.propose([sequence])
     same_tree(tree, plain_tree(head, tokens, states))
 
