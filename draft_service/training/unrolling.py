@@ -83,13 +83,14 @@ class UnrolledAttention(UncachedPass):
 
     def _seen(self, device: torch.device) -> Tensor:
         """[L, (step + 1) * L] the keys that each row sees, those of step 0 first."""
-        rows, diagonal = torch.arange(self._shape[1], device=device), torch.eye(self._shape[1], dtype=torch.bool)
+        rows = torch.arange(self._shape[1], device=device)
         before = rows[None] <= rows[:, None]
         if self._window is not None:
             before &= rows[None] > rows[:, None] + self._step - self._window
         # A row of each step stands one behind that of the step before.
         within = [self._window is None or step > self._step - self._window for step in range(1, self._step + 1)]
-        return torch.cat([before, *(diagonal.to(device) & seen for seen in within)], dim=1)
+        diagonal = rows[None] == rows[:, None]
+        return torch.cat([before, *(diagonal & seen for seen in within)], dim=1)
 
     def attend(self, layer: int, query: Tensor, key: Tensor, value: Tensor, scaling: float) -> Tensor:
         """query [B * L, Hq, D], key and value [B * L, Hkv, D] -> [B * L, Hq, D]."""
@@ -100,7 +101,8 @@ class UnrolledAttention(UncachedPass):
         keys.append(key.repeat_interleave(group, dim=2).transpose(1, 2))
         values.append(value.repeat_interleave(group, dim=2).transpose(1, 2))
         rows = query.transpose(1, 2)
-        if self._step == 0 and self._window is None:
+        # A new head's window is as long as its longest text, and hides nothing in step 0.
+        if self._step == 0 and (self._window is None or self._window >= self._shape[1]):
             out = functional.scaled_dot_product_attention(rows, keys[0], values[0], is_causal=True, scale=scaling)
         else:
             with _kernels_that_take_masks(query.device):
