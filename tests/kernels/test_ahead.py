@@ -2,10 +2,17 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 from kernel_worker import work
+
+from target_service.config import TargetConfig
+from target_service.model.loading import loader
+from tree_kernels.ahead import AheadCompiler
 
 pytest.importorskip("triton")
 
@@ -41,6 +48,28 @@ def test_what_cannot_be_compiled_ahead_stops_nothing(found: dict[str, Any]) -> N
 
 def test_what_was_compiled_once_is_not_collected_again(found: dict[str, Any]) -> None:
     assert found["kept"] == [[False, True], [False, True], [True, True], [False, True]]
+
+
+def test_a_start_depends_on_no_address(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("torch.cuda.get_device_name", lambda _: "a GPU")
+    first = TargetConfig(model=str(tmp_path), device="cuda", draft="unix:/a.sock")
+    moved = replace(first, listen="unix:/b.sock", metrics_listen="127.0.0.1:1", draft="unix:/b.sock")
+    others = [replace(first, draft=draft) for draft in ("", "inpass:eagle", "inpass:mtp")]
+    texts = [loader._launched(config) for config in (first, *others, replace(first, max_running=7))]
+    assert loader._launched(moved) == texts[0] and len(set(texts)) == len(texts)
+    (tmp_path / "config.json").write_text("{}")
+    assert loader._launched(first) != texts[0]
+
+
+def test_a_cache_that_cannot_be_written_stops_no_start(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    taken = tmp_path / "a file"
+    taken.touch()
+    monkeypatch.setenv("TRITON_CACHE_DIR", str(taken))
+    monkeypatch.setattr("tree_kernels.ahead.compiling.CompilerProcesses", lambda *_: SimpleNamespace(close=list))
+    for _ in range(2):
+        compiler = AheadCompiler((), 1, "all")
+        compiler.close(whole=True)
+        assert not compiler.is_kept
 
 
 def test_sizes_are_rehearsed_in_the_order_of_their_capture(found: dict[str, Any]) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import hashlib
 import logging
 import time
@@ -81,8 +82,10 @@ class AheadCompiler:
             self._compilers.close()
             self._compilers = None
             if whole and self._kept is not None:
-                self._kept.parent.mkdir(parents=True, exist_ok=True)
-                self._kept.touch()
+                # Kernels may have been found in a cache that cannot be written: then the next start collects again.
+                with contextlib.suppress(OSError):
+                    self._kept.parent.mkdir(parents=True, exist_ok=True)
+                    self._kept.touch()
 
 
 def _record_of(launched: str) -> Path:

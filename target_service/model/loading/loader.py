@@ -115,7 +115,9 @@ def _launched(config: TargetConfig) -> str:
     code = hashlib.sha256()
     for source in sorted(path for folder in folders for path in folder.rglob("*.py")):
         code.update(source.read_bytes())
-    settings = {name: value for name, value in asdict(config).items() if name != "listen"}
+    # Addresses change nothing, and those of a private stack are others at each start.
+    draft = config.draft if config.drafts_in_passes else bool(config.draft)
+    settings = {name: value for name, value in asdict(config).items() if not name.endswith("listen")} | {"draft": draft}
     described = resolve(config.model) / "config.json"
     model = described.read_text() if described.exists() else ""
     return f"{code.hexdigest()} {settings} {torch.cuda.get_device_name(config.device)} {model}"
