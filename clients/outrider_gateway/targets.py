@@ -25,9 +25,9 @@ logger = logging.getLogger(__name__)
 _HEALTH_TIMEOUT_SECONDS = 5.0
 # Errors about the caller: the target itself serves.
 _ABOUT_THE_CALLER = ("UNAUTHENTICATED", "PERMISSION_DENIED")
-# States that need no warning.
-# Between two looks at a target that starts. Chosen: a hundredth of the shortest start on a GPU.
+# Between two looks at a target that starts. Chosen: less than a hundredth of a start on a GPU, 35 s.
 _START_SECONDS = 0.25
+# States that need no warning.
 _LOADING, _STARTING = "loading its model", "being started"
 # Of targets whose states one answer has.
 _NAMED_TARGETS = 3

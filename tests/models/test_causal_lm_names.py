@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ast
 import subprocess
 import sys
 
@@ -16,8 +17,11 @@ def test_names_are_those_of_transformers(monkeypatch: pytest.MonkeyPatch) -> Non
     expected = dict(MODEL_FOR_CAUSAL_LM_MAPPING_NAMES)
     assert causal_lm_names.causal_lm_names() == expected
     # Where its text has them in another form.
-    monkeypatch.setattr("ast.parse", lambda *_: type("Empty", (), {"body": []}))
-    assert causal_lm_names.causal_lm_names.__wrapped__() == expected
+    for text in ("", "MODEL_FOR_CAUSAL_LM_MAPPING_NAMES = OrderedDict([*others, ('llama', 'LlamaForCausalLM')])"):
+        other = ast.parse(text)
+        with monkeypatch.context() as patched:
+            patched.setattr("ast.parse", lambda *_, other=other: other)
+            assert causal_lm_names.causal_lm_names.__wrapped__() == expected
 
 
 def test_a_target_imports_no_compiler_and_no_model() -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ast
+import contextlib
 import functools
 from collections.abc import Mapping
 from importlib.util import find_spec
@@ -21,7 +22,8 @@ def causal_lm_names() -> Mapping[str, str]:
     for line in ast.parse(Path(spec.origin).read_text(encoding="utf-8")).body:
         match line:
             case ast.Assign([ast.Name(id=name)], ast.Call(args=[names])) if name == _NAMES:
-                return dict(ast.literal_eval(names))
+                with contextlib.suppress(ValueError):
+                    return dict(ast.literal_eval(names))
             case _:
                 pass
     from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES

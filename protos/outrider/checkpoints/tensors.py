@@ -26,7 +26,8 @@ _DTYPES = {
 }
 
 
-# Of a pinned tensor: what is pinned cannot be paged out, and is kept for the next one. A matrix of an 8B model has 117.
+# Of a tensor in pinned memory, which is never paged out, and is kept for the next one. Those of an 8B model's layers
+# have at most 117 MB.
 _MOST_PINNED_BYTES = 128 << 20
 
 
