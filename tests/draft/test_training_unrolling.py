@@ -16,6 +16,7 @@ from draft_service.training.unrolling import unroll
 
 STEPS, LENGTH = 4, 9
 FUSED = {name: changes for name, changes in KINDS.items() if changes.get("kind") != "eagle"}
+FUSED["window of a whole text"] = {"window": LENGTH}
 
 
 def gradient_of(head: EagleHead) -> Tensor | None:
