@@ -56,6 +56,7 @@ TEXT_PARTS: dict[str, tuple[str, dict[str, Any]]] = {
             "no_rope_layer_interval": 3, "floor_scale": 3,
         },
     ),
+    "emu3": ("emu3_text_model", {"num_key_value_heads": 2, "pad_token_id": 0}),
 }  # fmt: skip
 
 _QWEN: dict[str, Any] = {"depth": 1, "num_heads": 2, "patch_size": 4}
@@ -85,6 +86,13 @@ WHOLE: dict[str, tuple[str, dict[str, Any]]] = {
             "vision_output_dim": 16, "projector_input_dim": 16, "projector_output_dim": 16,
         },
     ),
+    "emu3": (
+        "emu3",
+        {
+            "base_channels": 32, "channel_multiplier": [1], "num_res_blocks": 1, "attn_resolutions": [],
+            "hidden_size": 32, "codebook_size": 16,
+        },
+    ),
 }  # fmt: skip
 # Above all words of `self_check`.
 _IMAGE_TOKENS = (
@@ -101,11 +109,10 @@ def whole_model(name: str, *, tied: bool = False) -> PreTrainedModel:
     text = {**TINY, "vocab_size": 300, "model_type": of_text, **settings}
     del text["tie_word_embeddings"]
     others = {"out_hidden_size": 64, "projector_hidden_size": 16} if model_type == "muse_glimmer" else {}
-    others |= dict.fromkeys(_IMAGE_TOKENS, 299)
+    others |= {"vocabulary_map": {"<image>": 299}} if model_type == "emu3" else dict.fromkeys(_IMAGE_TOKENS, 299)
     torch.manual_seed(0)
-    config = AutoConfig.for_model(
-        model_type, text_config=text, vision_config=vision, tie_word_embeddings=tied, **others
-    )
+    others["vq_config" if model_type == "emu3" else "vision_config"] = vision
+    config = AutoConfig.for_model(model_type, text_config=text, tie_word_embeddings=tied, **others)
     model = AutoModelForImageTextToText.from_config(config, dtype=torch.float32, attn_implementation="eager")
     with torch.no_grad():
         for tensor in model.parameters():

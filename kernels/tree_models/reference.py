@@ -46,6 +46,9 @@ def causal_lm(config: Any, **options: Any) -> Any:
     import transformers
     from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING, MODEL_MAPPING
 
+    if config.model_type == "emu3_text_model":
+        # Known by the whole model's configuration alone.
+        return transformers.Emu3ForCausalLM._from_config(config, **options)
     if type(config) in MODEL_FOR_CAUSAL_LM_MAPPING or type(config) not in MODEL_MAPPING:
         return transformers.AutoModelForCausalLM.from_config(config, **options)
     return _with_head(MODEL_MAPPING[type(config)])._from_config(config, **options)
@@ -301,7 +304,7 @@ def surroundings_that_differ(config: Any) -> list[str]:
     """
     small = copy.deepcopy(config)
     small.vocab_size = min(_WORDS, int(config.vocab_size))
-    small.dtype = small.pad_token_id = None
+    small.dtype, small.pad_token_id = None, 0  # Emu3's may not be None.
     if getattr(small, "vocab_size_per_layer_input", None):
         small.vocab_size_per_layer_input = small.vocab_size
     for name in ("sliding_window", "attention_chunk_size"):

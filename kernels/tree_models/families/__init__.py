@@ -37,6 +37,7 @@ FAMILIES: Mapping[str, Family] = {
     "deepseek_v2": deepseek.deepseek_v2,
     "deepseek_v3": deepseek.deepseek_v3,
     "dots1": glm.dots1,
+    "emu3_text_model": llama.llama,
     "ernie4_5": ernie.ernie4_5,
     "ernie4_5_moe": ernie.ernie4_5_moe,
     "exaone4": others.exaone4,

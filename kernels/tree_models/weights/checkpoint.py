@@ -24,11 +24,13 @@ _TEXT = (
     ("language_model.model.", "model."),
     ("language_model.lm_head.", "lm_head."),
     ("model.text_model.", "model."),
+    ("text_model.model.", "model."),
+    ("text_model.lm_head.", "lm_head."),
 )
 # Modules of parts that read images, sounds or videos.
 _OTHER_PARTS = re.compile(
     r"(model\.)?(visual|vision_\w+|vit|image_\w+|audio_\w+|multi_modal_projector|mm_projector|connector|aligner|"
-    r"patch_merger|embed_vision|embed_audio)\..*"
+    r"patch_merger|embed_vision|embed_audio|vqmodel)\..*"
 )
 
 

@@ -81,7 +81,8 @@ def _configuration(named: Mapping[str, Any]) -> PretrainedConfig:
         family = "ministral"
     entries = _meant(named)
     if isinstance(text := named.get("text_config"), Mapping):
-        entries["text_config"] = _meant(text) | {"model_type": text.get("model_type")}
+        # Every vocabulary has the padding token, which nobody uses.
+        entries["text_config"] = _meant(text) | {"model_type": text.get("model_type"), "pad_token_id": 0}
         if text.get("model_type") is None:
             del entries["text_config"]["model_type"]
     config: PretrainedConfig = AutoConfig.for_model(family, **entries)
