@@ -197,6 +197,10 @@ def test_the_text_part_is_read_alone(prefix: str) -> None:
     assert description is not None
     read = build(description, TextPart(TensorsInMemory(whole)), CPU)
     assert torch.equal(read.embedding, text["model.embed_tokens.weight"])
+    # Whichever comes first, one of both would be dropped.
+    for again in ({**text, **whole}, {**whole, **text}):
+        with pytest.raises(WeightsRefused, match=r"under another prefix too: .*model\.embed_tokens\.weight"):
+            TextPart(TensorsInMemory(again))
 
 
 @pytest.mark.parametrize(

@@ -85,8 +85,12 @@ class TextPart:
     """The text part of a checkpoint of text and more, under the names of a model of text alone."""
 
     def __init__(self, whole: TensorSource) -> None:
+        """Raises `WeightsRefused` for tensors that are there under names with several prefixes."""
         self._whole = whole
-        self._own = {_text_name(name): name for name in whole.stored if not _OTHER_PARTS.fullmatch(name)}
+        names = [name for name in whole.stored if not _OTHER_PARTS.fullmatch(name)]
+        self._own = {_text_name(name): name for name in names}
+        if twice := set(names) - set(self._own.values()):
+            raise WeightsRefused(f"tensors are there under another prefix too: {some(twice)}")
         self.stored = {name: whole.stored[own] for name, own in self._own.items()}
 
     def read(self, name: str) -> Tensor:
