@@ -9,6 +9,7 @@ from torch import Tensor
 from draft_service.checkpoints.facts import HeadShape, same_tokenizer
 from outrider.heads import HeadRefused, tokenizer_fingerprint
 from outrider.weights import Weights
+from tree_models.weights.checkpoint import text_name
 
 # Weights that a head may leave to its target, by the head's names, and where targets have them.
 EMBEDDING, LM_HEAD = "embed_tokens.weight", "lm_head.weight"
@@ -16,7 +17,6 @@ _EMBEDDINGS = (
     "model.embed_tokens.weight",
     "embed_tokens.weight",
     "transformer.wte.weight",
-    "model.language_model.embed_tokens.weight",
 )
 _PUBLISHED = {EMBEDDING: _EMBEDDINGS, LM_HEAD: ("lm_head.weight", "output.weight", *_EMBEDDINGS)}
 
@@ -61,9 +61,10 @@ class TargetCheckpoint:
 
     def name_of(self, weight: str) -> str:
         """The published name of `EMBEDDING` or `LM_HEAD`. Raises `HeadRefused` if there is none."""
+        stored = {text_name(name): name for name in self._weights.names}
         for name in _PUBLISHED[weight]:
-            if name in self._weights.names:
-                return name
+            if name in stored:
+                return stored[name]
         raise HeadRefused(f"{self._source} has none of {', '.join(_EMBEDDINGS)}")
 
     def _size(self, name: str) -> int:

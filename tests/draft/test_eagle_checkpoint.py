@@ -431,3 +431,17 @@ def test_a_broken_tokenizer_of_a_target_is_refused_by_its_name(tmp_path: Path) -
     (folder / "tokenizer.json").write_text("[]")
     with pytest.raises(HeadRefused, match=r"tokenizer\.json cannot be read: "):
         TargetCheckpoint(folder).fingerprint()
+
+
+@pytest.mark.parametrize("prefix", ["model.language_model", "language_model.model", "text_model.model"])
+def test_a_target_of_text_and_images_lends_its_vocabulary(prefix: str, tmp_path: Path) -> None:
+    embedding, lm_head = weight(VOCABULARY, HIDDEN), weight(VOCABULARY, HIDDEN)
+    config = {"model_type": "llava", "text_config": LAYER_CONFIG | {"num_hidden_layers": TARGET_LAYERS}}
+    head = "lm_head" if prefix == "model.language_model" else f"{prefix.removesuffix('.model')}.lm_head"
+    tensors = {
+        f"{prefix}.embed_tokens.weight": embedding,
+        f"{head}.weight": lm_head,
+        "vision_tower.embed_tokens.weight": weight(2, 2),
+    }
+    target = TargetCheckpoint(write(tmp_path / "target", config, tensors))
+    assert torch.equal(target.embedding(), embedding) and torch.equal(target.lm_head(), lm_head)

@@ -88,7 +88,7 @@ class TextPart:
         """Raises `WeightsRefused` for tensors that are there under names with several prefixes."""
         self._whole = whole
         names = [name for name in whole.stored if not _OTHER_PARTS.fullmatch(name)]
-        self._own = {_text_name(name): name for name in names}
+        self._own = {text_name(name): name for name in names}
         if twice := set(names) - set(self._own.values()):
             raise WeightsRefused(f"tensors are there under another prefix too: {some(twice)}")
         self.stored = {name: whole.stored[own] for name, own in self._own.items()}
@@ -130,7 +130,8 @@ def _kind(tensor: Tensor) -> str:
     return "U8" if tensor.dtype == torch.uint8 else "I64"
 
 
-def _text_name(name: str) -> str:
+def text_name(name: str) -> str:
+    """What a tensor of a text part is called in a model of text alone; other names as they are."""
     for prefix, own in _TEXT:
         if name.startswith(prefix):
             return own + name.removeprefix(prefix)
