@@ -130,8 +130,8 @@ class DecoderLayer(nn.Module):
         embedded: Tensor | None = None,
     ) -> Tensor:
         """[R, H] -> [R, H]: attention and MLP, or what reads the output of a block that is shared."""
-        if self.shared is not None and self.beside is not None and self.before_attention is not None:
-            assert embedded is not None, "read by the block"
+        if self.shared is not None:
+            assert self.beside is not None and self.before_attention is not None and embedded is not None, "of a block"
             read = self.before_attention(hidden + self.shared(hidden, embedded, angles, step))
             return self._added(hidden, self.beside(read, angles, step), None)
         rows, normed = given, self.spec.normed_residual
