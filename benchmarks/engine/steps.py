@@ -10,6 +10,10 @@ Floors are the bytes that a step must read over the speed of a large copy, measu
     python -m benchmarks.engine.steps --shapes llama-8b --modes fused --unchecked --trees 1 16 33 48 64
     python -m benchmarks.engine.steps --shapes qwen3-8b llama-8b --modes fused --unchecked --json FILE
     python -m benchmarks.engine.steps --shapes qwen3.5-9b --modes captured --layers 8 --json FILE
+    python -m benchmarks.engine.steps --shapes llama-8b --modes fused --unchecked --prompts 768 2048 --profile
+
+`--prompts` times passes that read so many rows of one prompt, of which the last has logits, behind each of `--contexts`
+tokens. Their floor is that of their products where it is above that of their bytes.
 
 Recurrent layers have random states of each sequence, into which a timed step folds one token, or four behind a tree.
 """
@@ -19,7 +23,8 @@ from __future__ import annotations
 import random
 import time
 from collections.abc import Iterator, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
+from itertools import product
 from math import prod
 from typing import Any
 
@@ -27,6 +32,7 @@ import torch
 from torch import Tensor
 from transformers import AutoConfig, PretrainedConfig
 
+from benchmarks.kernels.attention_inputs import FLOP_PER_US
 from benchmarks.shared.gpu_timing import copied_bytes_per_us
 from benchmarks.shared.machine import describe
 from benchmarks.shared.report import median_and_spread, parser_of, show, write_json
@@ -107,12 +113,21 @@ TOLERANCE = 0.15
 
 @dataclass(frozen=True)
 class StepLoad:
-    """Rows of each sequence of a step; more than one are a random tree."""
+    """Rows of each sequence of a step; more than one are a random tree, or a part of a prompt."""
 
     rows: tuple[int, ...]
+    context: int = CONTEXT  # keys of each sequence before its rows
+    is_prompt: bool = False
 
     def __str__(self) -> str:
+        if self.is_prompt:
+            return f"prompt rows={sum(self.rows)} behind {self.context}"
         return f"c={len(self.rows)} rows={'/'.join(map(str, sorted(set(self.rows))))}"
+
+    @property
+    def pages(self) -> int:
+        """Pages of all sequences, with as many for each."""
+        return len(self.rows) * -(-(self.context + max(self.rows)) // PAGE_SIZE)
 
 
 TIMED = (StepLoad((1,)), StepLoad((1,) * 4), StepLoad((1,) * 16), StepLoad((1,) * 64), StepLoad((16,)), StepLoad((64,)))
@@ -155,29 +170,28 @@ def runner_of(config: PretrainedConfig, dtype: torch.dtype, attention: Backend, 
 
 
 def step(load: StepLoad, vocabulary: int, seed: int) -> ForwardInput:
-    """A step of random tokens and trees after `CONTEXT` keys of each sequence, over shuffled pages."""
+    """A step of random tokens and trees after the context of each sequence, over shuffled pages."""
     rng = random.Random(seed)
-    per_sequence = -(-(CONTEXT + max(load.rows)) // PAGE_SIZE)
+    per_sequence = load.pages // len(load.rows)
     order = list(range(per_sequence * len(load.rows)))
     rng.shuffle(order)
     starts, positions, slots, trees, pages = [0], [], [], [], []
     for index, rows in enumerate(load.rows):
         own = order[index * per_sequence : (index + 1) * per_sequence]
-        parents = (0, *(rng.randrange(row) for row in range(1, rows)))
+        parents = (0, *(row - 1 if load.is_prompt else rng.randrange(row) for row in range(1, rows)))
         depths = [0] * rows
         for row in range(1, rows):
             depths[row] = depths[parents[row]] + 1
-        positions += [CONTEXT + depth for depth in depths]
-        slots += [own[t // PAGE_SIZE] * PAGE_SIZE + t % PAGE_SIZE for t in range(CONTEXT, CONTEXT + rows)]
+        positions += [load.context + depth for depth in depths]
+        slots += [own[t // PAGE_SIZE] * PAGE_SIZE + t % PAGE_SIZE for t in range(load.context, load.context + rows)]
         starts.append(starts[-1] + rows)
-        trees.append(parents)
+        trees.append(None if load.is_prompt else parents)
         pages.append(tuple(own))
-    attention = AttentionBatch(tuple(starts), (CONTEXT,) * len(load.rows), tuple(pages), PAGE_SIZE, tuple(trees))
+    attention = AttentionBatch(tuple(starts), (load.context,) * len(load.rows), tuple(pages), PAGE_SIZE, tuple(trees))
     tokens = tuple(rng.randrange(vocabulary) for _ in slots)
     states = tuple(range(1, len(load.rows) + 1))
-    return ForwardInput(
-        tokens, tuple(positions), tuple(slots), attention, tuple(range(len(tokens))), state_slots=states
-    )
+    outputs = (len(tokens) - 1,) if load.is_prompt else tuple(range(len(tokens)))
+    return ForwardInput(tokens, tuple(positions), tuple(slots), attention, outputs, state_slots=states)
 
 
 def cached(runner: ModelRunner) -> list[Tensor]:
@@ -206,7 +220,8 @@ def share_keys(runner: ModelRunner, reference: ModelRunner) -> None:
 def leave_to_fold(runner: ModelRunner, load: StepLoad) -> None:
     """Have the next step fold as many tokens into states as the one before accepts, with the next one."""
     if runner.cache.recurrent is not None:
-        runner.cache.recurrent.lengths.fill_(CONTEXT - (4 if max(load.rows) > 1 else 1))
+        folded = 4 if max(load.rows) > 1 and not load.is_prompt else 1
+        runner.cache.recurrent.lengths.fill_(load.context - min(folded, load.context))
 
 
 def error(logits: Tensor, expected: Tensor) -> float:
@@ -331,7 +346,8 @@ def timeline_of(runner: ModelRunner, load: StepLoad, layers: int) -> list[dict[s
 
 
 def floor_ms(decoder: Decoder, config: PretrainedConfig, load: StepLoad, bytes_per_ms: float) -> float:
-    """Milliseconds to read each weight that a step needs, and the cache, once at the memory's speed."""
+    """Milliseconds to read each weight that a step needs, and the cache, once at the memory's speed. A prompt's, also
+    to multiply its rows by the weights and by the keys and values before them, in layers of plain attention."""
     rows = sum(load.rows)
     specs = specs_of(decoder.slots()).items()
     parameters = sum(prod(spec.shape) * share_read(name, config, rows) for name, spec in specs)
@@ -339,14 +355,22 @@ def floor_ms(decoder: Decoder, config: PretrainedConfig, load: StepLoad, bytes_p
     parameters -= config.vocab_size * config.hidden_size
     if decoder.layer_inputs is not None:
         parameters -= decoder.layer_inputs.table.numel()
-    kept, states = 0, 0
+    kept, states, scored = 0, 0, 0.0
     for shape, window in zip(decoder.cache_shapes, decoder.windows, strict=True):
         numbers = shape.heads * (shape.key_width + shape.value_width)
-        kept += numbers * min(window or CONTEXT, CONTEXT) * len(load.rows)
+        kept += numbers * min(window or load.context, load.context) * len(load.rows)
+        widths = config.num_attention_heads * (shape.key_width + shape.value_width)
+        scored += widths * rows * (min(window or load.context, load.context) + rows / 2)
     if decoder.recurrent_layers is not None:
         layers, of_state = decoder.recurrent_layers
         states = 4 * layers * of_state.heads * of_state.key_width * of_state.value_width * len(load.rows)
-    return float((2 * (parameters + kept) + states) / bytes_per_ms)
+    floor = float((2 * (parameters + kept) + states) / bytes_per_ms)
+    if not load.is_prompt:
+        return floor
+    # But for the last row not by the head.
+    inner = {name: spec.shape for name, spec in specs if spec.shape[0] != config.vocab_size}
+    multiplied = rows * sum(prod(shape) * share_read(name, config, 1) for name, shape in inner.items()) + scored
+    return max(floor, float(2 * multiplied / (FLOP_PER_US * 1e3)))
 
 
 def share_read(name: str, config: PretrainedConfig, rows: int) -> float:
@@ -383,7 +407,7 @@ def run_shape(
 ) -> Iterator[dict[str, Any]]:
     """The result of each mode, as soon as it is measured."""
     config = config_of(shape, layers)
-    num_pages = 64 * (CONTEXT // PAGE_SIZE + 4)
+    num_pages = max(64 * (CONTEXT // PAGE_SIZE + 4), *(load.pages for load in loads))
     runner = runner_of(config, torch.bfloat16, "triton", num_pages)
     assert isinstance(runner.network, Decoder)
     floors = {str(load): floor_ms(runner.network, config, load, bytes_per_ms) for load in loads}
@@ -392,6 +416,8 @@ def run_shape(
     for number, mode in enumerate(modes):
         torch._dynamo.reset()
         options = MODES[mode]
+        if options is not None:
+            options = replace(options, max_rows=max(options.max_rows, *(sum(load.rows) for load in loads)))
         current = runner if options is None else CapturedRunner(runner, options)
         begin = time.perf_counter()
         for load in loads:
@@ -414,7 +440,7 @@ def run_shape(
         for load in loads:
             result["times"][str(load)] = time_load(current, load, seconds, floors[str(load)])
         device = {load: result["times"][str(load)]["device_ms"]["median"] for load in loads}
-        trees = [load for load in loads if len(load.rows) == 1 and load.rows[0] > 1]
+        trees = [load for load in loads if len(load.rows) == 1 and load.rows[0] > 1 and not load.is_prompt]
         result["trees_beside_one_row"] = {load.rows[0]: device[load] / device[loads[0]] for load in trees}
         for rows, ratio in result["trees_beside_one_row"].items():
             show(f"  a tree of {rows} rows takes {ratio:.3f} times a step of one")
@@ -441,12 +467,17 @@ def main() -> None:
     parser.add_argument("--modes", nargs="+", default=usual, choices=list(MODES))
     parser.add_argument("--seconds", type=float, default=1.0, help="of measuring, for each load")
     parser.add_argument("--trees", nargs="+", type=int, help="only one sequence, with trees of these rows, the first 1")
+    parser.add_argument("--prompts", nargs="+", type=int, help="only so many rows of one prompt; needs --unchecked")
+    parser.add_argument("--contexts", nargs="+", type=int, default=[0, 3072, 6144], help="tokens before those rows")
     parser.add_argument("--layers", type=int, help="of each shape; without it all that it has")
     parser.add_argument("--unchecked", action="store_true", help="not compared with fp32 first")
     parser.add_argument("--profile", action="store_true", help="also the times of a layer's launches")
     arguments = parser.parse_args()
     results: list[dict[str, Any]] = []
     timed = tuple(StepLoad((rows,)) for rows in arguments.trees) if arguments.trees else TIMED
+    if arguments.prompts:
+        pairs = product(arguments.prompts, arguments.contexts)
+        timed = tuple(StepLoad((rows,), context, is_prompt=True) for rows, context in pairs)
     loads = [asdict(load) for load in timed]
     bytes_per_ms = copied_bytes_per_us() * 1e3
     show(f"a copy reads and writes {bytes_per_ms / 1e9:.3f} TB/s")

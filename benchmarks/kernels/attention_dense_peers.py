@@ -5,13 +5,15 @@ Neither kernel reads a page table, so both get the cache as one dense tensor, an
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import replace
 from typing import Any
 
 import torch
 from torch import Tensor
 from torch._inductor.exc import InductorError
+from torch.nn.attention import SDPBackend, sdpa_kernel
+from torch.nn.attention.bias import causal_lower_right
 from torch.nn.attention.flex_attention import create_block_mask, flex_attention
 from torch.nn.functional import scaled_dot_product_attention
 
@@ -52,6 +54,28 @@ def sdpa_run(inputs: Inputs) -> dict[str, float]:
         return output.reshape(inputs.query.shape)
 
     return measure(inputs, run)
+
+
+def lower_right_runs(inputs: Inputs) -> Iterator[tuple[str, dict[str, Any]]]:
+    """`scaled_dot_product_attention` of a chain by its kernels; one that refuses the shape says so as `failed`."""
+    case = inputs.case
+    inputs = in_order(inputs)
+    mask = causal_lower_right(case.rows, case.context)
+    query = inputs.query.view(case.batch, case.rows, case.query_heads, case.width).transpose(1, 2)
+
+    def run(keys: Tensor, values: Tensor) -> Tensor:
+        output: Tensor = scaled_dot_product_attention(
+            query, _dense(inputs, keys), _dense(inputs, values), attn_mask=mask, scale=inputs.scale, enable_gqa=True
+        )
+        return output.transpose(1, 2).reshape(inputs.query.shape)
+
+    for kernel in (SDPBackend.FLASH_ATTENTION, SDPBackend.CUDNN_ATTENTION):
+        try:
+            with sdpa_kernel(kernel):
+                found: dict[str, Any] = dict(measure(inputs, run, causal=True))
+        except RuntimeError as refusal:
+            found = {"failed": str(refusal).splitlines()[0]}
+        yield f"sdpa_{kernel.name.lower()}", found
 
 
 def flex_run(inputs: Inputs) -> dict[str, Any]:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import random
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 
 import torch
@@ -40,6 +40,7 @@ class Case:
     kv_heads: int = 8
     width: int = 128
     page_size: int = 16
+    chain: bool = False  # rows of a prompt, each behind the one before, in place of trees
 
     @property
     def kv_bytes(self) -> int:
@@ -47,12 +48,15 @@ class Case:
 
     @property
     def floor_us(self) -> float:
-        flop = 4 * self.rows * self.query_heads * self.width * self.context * self.batch
+        # A row of a chain sees half of the rows, on average.
+        keys = self.context - self.rows / 2 if self.chain else self.context
+        flop = 4 * self.rows * self.query_heads * self.width * keys * self.batch
         return max(self.kv_bytes / BYTES_PER_US, flop / FLOP_PER_US)
 
     def __str__(self) -> str:
         heads = f"{self.query_heads}/{self.kv_heads}x{self.width}"
-        return f"b{self.batch:3d} ctx{self.context:7d} rows{self.rows:4d} {heads:>9s} page{self.page_size:3d}"
+        kind = " chain" if self.chain else ""
+        return f"b{self.batch:3d} ctx{self.context:7d} rows{self.rows:4d} {heads:>9s} page{self.page_size:3d}{kind}"
 
 
 @dataclass
@@ -93,6 +97,8 @@ def rotated_copies(cache_bytes: int, most: int = 64) -> int:
 def draw(case: Case, seed: int, read_bytes: int | None = None) -> Inputs:
     """Random inputs of a case, of whose caches a launch reads `read_bytes`; None for all."""
     batch = tree_batch(case.batch, case.context, case.rows, case.page_size, seed)
+    if case.chain:
+        batch = replace(batch, parents=(None,) * case.batch)
     pages = case.batch * len(batch.pages[0])
     shape = (rotated_copies(read_bytes or case.kv_bytes), pages, case.page_size, case.kv_heads, case.width)
     query = torch.randn(case.batch * case.rows, case.query_heads, case.width, device=DEVICE, dtype=DTYPE)

@@ -38,7 +38,7 @@ SIZES = [
     )
 ]  # fmt: skip
 CHOSEN, FIXED = "chosen", "fixed splits"
-SMALL = {"query_heads": 9, "kv_heads": 3, "width": 64}
+SMALL: dict[str, Any] = {"query_heads": 9, "kv_heads": 3, "width": 64}
 CASES = [
     *(Case(1, 1024, rows) for rows in (64, 1, 16, 32, 8)),
     *(Case(8, 1024, rows) for rows in (8, 1, 4)),

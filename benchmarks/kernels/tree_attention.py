@@ -1,13 +1,14 @@
 """Tree attention on one GPU: microseconds of one layer, against its floors and against other kernels.
 
     python -m benchmarks.kernels.tree_attention
-        [--grid small|full] [--tune] [--xqa] [--dense] [--json FILE]
+        [--grid small|full|prompts] [--tune] [--xqa] [--dense] [--json FILE]
 
 Every case has random inputs, checks each implementation against the fp32 reference, then replays CUDA graphs of
 several launches over different caches, so that no launch has its keys in L2. Times are medians over replays, divided
 by the launches; the spread is the distance between the quartiles. The floor is the larger of the times to read keys and
 values once and to compute the products once. FlashInfer is measured where it is installed, at width 128; its first use
-compiles for half a minute. `--dense` adds PyTorch's own attention, at 16 and 64 rows of four shapes.
+compiles for half a minute. `--dense` adds PyTorch's own attention, at 16 and 64 rows of four shapes. The grid of
+prompts has rows of one prompt, behind up to 6,144 tokens, also beside FlashInfer's FA3 and PyTorch's kernels for that.
 """
 
 from __future__ import annotations
@@ -34,6 +35,10 @@ from tree_kernels.attention.triton_tiling import Tiling
 
 def cases(grid: str) -> Iterator[Case]:
     """The usual shapes first, so that a run which `--seconds` cuts short has the most important figures."""
+    if grid == "prompts":
+        behind = (0, 1024, 3072, 6144)
+        yield from (Case(1, prefix + rows, rows, chain=True) for rows in (768, 2048, 512) for prefix in behind)
+        return
     shapes = [(1, 1024), (1, 8192), (1, 32768), (1, 131072), (8, 1024), (8, 8192), (8, 32768), (64, 1024), (64, 8192)]
     few = grid == "small"
     yield from (Case(batch, context, n) for batch, context in shapes for n in (1, 16, 64))
@@ -59,6 +64,12 @@ def tilings(case: Case) -> list[Tiling]:
     shapes += [(32, 64, 4, 5, 1), (32, 128, 4, 3, 1), (32, 128, 4, 3, 2)]
     shapes += [(64, 64, 4, 5, 1), (64, 64, 4, 5, 2), (64, 64, 4, 4, 2), (64, 128, 4, 3, 1)]
     shapes += [(128, 128, 8, 3, 1), (128, 128, 8, 5, 1), (256, 64, 16, 5, 1)]
+    if case.chain:
+        # Of many rows, which are bound by products: more warps for a block, or two programs that take turns.
+        shapes = [(64, 64, 4, 4, 2), (64, 128, 4, 3, 1), (128, 128, 8, 3, 1), (128, 128, 8, 5, 1), (256, 64, 16, 5, 1)]
+        shapes += [(64, 64, 4, 3, 3), (128, 64, 4, 3, 1), (128, 64, 4, 3, 2), (128, 64, 8, 3, 2), (128, 64, 8, 4, 1)]
+        shapes += [(128, 128, 8, 4, 1), (256, 64, 8, 3, 1)]
+        return [Tiling(*shape, 0, apart) for shape in shapes for apart in (False, True)]
     # Merging in the same launch pays where groups are cut in two at most.
     merges = (0,) if 2 * case.batch * case.kv_heads * packed < 132 * 16 else (0, 16)
     return [
@@ -142,7 +153,9 @@ def bars(results: list[tuple[Case, dict[str, Any]]]) -> dict[str, str]:
             note("16 rows, >= 64k keys: at most 1.3 x floor", share, share <= 1.3)
         if case.rows == 64:
             note("64 rows: at most 2 x floor", share, share <= 2)
-        for peer, least, rows in (("fa2_causal", 1.0, None), ("fa2_mask", 2.0, 64), ("xqa", 1.7, 64)):
+        for peer, least, rows in (
+            ("fa2_causal", 1.0, None), ("fa3_causal", 1.0, None), ("fa2_mask", 2.0, 64), ("xqa", 1.7, 64),
+        ):  # fmt: skip
             if "us" in found.get(peer, {}) and rows in (None, case.rows):
                 ratio = found[peer]["us"] / mine
                 note(f"at least {least} x {peer}" + (f" at {rows} rows" if rows else ""), -ratio, ratio >= least)
@@ -161,24 +174,27 @@ def run_case(case: Case, seed: int, options: argparse.Namespace, scratch: list[T
     found: dict[str, Any] = {"ours": tuned(inputs) if options.tune else ours(inputs, TritonSettings())}
     if options.split_keys:
         found["ours_fixed_split"] = ours(inputs, TritonSettings(options.split_keys))
-    if options.dense and case in _DENSE_CASES:
+    if options.dense and (case in _DENSE_CASES or case.chain):
         # Only here: FlexAttention's import alone takes seconds.
-        from benchmarks.kernels.attention_dense_peers import flex_run, sdpa_run
+        from benchmarks.kernels.attention_dense_peers import flex_run, lower_right_runs, sdpa_run
 
-        found["sdpa"], found["flex"] = sdpa_run(inputs), flex_run(inputs)
+        if case.chain:
+            found.update(lower_right_runs(inputs))
+        else:
+            found["sdpa"], found["flex"] = sdpa_run(inputs), flex_run(inputs)
     if importlib.util.find_spec("flashinfer") and not options.tune and case.width == 128:
         # Only here: FlashInfer may be absent.
         from benchmarks.kernels.attention_peers import flashinfer_runs, xqa_run
 
         found.update(flashinfer_runs(inputs))
-        if options.xqa and case.rows in (16, 64) and case.page_size == 16 and case.query_heads == 32:
+        if options.xqa and not case.chain and case.rows in (16, 64) and case.page_size == 16 and case.query_heads == 32:
             found["xqa"] = xqa_run(inputs, scratch[0], scratch[1])
     return found
 
 
 def main() -> int:
     parser = parser_of(__doc__)
-    parser.add_argument("--grid", choices=("small", "full"), default="full")
+    parser.add_argument("--grid", choices=("small", "full", "prompts"), default="full")
     parser.add_argument("--rows", type=int, nargs="*", help="only these numbers of rows")
     parser.add_argument("--tune", action="store_true", help="try many tilings and keep the fastest; no peers")
     parser.add_argument("--xqa", action="store_true", help="measure FlashInfer's XQA too (one build per shape)")
