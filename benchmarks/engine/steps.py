@@ -32,8 +32,7 @@ import torch
 from torch import Tensor
 from transformers import AutoConfig, PretrainedConfig
 
-from benchmarks.kernels.attention_inputs import FLOP_PER_US
-from benchmarks.shared.gpu_timing import copied_bytes_per_us
+from benchmarks.shared.gpu_timing import FLOP_PER_US, copied_bytes_per_us
 from benchmarks.shared.machine import describe
 from benchmarks.shared.report import median_and_spread, parser_of, show, write_json
 from target_service.model.cuda_graphs.runner import CapturedRunner, CaptureOptions

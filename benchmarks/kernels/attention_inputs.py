@@ -10,7 +10,7 @@ from functools import partial
 import torch
 from torch import Tensor
 
-from benchmarks.shared.gpu_timing import captured_us
+from benchmarks.shared.gpu_timing import BYTES_PER_US, FLOP_PER_US, captured_us
 from tree_kernels.attention import (
     PLAIN,
     AttentionBatch,
@@ -21,9 +21,6 @@ from tree_kernels.attention import (
     sequence_slots,
 )
 
-# One H200, measured: a device copy counting reads and writes, and a large bf16 matrix product.
-BYTES_PER_US = 4.3e6
-FLOP_PER_US = 790e6
 # More than four times the 60 MB of L2.
 ROTATED_BYTES = 256 << 20
 DTYPE = torch.bfloat16

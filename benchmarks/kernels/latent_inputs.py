@@ -8,7 +8,8 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from benchmarks.kernels.attention_inputs import BYTES_PER_US, FLOP_PER_US, rotated_copies, tree_batch
+from benchmarks.kernels.attention_inputs import rotated_copies, tree_batch
+from benchmarks.shared.gpu_timing import BYTES_PER_US, FLOP_PER_US
 from tree_kernels.attention import AttentionBatch, sequence_mask, sequence_slots
 from tree_kernels.latent_attention import HeadProjections, absorbed_queries, attend_expanded, expanded_values
 
