@@ -39,7 +39,7 @@ prepare_grpc()
 
 import grpc  # noqa: E402
 
-from outrider.drafting.events import DraftEvent, Grown  # noqa: E402
+from outrider.drafting.events import DraftEvent, Grown, Opened  # noqa: E402
 from outrider.drafting.stream import DraftConversation  # noqa: E402
 from outrider.sampling import SamplingParams, VerificationMode  # noqa: E402
 from outrider.v1 import draft_pb2_grpc  # noqa: E402
@@ -98,6 +98,8 @@ class SimulatedTarget:
         self.measures = False
 
     def receive(self, event: DraftEvent) -> None:
+        if isinstance(event, Opened):
+            return
         if not isinstance(event, Grown):
             raise SystemExit(f"the draft refused a sequence: {event}")
         now = time.perf_counter()
