@@ -187,6 +187,14 @@ WINDOWED: dict[str, tuple[str, dict[str, Any]]] = {
             "attn_temperature_tuning": False, "no_rope_layer_interval": 2, "intermediate_size": 32,
         },
     ),
+    "modernbert": (
+        "modernbert-decoder",
+        {
+            "num_hidden_layers": 4, "local_attention": 10, "attention_bias": True, "mlp_bias": True, "norm_bias": True,
+            "classifier_bias": True,
+        },
+    ),
+    "modernbert, tied": ("modernbert-decoder", {"local_attention": 8, "tie_word_embeddings": True}),
     "mellum": (
         "mellum",
         EXPERTS | {"head_dim": 16, "sliding_window": 5, "layer_types": ["sliding_attention", "full_attention"]},

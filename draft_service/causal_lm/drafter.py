@@ -38,8 +38,8 @@ from tree_kernels.attention.variant import PLAIN
 from tree_models.building import build
 from tree_models.families import Description, describe
 from tree_models.fused.preparing import LayerOptions, prepare_decoder
-from tree_models.layers.decoder import CacheShape, Decoder
-from tree_models.layers.paged import PagedPass, UncachedPass, attend
+from tree_models.layers.decoder import Decoder
+from tree_models.layers.paged import CacheShape, PagedPass, UncachedPass, attend
 from tree_models.reference import layers_that_differ
 from tree_models.spec import FamilyRefused
 from tree_models.weights.checkpoint import TensorSource, TextPart, WeightsRefused, WholeNames

@@ -27,8 +27,7 @@ from draft_service.neural.tree_drafting import Extension
 from draft_service.neural_drafter import CachingDrafter
 from outrider.wire.frames import FeatureRequest
 from tree_kernels.device_event import DeviceEvent
-from tree_models.layers.decoder import CacheShape
-from tree_models.layers.paged import PagedPass
+from tree_models.layers.paged import CacheShape, PagedPass
 
 
 class HeadNetwork:

@@ -15,8 +15,7 @@ import torch
 from torch import Tensor
 
 from draft_service.neural.tail_attention import TailPart
-from tree_models.layers.decoder import CacheShape
-from tree_models.layers.paged import PagedPass
+from tree_models.layers.paged import CacheShape, PagedPass
 
 
 class RowOutput(NamedTuple):

@@ -11,8 +11,8 @@ from torch import Tensor, nn
 from tree_kernels.attention import TreeAttention
 from tree_kernels.latent_attention import LatentAttention
 from tree_kernels.pass_trees import VerifiedRows
-from tree_models.layers.decoder import CacheShape, Decoder
-from tree_models.layers.paged import PagedPass
+from tree_models.layers.decoder import Decoder
+from tree_models.layers.paged import CacheShape, PagedPass
 
 
 class PassTarget(NamedTuple):

@@ -14,8 +14,11 @@ class WeightNames:
     """
 
     embedding: str = "model.embed_tokens"
+    embedding_norm: str = ""
     final_norm: str = "model.norm"
     head: str = "lm_head"
+    head_transform: str = "lm_head.dense"
+    head_norm: str = "lm_head.norm"
     layer: str = "model.layers.{layer}."
 
     before_attention: str = "input_layernorm"
@@ -122,7 +125,8 @@ class WeightNames:
     def of_body(self) -> tuple[str, ...]:
         """Names below the body, which is what the head reads."""
         inputs = self.layer_inputs, self.layer_inputs_projection, self.layer_inputs_norm
-        return self.embedding, self.final_norm, self.layer, *inputs, self.stream_spreading, self.stream_joining
+        own = self.embedding, self.embedding_norm, self.final_norm, self.layer
+        return *own, *inputs, self.stream_spreading, self.stream_joining
 
     def in_layer(self, name: str, layer: int, expert: int = 0) -> str:
         """The whole name of what `name` is in a layer."""

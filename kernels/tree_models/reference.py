@@ -19,8 +19,8 @@ from tree_kernels.recurrence import RecurrentPass, RecurrentStates, TreeRecurren
 from tree_models.agreement import TOLERANCE
 from tree_models.building import build
 from tree_models.families import describe
-from tree_models.layers.decoder import Decoder, expanded_shape
-from tree_models.layers.paged import PagedPass
+from tree_models.layers.decoder import Decoder
+from tree_models.layers.paged import PagedPass, expanded_shape
 from tree_models.layers.placing import Placement
 from tree_models.layers.rotary import RotaryEmbedding
 from tree_models.names import WeightNames

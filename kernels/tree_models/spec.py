@@ -431,6 +431,15 @@ class LayerSpec:
 
 
 @dataclass(frozen=True, slots=True)
+class HeadTransformSpec:
+    """What the head reads of the last norm's rows: norm(activation(a product))."""
+
+    activation: Activation
+    norm: NormSpec
+    bias: bool = False
+
+
+@dataclass(frozen=True, slots=True)
 class DecoderSpec:
     """A decoder from token ids to logits."""
 
@@ -441,8 +450,9 @@ class DecoderSpec:
     max_positions: int
     tied: bool = False  # the head is the embedding
     head_bias: bool = False
+    head_transform: HeadTransformSpec | None = None
     embedding_scale: float = 1.0
-    embedding_norm: NormSpec | None = None  # of embedded rows, without weights
+    embedding_norm: NormSpec | None = None  # of embedded rows
     logits_scale: float = 1.0
     logits_cap: float | None = None
     layer_inputs: LayerInputsSpec | None = None

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from target_service.model.support import ModelRefused, kv_shape
-from tree_models.layers.decoder import CacheShape
+from tree_models.layers.paged import CacheShape
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel

@@ -9,8 +9,8 @@ import torch
 from torch import Tensor
 
 from tree_kernels.recurrence import StateShape
-from tree_models.layers.decoder import CacheShape, Tap
-from tree_models.layers.paged import PagedPass
+from tree_models.layers.decoder import Tap
+from tree_models.layers.paged import CacheShape, PagedPass
 from tree_models.slots import Copy, WeightSlot
 
 

@@ -12,7 +12,7 @@ from outrider.checkpoints.formats import DEQUANTISED_FORMATS
 from outrider.checkpoints.plain_attention import attention_refusal
 from tree_models.families import Description, describe
 from tree_models.families.common import longest_context
-from tree_models.layers.decoder import CacheShape
+from tree_models.layers.paged import CacheShape
 from tree_models.spec import FamilyRefused
 
 if TYPE_CHECKING:

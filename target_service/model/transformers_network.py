@@ -19,9 +19,9 @@ from target_service.model.support import ModelRefused, longest_context
 from tree_kernels.attention import TreeAttention
 from tree_kernels.compiled_layers import compile_layer, uncompiled
 from tree_kernels.paging import write_kv
-from tree_models.layers.decoder import CacheShape, Tap
+from tree_models.layers.decoder import Tap
 from tree_models.layers.linear import PackedWeight
-from tree_models.layers.paged import PagedPass
+from tree_models.layers.paged import CacheShape, PagedPass
 from tree_models.slots import Copy, TensorSpec, WeightSlot, in_place
 
 if TYPE_CHECKING:

@@ -22,8 +22,7 @@ from outrider.settings import SettingsError
 from outrider.tree import TokenTree
 from outrider.wire.frames import TreeLimits
 from tree_kernels.philox import gumbel_words_by_sequence, gumbel_words_of
-from tree_models.layers.decoder import CacheShape
-from tree_models.layers.paged import PagedPass
+from tree_models.layers.paged import CacheShape, PagedPass
 
 GREEDY, COUPLED, REJECTION = VerificationMode.GREEDY, VerificationMode.COUPLED, VerificationMode.REJECTION
 TABLE = 4099

@@ -23,8 +23,7 @@ from draft_service.neural.tree_drafting import Extension, TreeDrafting
 from outrider.sampling import SamplingParams, VerificationMode
 from outrider.tree import TokenTree
 from tree_kernels.verification import Chance, rejection_walk
-from tree_models.layers.decoder import CacheShape
-from tree_models.layers.paged import PagedPass
+from tree_models.layers.paged import CacheShape, PagedPass
 
 pytestmark = pytest.mark.pairs
 

@@ -16,7 +16,7 @@ PAGE = (Path(__file__).parents[2] / "docs" / "models.md").read_text()
 
 def test_every_family_is_named() -> None:
     # One name stands for those that differ in their own config name alone.
-    named = {*re.findall(r"`([a-z0-9_]+)`", PAGE), "deepseek_v2", "glm4_moe_lite", "minicpm3", "youtu"}
+    named = {*re.findall(r"`([a-z0-9_-]+)`", PAGE), "deepseek_v2", "glm4_moe_lite", "minicpm3", "youtu"}
     assert set(FAMILIES) <= named
 
 

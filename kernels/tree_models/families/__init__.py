@@ -6,8 +6,8 @@ from collections.abc import Mapping
 from typing import Any
 
 from tree_models.families import (
+    classic,
     deepseek,
-    ernie,
     gemma,
     glm,
     granite,
@@ -38,8 +38,8 @@ FAMILIES: Mapping[str, Family] = {
     "deepseek_v3": deepseek.deepseek_v3,
     "dots1": glm.dots1,
     "emu3_text_model": llama.llama,
-    "ernie4_5": ernie.ernie4_5,
-    "ernie4_5_moe": ernie.ernie4_5_moe,
+    "ernie4_5": mixtures.ernie4_5,
+    "ernie4_5_moe": mixtures.ernie4_5_moe,
     "exaone4": others.exaone4,
     "exaone_moe": mixtures.exaone_moe,
     "falcon_h1": granite.falcon_h1,
@@ -87,6 +87,7 @@ FAMILIES: Mapping[str, Family] = {
     "ministral3": llama.ministral3,
     "mistral": llama.mistral,
     "mixtral": mixtures.mixtral,
+    "modernbert-decoder": classic.modernbert,
     "muse_glimmer_text": gemma.muse_glimmer,
     "nemotron": others.nemotron,
     "nemotron_h": others.nemotron_h,

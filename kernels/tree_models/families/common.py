@@ -51,10 +51,14 @@ Family = Callable[[Any], Description]
 
 def activation(config: Any) -> Activation:
     """The activation that a configuration names."""
-    name = str(getattr(config, "hidden_act", None) or getattr(config, "hidden_activation", "silu"))
-    if name not in _ACTIVATIONS:
+    return named_activation(getattr(config, "hidden_act", None) or getattr(config, "hidden_activation", "silu"))
+
+
+def named_activation(name: object) -> Activation:
+    """The activation of this name."""
+    if str(name) not in _ACTIVATIONS:
         raise FamilyRefused(f"the activation {name} is not served")
-    return _ACTIVATIONS[name]
+    return _ACTIVATIONS[str(name)]
 
 
 def head_width(config: Any) -> int:

@@ -1,7 +1,8 @@
 """What Gemma 3n and 4 carry beside hidden rows: a vector of each token for each layer, made of the token and of its
 embedding, and added in the layer. And of 3n alone alternating updates (AltUp, arXiv 2301.13310): several streams of
 hidden rows [R, N, H] of which a layer computes the first, and predicts and corrects all; and learned augmented
-residuals (LAuReL, arXiv 2411.07501). And the blocks that layers of Zamba 2 share, which read embedded rows too."""
+residuals (LAuReL, arXiv 2411.07501). The blocks that layers of Zamba share, which read embedded rows too. And what
+ModernBERT's decoder has between its last norm and its head."""
 
 from __future__ import annotations
 
@@ -22,7 +23,15 @@ from tree_models.layers.rank_group import looked_up
 from tree_models.layers.rotary import Angles
 from tree_models.names import WeightNames
 from tree_models.slots import Copy, WeightSlot, in_place
-from tree_models.spec import AddedInputSpec, AttentionSpec, LaurelSpec, LayerInputsSpec, SharedBlockSpec, StreamsSpec
+from tree_models.spec import (
+    AddedInputSpec,
+    AttentionSpec,
+    HeadTransformSpec,
+    LaurelSpec,
+    LayerInputsSpec,
+    SharedBlockSpec,
+    StreamsSpec,
+)
 
 # The least mean square of a stream that is scaled.
 _LEAST_SQUARE = 1e-5
@@ -77,6 +86,26 @@ class AddedInput(nn.Module):
         yield from self.gate.slots([names.in_layer(names.input_gate, layer)], copy)
         yield from self.projection.slots([names.in_layer(names.input_projection, layer)], copy)
         yield from self.norm.slots(names.in_layer(names.input_norm, layer), copy)
+
+
+class HeadTransform(nn.Module):
+    """See `HeadTransformSpec`: [.., H] -> [.., H]."""
+
+    def __init__(self, spec: HeadTransformSpec, hidden_size: int, place: Placement) -> None:
+        super().__init__()
+        self.activation = spec.activation
+        self.product = Linear(hidden_size, [hidden_size], place, bias=spec.bias)
+        self.norm = Normalization(spec.norm, hidden_size, place)
+
+    def forward(self, rows: Tensor) -> Tensor:
+        """[.., H] -> [.., H]."""
+        transformed: Tensor = self.norm(FUNCTIONS[self.activation](self.product(rows)))
+        return transformed
+
+    def slots(self, names: WeightNames, copy: Copy) -> Iterator[WeightSlot]:
+        """Slots of the module's tensors."""
+        yield from self.product.slots([names.head_transform], copy)
+        yield from self.norm.slots(names.head_norm, copy)
 
 
 class StreamEnds(nn.Module):

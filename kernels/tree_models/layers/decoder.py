@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
-from typing import Any, NamedTuple, Protocol, TypeGuard
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor, nn
@@ -18,6 +18,7 @@ from tree_models.layers.beside_rows import (
     AddedInput,
     AlternatingUpdates,
     AugmentedResidual,
+    HeadTransform,
     LayerInputs,
     SharedBlock,
     StreamEnds,
@@ -27,7 +28,7 @@ from tree_models.layers.latent import LatentHeads
 from tree_models.layers.linear import Linear
 from tree_models.layers.mlp import MLP
 from tree_models.layers.norm import Normalization
-from tree_models.layers.paged import PagedPass, UncachedPass
+from tree_models.layers.paged import CacheShape, PagedPass, UncachedPass, expanded_shape, keeps_own, kept_places
 from tree_models.layers.placing import Placement
 from tree_models.layers.recurrent import StateSpace, state_shape
 from tree_models.layers.rotary import Angles, RotaryEmbedding
@@ -41,7 +42,6 @@ from tree_models.spec import (
     ExpertsSpec,
     LatentSpec,
     LayerSpec,
-    RecurrentSpec,
 )
 
 # Gets the outputs [R, H] of one decoder layer.
@@ -218,43 +218,6 @@ class FinalForm(Protocol):
         """[R, H] -> [R, V]; None where the head is not computed so."""
 
 
-class CacheShape(NamedTuple):
-    """What one layer caches of one token. A latent is key and value in one, and has no separate value."""
-
-    heads: int
-    key_width: int
-    value_width: int
-
-
-def expanded_shape(spec: AttentionSpec | LatentSpec) -> CacheShape:
-    """What a layer caches as keys and values of heads, or what the layer does whose they are."""
-    if isinstance(spec, AttentionSpec):
-        return CacheShape(spec.kv_heads, spec.head_width, spec.width_of_values)
-    return CacheShape(spec.heads, spec.query_width, spec.value)
-
-
-def _keeps_own(spec: AttentionSpec | LatentSpec | RecurrentSpec | None) -> TypeGuard[AttentionSpec | LatentSpec]:
-    return isinstance(spec, LatentSpec) or (isinstance(spec, AttentionSpec) and spec.keys_of is None)
-
-
-def _kept_places(layers: Sequence[LayerSpec]) -> list[tuple[int, int]]:
-    """The place of each layer's keys and values among those that are kept, or of its state among states, and of the
-    state beside its attention; layers with neither count among neither."""
-    places: list[tuple[int, int]] = []
-    counts = {True: 0, False: 0}
-    for layer in layers:
-        spec = layer.attention
-        kind = isinstance(spec, RecurrentSpec)
-        if isinstance(spec, AttentionSpec) and spec.keys_of is not None:
-            own = places[spec.keys_of][0]
-        else:
-            own = counts[kind]
-            counts[kind] += spec is not None
-        places.append((own, counts[True]))
-        counts[True] += layer.beside is not None
-    return places
-
-
 class LayerStack(nn.Module):
     """Decoder layers one behind another, of a model or of a head that drafts for one."""
 
@@ -266,7 +229,7 @@ class LayerStack(nn.Module):
         super().__init__()
         self.place, self.layer_specs, self.longest_context = place, tuple(specs), longest_context
         made: list[DecoderLayer] = []
-        for index, (layer, (own, beside)) in enumerate(zip(specs, _kept_places(specs), strict=True)):
+        for index, (layer, (own, beside)) in enumerate(zip(specs, kept_places(specs), strict=True)):
             sharing = made[layer.shared.first].shared if layer.shared and layer.shared.first < index else None
             made.append(DecoderLayer(layer, hidden_size, index, place, kept + own, beside, sharing))
         self.layers: Sequence[DecoderLayer] = nn.ModuleList(made)  # type: ignore[assignment]
@@ -305,7 +268,7 @@ class LayerStack(nn.Module):
     def _keeping(self) -> list[AttentionSpec | LatentSpec]:
         """Layers with keys and values, or latents, of their own."""
         specs = [layer.attention for layer in self.layer_specs]
-        return [spec for spec in specs if _keeps_own(spec)]
+        return [spec for spec in specs if keeps_own(spec)]
 
     def angles(self, positions: Tensor) -> list[Angles]:
         """Of positions [R], by each kind of rotary embedding."""
@@ -380,6 +343,9 @@ class Decoder(LayerStack):
         if spec.embedding_norm is not None:
             self.embedding_norm = Normalization(spec.embedding_norm, spec.hidden_size, place)
         self.norm = Normalization(spec.final_norm, spec.hidden_size, place)
+        self.head_transform: HeadTransform | None = None
+        if spec.head_transform is not None:
+            self.head_transform = HeadTransform(spec.head_transform, spec.hidden_size, place)
         self.head = Linear(spec.hidden_size, [spec.vocabulary_size], place, bias=spec.head_bias)
         if spec.tied and self.head.plain is not None:
             self.head.plain.weight = self.embedding
@@ -466,6 +432,8 @@ class Decoder(LayerStack):
 
     def logits(self, hidden: Tensor) -> Tensor:
         """[.., V] of rows [.., H] after the last norm."""
+        if self.head_transform is not None:
+            hidden = self.head_transform(hidden)
         logits = None if self.final_form is None else self.final_form.head(hidden)
         if logits is None:
             logits = self.head(hidden)
@@ -482,6 +450,10 @@ class Decoder(LayerStack):
         for index, layer in enumerate(self.layers):
             slots += layer.slots(names, index, copy)
         slots += self.norm.slots(names.final_norm, copy)
+        if self.embedding_norm is not None:
+            slots += self.embedding_norm.slots(names.embedding_norm, copy)
+        if self.head_transform is not None:
+            slots += self.head_transform.slots(names, copy)
         if self.layer_inputs is not None:
             slots += self.layer_inputs.slots(names, copy)
         if self.stream_ends is not None:

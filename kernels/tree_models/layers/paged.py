@@ -1,15 +1,18 @@
-"""Attention of a pass's rows, as every kind of attention layer calls it: over the paged cache, or without a cache."""
+"""Attention of a pass's rows, as every kind of attention layer calls it: over the paged cache, or without a cache; and
+what of a model's layers the cache has."""
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import Any, NamedTuple, Protocol, TypeGuard
 
 from torch import Tensor
 
 from tree_kernels.attention import AttentionPlan, AttentionVariant
 from tree_kernels.compiled_layers import uncompiled
 from tree_kernels.paging import write_kv
+from tree_models.spec import AttentionSpec, LatentSpec, LayerSpec, RecurrentSpec
 
 
 @dataclass(eq=False)
@@ -71,3 +74,41 @@ def _attend_cached(owner: AttendingLayer, query: Tensor, key: Tensor, value: Ten
         write_kv(key, value, keys, values, step.slots)
     out: Tensor = step.attention.run(step.plan, query, keys, values, owner.spec.scaling, owner.variant)
     return out
+
+
+class CacheShape(NamedTuple):
+    """What one layer caches of one token. A latent is key and value in one, and has no separate value."""
+
+    heads: int
+    key_width: int
+    value_width: int
+
+
+def expanded_shape(spec: AttentionSpec | LatentSpec) -> CacheShape:
+    """What a layer caches as keys and values of heads, or what the layer does whose they are."""
+    if isinstance(spec, AttentionSpec):
+        return CacheShape(spec.kv_heads, spec.head_width, spec.width_of_values)
+    return CacheShape(spec.heads, spec.query_width, spec.value)
+
+
+def keeps_own(spec: AttentionSpec | LatentSpec | RecurrentSpec | None) -> TypeGuard[AttentionSpec | LatentSpec]:
+    """Whether a layer keeps keys and values, or latents, of its own."""
+    return isinstance(spec, LatentSpec) or (isinstance(spec, AttentionSpec) and spec.keys_of is None)
+
+
+def kept_places(layers: Sequence[LayerSpec]) -> list[tuple[int, int]]:
+    """The place of each layer's keys and values among those that are kept, or of its state among states, and of the
+    state beside its attention; layers with neither count among neither."""
+    places: list[tuple[int, int]] = []
+    counts = {True: 0, False: 0}
+    for layer in layers:
+        spec = layer.attention
+        kind = isinstance(spec, RecurrentSpec)
+        if isinstance(spec, AttentionSpec) and spec.keys_of is not None:
+            own = places[spec.keys_of][0]
+        else:
+            own = counts[kind]
+            counts[kind] += spec is not None
+        places.append((own, counts[True]))
+        counts[True] += layer.beside is not None
+    return places
