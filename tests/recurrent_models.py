@@ -86,6 +86,21 @@ RECURRENT: dict[str, tuple[str, dict[str, Any]]] = {
         {"num_hidden_layers": 4, "hidden_size": 64, "attention_window_size": 6, "lru_width": 64, "block_types":
          ["recurrent", "attention"], "logits_soft_cap": 4.0},
     ),
+    "zamba": (
+        "zamba",
+        {
+            "layers_block_type": ["linear_attention", "hybrid", "linear_attention", "hybrid"], "num_hidden_layers": 4,
+            "n_mamba_heads": 2, "mamba_d_state": 6, "mamba_dt_rank": 5, "mamba_proj_bias": True,
+            "use_mamba_kernels": False, "tie_word_embeddings": True,
+        },
+    ),
+    "zamba, plain": (
+        "zamba",
+        {
+            "layers_block_type": ["linear_attention", "hybrid"], "n_mamba_heads": 4, "mamba_d_state": 6,
+            "mamba_dt_rank": 5, "mamba_conv_bias": False, "use_mamba_kernels": False,
+        },
+    ),
     "zamba2": (
         "zamba2",
         {

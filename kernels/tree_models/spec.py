@@ -195,6 +195,8 @@ class SelectiveSpec:
     norm: NormSpec | None  # of that, of keys and of queries
     bias: bool = False  # of the first product and the last
     convolution_bias: bool = True
+    # Of channels, each with steps, keys and queries that are products of its own values; 0 where all have the same.
+    heads: int = 0
 
     @property
     def rotary(self) -> None:
@@ -379,8 +381,8 @@ class LaurelSpec:
 
 @dataclass(frozen=True, slots=True)
 class SharedBlockSpec:
-    """Attention and an MLP in front of a layer, whose weights several layers share (Zamba 2): of hidden rows beside
-    embedded ones they make what is added to the rows that the layer's state space reads, and to no residual."""
+    """Attention and an MLP in front of a layer, whose weights several layers share (Zamba): of hidden rows beside
+    embedded ones they make what is added to the rows that the layer's states read, and to no residual."""
 
     first: int  # of the layers with these weights
     place: int  # among all layers with a block: the adapters are the layer's own
@@ -388,7 +390,7 @@ class SharedBlockSpec:
     norm: NormSpec  # of both kinds of rows together
     mlp_norm: NormSpec
     mlp: MLPSpec
-    mlp_adapter: int
+    mlp_adapter: int  # 0 for none
 
 
 @dataclass(frozen=True, slots=True)
@@ -408,7 +410,7 @@ class LayerSpec:
     parallel: bool = False
     residual_scale: float = 1.0  # of what attention and MLP add
     normed_residual: NormedResidualSpec | None = None
-    beside: StateSpaceSpec | None = None  # what reads the same rows as attention, and is added with it
+    beside: StateSpaceSpec | SelectiveSpec | None = None  # what reads the same rows as attention, and is added with it
     added_input: AddedInputSpec | None = None
     scaled: bool = False  # the layer's output is multiplied by a stored number
     streams: StreamsSpec | None = None

@@ -35,7 +35,7 @@ def config_of(model_type: str, **settings: Any) -> PreTrainedConfig:
     [
         (config_of("gemma2", use_bidirectional_attention=True), "capped"),
         (config_of("llama", index_topk=64), "choice of tokens"),
-        (config_of("zamba"), "not attention|state-space"),
+        (config_of("zamba", n_mamba_heads=1, hidden_mamba_act="gelu"), "not attention|state-space"),
         (config_of("bart"), "encoder-decoder"),
         (config_of("bert", add_cross_attention=True), "another input"),
         (config_of("mllama"), "more than text"),

@@ -65,6 +65,7 @@ def saved(name: str, folder: Path, tokenizer: Any) -> Path:
         ("recurrent_gemma", 2),
         # Published under names of a layer in front of which a block stands.
         ("zamba2, plain", 1),
+        ("zamba, plain", 1),
         # Each layer has both.
         ("falcon_h1", 2),
         # States alone.

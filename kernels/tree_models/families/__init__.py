@@ -118,6 +118,7 @@ FAMILIES: Mapping[str, Family] = {
     "starcoder2": others.starcoder2,
     "vaultgemma": gemma.vaultgemma,
     "youtu": deepseek.youtu,
+    "zamba": others.zamba,
     "zamba2": others.zamba2,
 }
 

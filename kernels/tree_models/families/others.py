@@ -1,4 +1,4 @@
-"""Families that stand by themselves: Cohere, EXAONE, Apertus, StarCoder2, Nemotron and its hybrids, Zamba 2."""
+"""Families that stand by themselves: Cohere, EXAONE, Apertus, StarCoder2, Nemotron and its hybrids, Zamba."""
 
 from __future__ import annotations
 
@@ -30,7 +30,9 @@ from tree_models.spec import (
     LayerSpec,
     MLPSpec,
     NormSpec,
+    RotarySpec,
     RouterSpec,
+    SelectiveSpec,
     SharedBlockSpec,
     StateSpaceSpec,
 )
@@ -47,6 +49,18 @@ _ZAMBA2 = WeightNames(
     down=f"{_BLOCK}feed_forward.down_proj",
     gate_up_adapters=(f"{_BLOCK}feed_forward.gate_up_proj_adapter_list.{{expert}}",),
     renamed=(("mamba_decoder.mamba", "mamba"), ("mamba_decoder.input_layernorm", "input_layernorm")),
+)
+_BLOCK1 = "shared_transf."
+_ZAMBA = WeightNames(
+    **STATE_SPACES,
+    final_norm="model.final_layernorm",
+    before_mlp=f"{_BLOCK1}pre_ff_layernorm",
+    shared_norm=f"{_BLOCK1}input_layernorm",
+    qkv=tuple(f"{_BLOCK1}self_attn.{part}_proj" for part in "qkv"),
+    out=f"{_BLOCK1}self_attn.o_proj",
+    gate_up=tuple(f"{_BLOCK1}feed_forward.{part}_proj" for part in ("gate", "up")),
+    down=f"{_BLOCK1}feed_forward.down_proj",
+    renamed=_ZAMBA2.renamed,
 )
 
 
@@ -268,34 +282,65 @@ def _nemotron_experts(config: Any, unlike: dict[str, Any]) -> ExpertsSpec:
     )
 
 
+def zamba(config: Any) -> Description:
+    """Zamba 1: selective scans of several heads in each layer, and in front of some a block of attention and an MLP
+    that they share."""
+    if config.hidden_mamba_act != "silu":
+        raise FamilyRefused(f"the activation {config.hidden_mamba_act} of a selective scan is not served")
+    scan = SelectiveSpec(
+        channels=int(config.mamba_expand * config.hidden_size),
+        state_width=int(config.mamba_d_state),
+        taps=int(config.mamba_d_conv),
+        step_rank=int(config.mamba_dt_rank),
+        norm=None,
+        bias=bool(config.mamba_proj_bias),
+        convolution_bias=bool(config.mamba_conv_bias),
+        heads=int(config.n_mamba_heads),
+    )
+    hybrids = [index for index, kind in enumerate(config.layers_block_type) if kind == "hybrid"]
+    return _with_blocks(config, scan, _ZAMBA, hybrids, hybrids[:1], mlp(config, bias=False))
+
+
 def zamba2(config: Any) -> Description:
     """Zamba 2: Mamba2 in each layer, and in front of some a block of attention and an MLP, one of few that they share.
     Adapters to its products are a layer's own."""
-    norm = rms_norm(config)
     rank, hybrids = int(config.adapter_rank), list(config.hybrid_layer_ids)
-    if not config.tie_word_embeddings and len(hybrids) > config.num_mem_blocks:
+    adapters = rank if config.use_shared_attention_adapter else 0, rank
+    turning = rotary(config, config.attention_head_dim) if config.use_mem_rope else None
+    feeding, firsts = mlp(config, bias=bool(config.add_bias_linear)), hybrids[: config.num_mem_blocks]
+    return _with_blocks(config, _zamba_space(config), _ZAMBA2, hybrids, firsts, feeding, turning, adapters)
+
+
+def _with_blocks(
+    config: Any,
+    space: StateSpaceSpec | SelectiveSpec,
+    names: WeightNames,
+    hybrids: Sequence[int],
+    firsts: Sequence[int],
+    feeding: MLPSpec,
+    turning: RotarySpec | None = None,
+    adapters: tuple[int, int] = (0, 0),
+) -> Description:
+    """Layers of states, of which `hybrids` have blocks in front, whose weights are those of `firsts` in turn. Widths of
+    adapters are attention's and the MLP's."""
+    norm = rms_norm(config)
+    if not config.tie_word_embeddings and len(hybrids) > len(firsts):
         # transformers ties the blocks' weights where it ties the embedding to the head.
         raise FamilyRefused("blocks whose weights are not shared are not served")
-    space = _zamba_space(config)
-    turning = rotary(config, config.attention_head_dim) if config.use_mem_rope else None
-    attending = attention(
-        config, rotary=turning, scaling=(config.attention_head_dim / 2) ** -0.5, qkv_bias=False, out_bias=False
-    )
-    feeding = mlp(config, bias=bool(config.add_bias_linear))
+    scaling = (config.attention_head_dim / 2) ** -0.5
+    attending = attention(config, rotary=turning, scaling=scaling, qkv_bias=False, out_bias=False)
     layers = []
     for index in counted(config):
         if index not in hybrids:
             layers.append(LayerSpec(space, None, norm, None))
             continue
         place = hybrids.index(index)
-        first = hybrids[place % config.num_mem_blocks]
-        of_attention = rank if config.use_shared_attention_adapter else 0
-        block = SharedBlockSpec(first, place, of_attention, norm, norm, feeding, rank)
+        block = SharedBlockSpec(firsts[place % len(firsts)], place, adapters[0], norm, norm, feeding, adapters[1])
         layers.append(LayerSpec(attending, None, norm, None, beside=space, shared=block))
     # Of layers behind the first ones of each block, where a checkpoint has its weights again.
-    again = "|".join(str(index) for index in hybrids[config.num_mem_blocks :])
-    ignored = (*WeightNames().ignored, *([rf"model\.layers\.({again})\.shared_transformer\..*"] if again else []))
-    return Description(decoder(config, layers, norm), replace(_ZAMBA2, ignored=ignored))
+    again, part = "|".join(str(index) for index in hybrids[len(firsts) :]), names.shared_norm.partition(".")[0]
+    ignored = (*names.ignored, *([rf"model\.layers\.({again})\.{part}\..*"] if again else []))
+    return Description(decoder(config, layers, norm), replace(names, ignored=ignored))
 
 
 def _zamba_space(config: Any) -> StateSpaceSpec:

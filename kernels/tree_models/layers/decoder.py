@@ -30,7 +30,7 @@ from tree_models.layers.mlp import MLP
 from tree_models.layers.norm import Normalization
 from tree_models.layers.paged import CacheShape, PagedPass, UncachedPass, expanded_shape, keeps_own, kept_places
 from tree_models.layers.placing import Placement
-from tree_models.layers.recurrent import StateSpace, state_shape
+from tree_models.layers.recurrent import state_shape
 from tree_models.layers.rotary import Angles, RotaryEmbedding
 from tree_models.layers.scans import STATE_MIXERS, StateMixer
 from tree_models.names import WeightNames
@@ -81,7 +81,7 @@ class DecoderLayer(nn.Module):
             self.attention = LatentHeads(spec.attention, *of, kept)
         else:
             self.attention = STATE_MIXERS[type(spec.attention)](spec.attention, *of, kept)
-        self.beside = StateSpace(spec.beside, *of, kept_beside) if spec.beside else None
+        self.beside = STATE_MIXERS[type(spec.beside)](spec.beside, *of, kept_beside) if spec.beside else None
         self.mlp: MLP | MixtureOfExperts | DenseAndExperts | None
         if spec.mlp is None:
             self.mlp = None

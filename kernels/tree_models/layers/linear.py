@@ -41,25 +41,36 @@ class PlainWeight(nn.Module):
 
 
 class BlockLinear(nn.Module):
-    """A product of each part of rows by itself, with a bias: [R, blocks * in] to outputs side by side, each of which
-    has all blocks.
+    """A product of each part of rows by itself, perhaps with a bias: [R, blocks * in] to outputs side by side, each of
+    which has all blocks.
 
-    Weights [blocks, in, out] and biases [blocks, out] are published by output, as `NAME_weight` and `NAME_bias`.
+    Weights [blocks, in, out] and biases [blocks, out] are published by output, as `NAME_weight` and `NAME_bias`; or
+    weights [blocks, out, in] of all outputs together, where there is no bias.
     """
 
-    def __init__(self, blocks: int, inputs: int, outputs: Sequence[int], place: Placement) -> None:
+    def __init__(
+        self, blocks: int, inputs: int, outputs: Sequence[int], place: Placement, *, bias: bool = True
+    ) -> None:
         super().__init__()
         self._blocks, self._outputs = blocks, list(outputs)
-        self.weight, self.bias = place.empty(blocks, inputs, sum(outputs)), place.empty(blocks, sum(outputs))
+        self.weight = place.empty(blocks, inputs, sum(outputs)) if bias else place.empty(blocks, sum(outputs), inputs)
+        self.bias = place.empty(blocks, sum(outputs)) if bias else None
 
     def forward(self, rows: Tensor) -> Tensor:
         """[R, blocks * in] -> [R, blocks * sum of widths]."""
         parts = rows.unflatten(1, (self._blocks, -1)).transpose(0, 1)  # type: ignore[no-untyped-call]
-        made = torch.baddbmm(self.bias[:, None], parts, self.weight).transpose(0, 1)
+        if self.bias is None:
+            made = torch.bmm(parts, self.weight.transpose(1, 2)).transpose(0, 1)
+        else:
+            made = torch.baddbmm(self.bias[:, None], parts, self.weight).transpose(0, 1)
         return torch.cat([part.flatten(1) for part in torch.split(made, self._outputs, dim=-1)], dim=-1)
 
     def slots(self, names: Sequence[str], copy: Copy) -> Iterator[WeightSlot]:
-        """Slots of the outputs' weights and biases."""
+        """Slots of the outputs' weights and biases, or of the one weight."""
+        if self.bias is None:
+            (name,) = names
+            yield in_place(f"{name}_weight", self.weight, copy)
+            return
         of_outputs = (torch.split(one, self._outputs, dim=-1) for one in (self.weight, self.bias))
         for name, weight, bias in zip(names, *of_outputs, strict=True):
             yield in_place(f"{name}_weight", weight, copy)

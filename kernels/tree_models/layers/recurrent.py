@@ -358,7 +358,8 @@ def state_shape(spec: RecurrentSpec, hidden_size: int) -> StateShape:
         of = spec.channels
         return StateShape(of, spec.taps, of, 1, 1, selective=True, key_groups=of)
     if isinstance(spec, SelectiveSpec):
-        return StateShape(spec.channels, spec.taps, spec.channels, spec.state_width, 1, selective=True)
+        of = spec.channels
+        return StateShape(of, spec.taps, of, spec.state_width, 1, selective=True, key_groups=max(spec.heads, 1))
     values = spec.heads * spec.value_width
     if isinstance(spec, StateSpaceSpec):
         channels = values + 2 * spec.groups * spec.state_width

@@ -53,12 +53,20 @@ class SelectiveScan(nn.Module):
         self.products = Linear(hidden_size, [spec.channels, spec.channels], place, bias=spec.bias)
         self.weight = place.empty(spec.channels, spec.taps)
         self.bias = place.empty(spec.channels) if spec.convolution_bias else None
-        self._parts = [spec.step_rank, spec.state_width, spec.state_width]
-        self.selection = Linear(spec.channels, [sum(self._parts)], place)
+        own = [spec.step_rank, spec.state_width, spec.state_width]
+        self.selection: Linear | BlockLinear
+        self.steps: Linear | BlockLinear
+        if spec.heads:
+            width = spec.channels // spec.heads
+            self.selection = BlockLinear(spec.heads, width, own, place, bias=False)
+            self.steps = BlockLinear(spec.heads, spec.step_rank, [width], place, bias=False)
+        else:
+            self.selection = Linear(spec.channels, [sum(own)], place)
+            self.steps = Linear(spec.step_rank, [spec.channels], place)
+        self._parts = [max(spec.heads, 1) * width for width in own]
         self.norms = nn.ModuleList(
             Normalization(spec.norm, width, place) for width in self._parts if spec.norm is not None
         )
-        self.steps = Linear(spec.step_rank, [spec.channels], place)
         # In fp32: decays are powers of them.
         self.step_bias = place.empty(spec.channels, dtype=torch.float32)
         self.decay = place.empty(spec.channels, spec.state_width, dtype=torch.float32)
@@ -72,7 +80,7 @@ class SelectiveScan(nn.Module):
         inputs, gate = product.chunk(2, dim=-1)
         convolved = self._convolved(inputs, step)
         selected: Tensor = self.selection(convolved.rows)
-        if self.ranks is not None:
+        if self.ranks is not None and not self.spec.heads:
             # Of all ranks' channels.
             selected = self.ranks.summed(selected)
         parts: tuple[Tensor, ...] = torch.split(selected, self._parts, dim=-1)
@@ -99,17 +107,24 @@ class SelectiveScan(nn.Module):
 
     def slots(self, names: WeightNames, copy: Copy) -> Iterator[WeightSlot]:
         """Slots of the layer's tensors."""
-        of = partial(names.in_layer, layer=self.layer)
-        yield from self.products.slots([of(name) for name in names.mixer_in], copy)
+        of, channels = partial(names.in_layer, layer=self.layer), self.spec.channels
+        if self.spec.heads:
+            # Published is each channel's value beside its gate.
+            order = torch.arange(2 * channels).view(channels, 2).t().flatten()
+            yield from self.products.slots([of(name) for name in names.mixer_in], copy, order)
+        else:
+            yield from self.products.slots([of(name) for name in names.mixer_in], copy)
         yield from convolution_slots(of(names.convolution), self.weight, self.bias, copy)
         yield from self.selection.slots([of(names.selection)], copy)
         for norm, name in zip(self.norms, names.selection_norms, strict=False):
             assert isinstance(norm, Normalization)
             yield from norm.slots(of(name), copy)
         yield from self.steps.slots([of(names.steps)], copy)
-        yield in_place(f"{of(names.steps)}.bias", self.step_bias, copy)
-        yield decay_slot(of(names.decay), self.decay, copy)
-        yield in_place(of(names.skip), self.skip, copy)
+        # Of each head by itself.
+        heads, suffix = ((self.spec.heads, -1), "_bias") if self.spec.heads else ((-1,), ".bias")
+        yield in_place(f"{of(names.steps)}{suffix}", self.step_bias.view(heads), copy)
+        yield decay_slot(of(names.decay), self.decay.view(*heads, self.spec.state_width), copy)
+        yield in_place(of(names.skip), self.skip.view(heads), copy)
         yield from self.out.slots([of(names.mixer_out)], copy)
 
 

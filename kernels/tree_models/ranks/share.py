@@ -99,7 +99,7 @@ class _Divider:
             cuts += of_mixer
         beside = layer.beside
         if beside is not None:
-            beside, of_beside = self._state_space(beside)
+            beside, of_beside = self._beside(beside)
             cuts += of_beside
         if mlp is not None:
             mlp, of_mlp = self._mlp(mlp)
@@ -122,6 +122,9 @@ class _Divider:
         if isinstance(spec, GriffinSpec):
             return self._griffin(spec)
         return self._delta_net(spec) if isinstance(spec, DeltaNetSpec) else self._state_space(spec)
+
+    def _beside(self, spec: StateSpaceSpec | SelectiveSpec) -> tuple[StateSpaceSpec | SelectiveSpec, _Cuts]:
+        return self._selective(spec) if isinstance(spec, SelectiveSpec) else self._state_space(spec)
 
     def _attention(self, spec: AttentionSpec) -> tuple[AttentionSpec, _Cuts]:
         names, heads = self.names, self._block(spec.heads, "attention heads")
@@ -217,12 +220,24 @@ class _Divider:
         return replace(spec, heads=len(heads)), [*cuts, *self._last(names.mixer_out, heads, spec.width)]
 
     def _selective(self, spec: SelectiveSpec) -> tuple[SelectiveSpec, _Cuts]:
+        if spec.heads:
+            return self._selective_heads(spec)
         names, own = self.names, self._block(spec.channels, "channels of a selective scan")
         rows = _above_another(names.mixer_in, [(spec.channels, own)] * 2)
         cuts = list(_with_bias([*rows, (names.convolution, Spans(0, (own,))), (names.steps, Spans(0, (own,)))]))
         cuts.append((f"{names.selection}.weight", Spans(1, (own,))))
         cuts += [(name, Spans(0, (own,))) for name in (names.decay, names.skip)]
         return replace(spec, channels=len(own)), [*cuts, *self._last(names.mixer_out, own)]
+
+    def _selective_heads(self, spec: SelectiveSpec) -> tuple[SelectiveSpec, _Cuts]:
+        names, heads = self.names, self._block(spec.heads, "heads of a selective scan")
+        own = _scaled(heads, spec.channels // spec.heads)
+        # Each channel's value is beside its gate.
+        rows = [(name, Spans(0, (_scaled(own, 2),))) for name in names.mixer_in]
+        cuts = list(_with_bias([*rows, (names.convolution, Spans(0, (own,)))]))
+        of_heads = f"{names.selection}_weight", f"{names.steps}_weight", f"{names.steps}_bias", names.decay, names.skip
+        cuts += [(name, Spans(0, (heads,))) for name in of_heads]
+        return replace(spec, channels=len(own), heads=len(heads)), [*cuts, *self._last(names.mixer_out, own)]
 
     def _griffin(self, spec: GriffinSpec) -> tuple[GriffinSpec, _Cuts]:
         names, blocks = self.names, self._block(spec.blocks, "blocks of a recurrence's channels")
