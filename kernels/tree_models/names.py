@@ -20,6 +20,9 @@ class WeightNames:
     head_transform: str = "lm_head.dense"
     head_norm: str = "lm_head.norm"
     layer: str = "model.layers.{layer}."
+    positions: str = ""  # of the table of vectors that are added by position
+    # Weights of attention's and the MLP's products have inputs before outputs.
+    by_columns: bool = False
 
     before_attention: str = "input_layernorm"
     after_attention: str = ""
@@ -27,6 +30,7 @@ class WeightNames:
     after_mlp: str = ""
 
     qkv: tuple[str, ...] = ("self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj")
+    qkv_by_group: bool = False  # their one tensor has for each key head the queries that read it, its keys, its values
     out: str = "self_attn.o_proj"
     query_norm: str = "self_attn.q_norm"
     key_norm: str = "self_attn.k_norm"
@@ -125,7 +129,7 @@ class WeightNames:
     def of_body(self) -> tuple[str, ...]:
         """Names below the body, which is what the head reads."""
         inputs = self.layer_inputs, self.layer_inputs_projection, self.layer_inputs_norm
-        own = self.embedding, self.embedding_norm, self.final_norm, self.layer
+        own = self.embedding, self.embedding_norm, self.positions, self.final_norm, self.layer
         return *own, *inputs, self.stream_spreading, self.stream_joining
 
     def in_layer(self, name: str, layer: int, expert: int = 0) -> str:

@@ -127,12 +127,18 @@ def layers_that_differ(decoder: Decoder, config: Any, source: TensorSource) -> l
 def _body(model: Any) -> Any:
     """What has the layers, whatever its class says of itself."""
     body = model.base_model
-    return body if hasattr(body, "layers") else body.model
+    inner = (getattr(body, name, None) for name in ("model", "decoder"))
+    return next((one for one in inner if one is not None and hasattr(one, "layers")), body)
+
+
+def _layers(body: Any) -> Any:
+    """They have other names where models go by the plan of GPT."""
+    return next(getattr(body, name) for name in ("layers", "h", "blocks") if hasattr(body, name))
 
 
 def _made(inner: Any, index: int, device: torch.device) -> Any:
     """One of transformers' layers in memory, unwritten but for what no checkpoint has."""
-    own = inner.layers[index].to_empty(device=device)
+    own = _layers(inner)[index].to_empty(device=device)
     computed = [buffer for name, buffer in own.named_buffers() if name not in own.state_dict()]
     for buffer in computed:
         buffer.fill_(float("nan"))
@@ -147,7 +153,7 @@ def _made(inner: Any, index: int, device: torch.device) -> Any:
     alone = copy.deepcopy(inner.config)
     alone.num_hidden_layers, alone.vocab_size, alone.pad_token_id = 1, min(_WORDS, alone.vocab_size), None
     with device:
-        return type(inner)(alone).eval().layers[0]
+        return _layers(type(inner)(alone).eval())[0]
 
 
 @torch.no_grad()
@@ -261,6 +267,8 @@ def _outputs(own: Any, inner: Any, config: Any, decoder: Decoder, index: int) ->
     if layer.spec.added_input is not None:
         vectors = torch.randn(_ROWS, layer.spec.added_input.width, generator=generator).to(hidden)
         given["per_layer_input"] = vectors[None]
+    if "alibi" in signature(own.forward).parameters:
+        given["alibi"] = None
     if "shared_kv_states" in signature(own.forward).parameters:
         given["shared_kv_states"] = {}
         if isinstance(spec, AttentionSpec) and spec.keys_of is not None:
@@ -318,7 +326,7 @@ def surroundings_that_differ(config: Any) -> list[str]:
     source = published_tensors(own, {name: one for name, one in own.state_dict().items() if not one.is_meta})
     ends = replace(description, spec=replace(description.spec, layers=()))
     decoder = build(ends, source, Placement(torch.device("cpu"), torch.float32))
-    embedded = decoder.embedded(words)
+    embedded = decoder.embedded(words, torch.arange(_ROWS))
     found = []
     if not _close(decoder.logits(decoder.norm(decoder.joined(decoder.spread(embedded)))), seen.logits):
         found.append("embeddings or logits")
@@ -339,7 +347,7 @@ def _without_layers(config: Any, words: Tensor, places: Tensor) -> tuple[SimpleN
     with torch.device("meta"):
         model = causal_lm(config, attn_implementation="eager").eval()
     body = _body(model)
-    inside = {id(module) for module in body.layers.modules()}
+    inside = {id(module) for module in _layers(body).modules()}
     generator = torch.Generator().manual_seed(0)
     for module in list(model.modules()):
         own = [*module.parameters(recurse=False), *module.buffers(recurse=False)]
@@ -365,12 +373,12 @@ def _without_layers(config: Any, words: Tensor, places: Tensor) -> tuple[SimpleN
     # Layers return rows, and older ones a tuple of these and more.
     for whole in (True, False):
         given.clear()
-        for layer in body.layers:
+        for layer in _layers(body):
             layer.forward = passes(layer, whole)
         try:
             with torch.inference_mode():
                 logits = model(input_ids=words[None], position_ids=places[None], use_cache=False).logits
-        except (IndexError, ValueError):
+        except (IndexError, RuntimeError, ValueError):
             # Rows are no pair, or the first of them is taken for all.
             if whole:
                 continue

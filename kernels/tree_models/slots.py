@@ -6,7 +6,8 @@ Several tensors may share memory (queries, keys and values lie one above another
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from functools import partial
 from math import prod
 
 import torch
@@ -49,6 +50,17 @@ def in_place(name: str, memory: Tensor, copy: Copy, order: Tensor | None = None)
 
     held = memory.detach() if order is None else None
     return WeightSlot({name: TensorSpec(tuple(memory.shape), memory.dtype)}, write, held)
+
+
+def by_columns(slots: Iterable[WeightSlot]) -> Iterator[WeightSlot]:
+    """The slots of tensors whose matrices are published with inputs before outputs."""
+    for slot in slots:
+        specs = {name: replace(spec, shape=spec.shape[::-1]) for name, spec in slot.specs.items()}
+        yield WeightSlot(specs, partial(_write_turned, slot))
+
+
+def _write_turned(slot: WeightSlot, tensors: Sequence[Tensor]) -> None:
+    slot.write([tensor.t().contiguous() for tensor in tensors])
 
 
 def rearranged(

@@ -397,7 +397,8 @@ class SharedBlockSpec:
 class LayerSpec:
     """One decoder layer.
 
-    `parallel`: attention and MLP read the same normed rows, and both are added to the residual.
+    `parallel`: attention and MLP read the same normed rows, or the MLP those of a norm of its own, and both are added
+    to the residual.
     """
 
     # One of both may be absent, and its norms with it.
@@ -433,6 +434,14 @@ class LayerSpec:
 
 
 @dataclass(frozen=True, slots=True)
+class PositionTableSpec:
+    """A table of vectors that are added to embedded rows by their position."""
+
+    rows: int
+    offset: int = 0  # of the first position's row
+
+
+@dataclass(frozen=True, slots=True)
 class HeadTransformSpec:
     """What the head reads of the last norm's rows: norm(activation(a product))."""
 
@@ -455,6 +464,7 @@ class DecoderSpec:
     head_transform: HeadTransformSpec | None = None
     embedding_scale: float = 1.0
     embedding_norm: NormSpec | None = None  # of embedded rows
+    positions: PositionTableSpec | None = None
     logits_scale: float = 1.0
     logits_cap: float | None = None
     layer_inputs: LayerInputsSpec | None = None

@@ -235,7 +235,7 @@ def test_the_bias_that_balances_experts_stays_exact_in_half_precision(tmp_path: 
         (MIMO | {"sliding_window": 64}, "sliding window"),
         (MIMO | {"intermediate_size": 25}, r"of another shape .*gate_proj.weight is \[24, 16\], expected \[25, 16\]"),
         (DEEPSEEK | {"num_hidden_layers": LAYERS + 2}, "no MTP module, which has one of"),
-        (DEEPSEEK | {"model_type": "gpt2"}, "a gpt2 is not served"),
+        (DEEPSEEK | {"model_type": "ctrl"}, "a ctrl is not served"),
         (DEEPSEEK | EXPERTS | {"scoring_func": "softmax"}, "softmax"),
         (DEEPSEEK | EXPERTS | {"n_group": 3}, "groups"),
         (DEEPSEEK | EXPERTS | {"n_routed_experts": 6, "n_group": 2}, "left over"),

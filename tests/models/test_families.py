@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 import torch
+from classic_models import CLASSIC
 from conftest import make_tiny
 from latent_models import V2, V3
 from recurrent_models import RECURRENT
@@ -156,7 +157,7 @@ TINY_MODELS: dict[str, tuple[str, dict[str, Any]]] = {
     "stablelm, parallel": ("stablelm", {"use_parallel_residual": True}),
     "youtu": ("youtu", V3),
     "minicpm3": ("minicpm3", V3 | {"scale_emb": 3.0, "scale_depth": 1.4}),
-} | WINDOWED | RECURRENT | TEXT_PARTS  # fmt: skip
+} | WINDOWED | RECURRENT | CLASSIC | TEXT_PARTS  # fmt: skip
 PROMPT, NEW_TOKENS = 9, 6
 # What rounding in fp32 makes of logits of about 10.
 TOLERANCE = {"rtol": 2e-4, "atol": 2e-4}

@@ -140,11 +140,11 @@ def test_taken_off_they_keep_nothing(model_type: str) -> None:
 
 @pytest.mark.parametrize(
     ("model_type", "layer", "reason"),
-    [("llama", 3, "layer 3"), ("llama", -1, "layer -1"), ("gpt2", 0, "cannot be found")],
+    [("llama", 3, "layer 3"), ("llama", -1, "layer -1"), ("ctrl", 0, "cannot be found")],
     ids=["past the last", "negative", "another kind of model"],
 )
 def test_layers_that_are_not_there_are_refused(model_type: str, layer: int, reason: str) -> None:
-    changes: dict[str, Any] = {"num_key_value_heads": 4} if model_type == "gpt2" else {}
+    changes: dict[str, Any] = {"num_key_value_heads": 4} if model_type == "ctrl" else {}
     with pytest.raises(NotSupported, match=reason):
         LayerHooks(runner_of(make_tiny(model_type, **changes)).network, (layer,), max_rows=8)
 

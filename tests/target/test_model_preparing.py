@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 import torch
+from classic_models import CLASSIC
 from conftest import make_tiny
 from recurrent_models import RECURRENT
 from torch import Tensor
@@ -98,6 +99,16 @@ def forms_of(runner: ModelRunner) -> list[FusedForm]:
 @pytest.mark.parametrize("model_type", FUSED)
 def test_fused_layers_compute_what_they_do_plainly(model_type: str, rows: int) -> None:
     plain, fused = (runner_of(model_type, **FUSED[model_type]) for _ in range(2))
+    assert prepare_network(fused.network, UNCOMPILED) == fused.network.layer_count
+    for value, own in zip(after(fused, rows), after(plain, rows), strict=True):
+        torch.testing.assert_close(value, own, rtol=1e-4, atol=1e-4)
+
+
+@pytest.mark.parametrize("rows", [1, 6, MAX_ROWS + 1])
+@pytest.mark.parametrize("name", ["gpt2", "gpt_neo", "gpt_neox", "gptj", "falcon", "falcon, groups", "persimmon"])
+def test_fused_layers_of_gpts_compute_what_they_do_plainly(name: str, rows: int) -> None:
+    model_type, settings = CLASSIC[name]
+    plain, fused = (runner_of(model_type, **settings) for _ in range(2))
     assert prepare_network(fused.network, UNCOMPILED) == fused.network.layer_count
     for value, own in zip(after(fused, rows), after(plain, rows), strict=True):
         torch.testing.assert_close(value, own, rtol=1e-4, atol=1e-4)

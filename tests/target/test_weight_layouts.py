@@ -32,7 +32,7 @@ from tree_models.slots import TensorSpec, specs_of
 
 pytestmark = pytest.mark.values
 
-FAMILIES = ["llama", "qwen2", "qwen3", "gemma", "phi3", "mixtral", "cohere", "apertus", "helium"]
+FAMILIES = ["llama", "qwen2", "qwen3", "gemma", "phi3", "mixtral", "cohere", "apertus", "helium", "gpt2", "gpt_neox"]
 packs = pytest.mark.skipif(
     not can_pack(torch.bfloat16, torch.device("cpu")), reason="PyTorch without oneDNN's bf16 products"
 )

@@ -1,14 +1,88 @@
-"""Decoders by the plan of GPT: LayerNorms and MLPs without, or with, gates. ModernBERT's decoder."""
+"""Decoders by the plan of GPT, with LayerNorms and MLPs without gates: GPT-2, StarCoder 1, GPT-Neo, GPT-J, GPT-NeoX and
+Pythia, OPT, BioGPT, Falcon, Persimmon. ModernBERT's decoder."""
 
 from __future__ import annotations
 
 from dataclasses import replace
 from typing import Any
 
-from tree_models.families.common import Description, attention, counted, decoder, layer, mlp, named_activation
-from tree_models.names import WeightNames
-from tree_models.spec import HeadTransformSpec, NormSpec
+import torch
 
+from tree_models.families.common import Description, attention, counted, decoder, layer, mlp, named_activation
+from tree_models.families.rotary import rotary
+from tree_models.names import WeightNames
+from tree_models.spec import (
+    AttentionSpec,
+    FamilyRefused,
+    HeadNormSpec,
+    HeadTransformSpec,
+    MLPSpec,
+    NormSpec,
+    PositionTableSpec,
+    RotarySpec,
+)
+
+# Of norms: PyTorch's, as transformers' OPTDecoderLayer and BioGptDecoderLayer have it.
+_EPSILON = 1e-5
+# Causal masks that older writers stored with the weights.
+_IGNORED = (*WeightNames().ignored, r".*\.(attn|attention)\.bias")
+_TRANSFORMER: dict[str, Any] = {
+    "embedding": "transformer.wte",
+    "positions": "transformer.wpe",
+    "final_norm": "transformer.ln_f",
+    "layer": "transformer.h.{layer}.",
+    "before_attention": "ln_1",
+    "before_mlp": "ln_2",
+    "qkv": ("attn.c_attn",),
+    "out": "attn.c_proj",
+    "gate_up": ("mlp.c_fc",),
+    "down": "mlp.c_proj",
+    "ignored": _IGNORED,
+}
+_GPT_NEO = WeightNames(
+    **_TRANSFORMER | {"qkv": tuple(f"attn.attention.{part}_proj" for part in "qkv"), "out": "attn.attention.out_proj"}
+)
+_GPT_J = WeightNames(
+    **_TRANSFORMER
+    | {"qkv": tuple(f"attn.{part}_proj" for part in "qkv"), "out": "attn.out_proj"}
+    | {"gate_up": ("mlp.fc_in",), "down": "mlp.fc_out"}
+)
+_4H: dict[str, Any] = {"gate_up": ("mlp.dense_h_to_4h",), "down": "mlp.dense_4h_to_h", "ignored": _IGNORED}
+_GPT_NEOX = WeightNames(
+    embedding="gpt_neox.embed_in",
+    final_norm="gpt_neox.final_layer_norm",
+    head="embed_out",
+    layer="gpt_neox.layers.{layer}.",
+    qkv=("attention.query_key_value",),
+    qkv_by_group=True,
+    out="attention.dense",
+    **_4H,
+)
+_FALCON = WeightNames(
+    embedding="transformer.word_embeddings",
+    final_norm="transformer.ln_f",
+    layer="transformer.h.{layer}.",
+    qkv=("self_attention.query_key_value",),
+    qkv_by_group=True,
+    out="self_attention.dense",
+    **_4H,
+)
+_PERSIMMON = WeightNames(
+    final_norm="model.final_layernorm",
+    qkv=("self_attn.query_key_value",),
+    qkv_by_group=True,
+    out="self_attn.dense",
+    query_norm="self_attn.q_layernorm",
+    key_norm="self_attn.k_layernorm",
+    **_4H,
+)
+_OPT: dict[str, Any] = {
+    "before_attention": "self_attn_layer_norm",
+    "before_mlp": "final_layer_norm",
+    "out": "self_attn.out_proj",
+    "gate_up": ("fc1",),
+    "down": "fc2",
+}
 _MODERNBERT = WeightNames(
     embedding="model.embeddings.tok_embeddings",
     embedding_norm="model.embeddings.norm",
@@ -23,6 +97,144 @@ _MODERNBERT = WeightNames(
 )
 
 
+def gpt2(config: Any) -> Description:
+    """GPT-2 and GPT-SW3: products whose weights have inputs before outputs."""
+    scaling = _width(config) ** -0.5 if config.scale_attn_weights else 1.0
+    by_layer = bool(config.scale_attn_by_inverse_layer_idx)
+    attending = [_attention(config, scaling=scaling / (index + 1 if by_layer else 1)) for index in counted(config)]
+    return _gpt(config, attending, WeightNames(by_columns=True, **_TRANSFORMER), config.n_inner)
+
+
+def gpt_bigcode(config: Any) -> Description:
+    """StarCoder 1 and SantaCoder: one key head for all."""
+    heads, scaling = int(config.num_attention_heads), _width(config) ** -0.5 if config.scale_attn_weights else 1.0
+    own = _attention(config, kv_heads=1 if config.multi_query else heads, scaling=scaling)
+    names = WeightNames(qkv_by_group=True, **_TRANSFORMER)
+    return _gpt(config, [own for _ in counted(config)], names, config.n_inner)
+
+
+def gpt_neo(config: Any) -> Description:
+    """GPT-Neo: scores that are not scaled, and windows in every second layer."""
+    # Of transformers' two kinds.
+    windows = {"global": None, "local": int(config.window_size)}
+    attending = [
+        _attention(config, scaling=1.0, qkv_bias=False, window=windows[kind]) for kind in config.attention_layers
+    ]
+    return _gpt(config, attending, _GPT_NEO, config.intermediate_size)
+
+
+def _gpt(config: Any, attending: list[AttentionSpec], names: WeightNames, width: int | None) -> Description:
+    norm, feeding = NormSpec("layer", float(config.layer_norm_epsilon), bias=True), _feeding(config, width)
+    layers = [layer(own, feeding, norm) for own in attending]
+    positions = PositionTableSpec(int(config.max_position_embeddings))
+    return Description(decoder(config, layers, norm, positions=positions), names)
+
+
+def gptj(config: Any) -> Description:
+    """GPT-J: attention and MLP read the same rows, neighbouring pairs of a part of each head are rotated."""
+    if not config.rotary_dim:
+        raise FamilyRefused("heads that are rotated by positions of all heads together are not served")
+    norm, width = NormSpec("layer", float(config.layer_norm_epsilon), bias=True), int(config.rotary_dim)
+    # transformers' create_sinusoidal_positions.
+    frequencies = 1.0 / (10000 ** (torch.arange(0, width, 2, dtype=torch.float32) / width))
+    turning = RotarySpec(tuple(frequencies.tolist()), interleaved=True)
+    own = _attention(config, qkv_bias=False, out_bias=False, rotary=turning)
+    layers = [
+        layer(own, _feeding(config, config.n_inner), norm, before_mlp=None, parallel=True) for _ in counted(config)
+    ]
+    return Description(decoder(config, layers, norm, head_bias=True), _GPT_J)
+
+
+def gpt_neox(config: Any) -> Description:
+    """GPT-NeoX and Pythia: attention and MLP side by side, each behind a norm of its own."""
+    norm, bias = NormSpec("layer", float(config.layer_norm_eps), bias=True), bool(config.attention_bias)
+    own = _attention(config, qkv_bias=bias, out_bias=bias, rotary=rotary(config, _width(config)))
+    feeding, parallel = mlp(config, gated=False, bias=True), bool(config.use_parallel_residual)
+    layers = [layer(own, feeding, norm, parallel=parallel) for _ in counted(config)]
+    return Description(decoder(config, layers, norm), _GPT_NEOX)
+
+
+def falcon(config: Any) -> Description:
+    """Falcon 7B, 40B, 180B and Falcon 2: attention and MLP side by side, behind one norm or one each."""
+    if config.alibi:
+        raise FamilyRefused("scores that fall with distance (alibi) are not served")
+    grouped, aside = bool(config.new_decoder_architecture), bool(config.parallel_attn)
+    if grouped and not aside:
+        raise FamilyRefused("grouped key heads without parallel attention are not served")
+    heads, bias = int(config.num_attention_heads), bool(config.bias)
+    keys = int(config.num_kv_heads) if grouped else 1 if config.multi_query else heads
+    turning = rotary(config, _width(config))
+    own = _attention(config, kv_heads=keys, qkv_bias=bias, out_bias=bias, rotary=turning)
+    feeding = MLPSpec(int(config.ffn_hidden_size), named_activation(config.activation), gated=False, bias=bias)
+    norm, names = NormSpec("layer", float(config.layer_norm_epsilon), bias=True), _FALCON
+    norms, changes = config.num_ln_in_parallel_attn or (2 if grouped else 1), dict[str, Any](parallel=aside)
+    if grouped and norms == 2:
+        names = replace(names, before_attention="ln_attn", before_mlp="ln_mlp")
+    elif aside:
+        changes["before_mlp"] = None
+    layers = [layer(own, feeding, norm, **changes) for _ in counted(config)]
+    return Description(decoder(config, layers, norm), names)
+
+
+def persimmon(config: Any) -> Description:
+    """Persimmon: heads are normed with biases, and a part of each is rotated."""
+    norm = NormSpec("layer", float(config.layer_norm_eps), bias=True)
+    normed = HeadNormSpec(norm) if config.qk_layernorm else None
+    own = _attention(config, rotary=rotary(config, _width(config)), head_norm=normed)
+    feeding = mlp(config, gated=False, bias=True)
+    layers = [layer(own, feeding, norm) for _ in counted(config)]
+    return Description(decoder(config, layers, norm), _PERSIMMON)
+
+
+def opt(config: Any) -> Description:
+    """OPT, but for the 350M model, whose norms are behind its halves."""
+    if not config.do_layer_norm_before or config._remove_final_layer_norm:
+        raise FamilyRefused("norms behind attention and MLP are not served")
+    if config.word_embed_proj_dim != config.hidden_size:
+        raise FamilyRefused("embeddings of another width than the layers' are not served")
+    stored, bias = bool(config.layer_norm_elementwise_affine), bool(config.enable_bias)
+    norm = NormSpec("layer", _EPSILON, weight=stored, bias=stored)
+    body = "model.decoder."
+    names = WeightNames(
+        embedding=f"{body}embed_tokens",
+        positions=f"{body}embed_positions",
+        final_norm=f"{body}final_layer_norm",
+        layer=f"{body}layers.{{layer}}.",
+        **_OPT,
+    )
+    return _opt(
+        config,
+        norm,
+        MLPSpec(int(config.ffn_dim), named_activation(config.activation_function), gated=False, bias=bias),
+        bias,
+        names,
+    )
+
+
+def biogpt(config: Any) -> Description:
+    """BioGPT: OPT's layers behind embeddings that are scaled."""
+    norm = NormSpec("layer", _EPSILON, bias=True)
+    feeding = mlp(config, gated=False, bias=True)
+    names = WeightNames(
+        embedding="biogpt.embed_tokens",
+        positions="biogpt.embed_positions",
+        final_norm="biogpt.layer_norm",
+        head="output_projection",
+        layer="biogpt.layers.{layer}.",
+        **_OPT,
+    )
+    scale = float(config.hidden_size**0.5) if config.scale_embedding else 1.0
+    return _opt(config, norm, feeding, True, names, embedding_scale=scale)
+
+
+def _opt(config: Any, norm: NormSpec, feeding: MLPSpec, bias: bool, names: WeightNames, **ends: Any) -> Description:
+    own = _attention(config, qkv_bias=bias, out_bias=bias)
+    layers = [layer(own, feeding, norm) for _ in counted(config)]
+    # Two rows in front are of padding, as fairseq has them.
+    positions = PositionTableSpec(int(config.max_position_embeddings) + 2, 2)
+    return Description(decoder(config, layers, norm, positions=positions, **ends), names)
+
+
 def modernbert(config: Any) -> Description:
     """ModernBERT's decoder: embedded rows are normed, so the first layer does not; the head reads transformed rows."""
     norm = NormSpec("layer", float(config.norm_eps), bias=bool(config.norm_bias))
@@ -34,3 +246,20 @@ def modernbert(config: Any) -> Description:
     transform = HeadTransformSpec(named_activation(config.classifier_activation), norm, bool(config.classifier_bias))
     ends = {"embedding_norm": norm, "head_transform": transform, "head_bias": bool(config.decoder_bias)}
     return Description(decoder(config, layers, norm, **ends), _MODERNBERT)
+
+
+def _width(config: Any) -> int:
+    return int(config.hidden_size) // int(config.num_attention_heads)
+
+
+def _attention(config: Any, **changes: Any) -> AttentionSpec:
+    """Attention of as many key heads as queries have, with biases and without positions, with `changes`."""
+    heads, width = int(config.num_attention_heads), _width(config)
+    usual: dict[str, Any] = {"heads": heads, "kv_heads": heads, "head_width": width, "scaling": width**-0.5}
+    return AttentionSpec(**(usual | {"rotary": None, "qkv_bias": True, "out_bias": True} | changes))
+
+
+def _feeding(config: Any, width: int | None) -> MLPSpec:
+    """An MLP of this width, or of four times the hidden size."""
+    activation = named_activation(config.activation_function)
+    return MLPSpec(int(width or 4 * config.hidden_size), activation, gated=False, bias=True)

@@ -232,6 +232,8 @@ class FusedForm:
         if linears is None:
             return None
         scaled = carried or _scaled(linears, hidden, parts.first_norm)
+        aside = parts.parallel and parts.before_mlp is not None
+        fed = _scaled(linears, hidden, parts.before_mlp) if aside else scaled
         # What is still to be done behind a half reads whole rows.
         after = None if parts.added is not None or parts.scale is not None else self.next_norm
         normed = None
@@ -241,9 +243,9 @@ class FusedForm:
             inner = after if parts.mlp is None else inner
             hidden, normed = self._added(linears, mixed, parts.out, hidden, inner, parts.attention_sum)
             if not parts.parallel:
-                scaled = normed or ScaledRows(hidden, None, 0.0)
+                fed = normed or ScaledRows(hidden, None, 0.0)
         if parts.mlp is not None:
-            hidden, normed = self._fed(linears, parts.mlp, scaled, hidden, after)
+            hidden, normed = self._fed(linears, parts.mlp, fed, hidden, after)
         if parts.added is None and parts.scale is None:
             return hidden, normed
         return self._finished(linears, hidden, vectors)

@@ -123,7 +123,7 @@ class HeadAttention(nn.Module):
     def slots(self, names: WeightNames, copy: Copy) -> Iterator[WeightSlot]:
         """Slots of the layer's tensors."""
         spec, layer = self.spec, self.layer
-        order = self._order()
+        order = self._order(names)
         # One name is of all parts.
         published = names.qkv if len(names.qkv) == 1 else names.qkv[: len(self.qkv.parts)]
         yield from self.qkv.slots([names.in_layer(name, layer) for name in published], copy, order)
@@ -138,19 +138,20 @@ class HeadAttention(nn.Module):
                 within = halves_order(spec.rotary, heads, spec.head_width)
                 yield from norm.slots(names.in_layer(name, layer), copy, within)
 
-    def _order(self) -> Tensor | None:
+    def _order(self, names: WeightNames) -> Tensor | None:
         """Of the rows of gates, queries, keys and values; see `halves_order`. Each head's published query and gate are
         neighbours."""
-        spec = self.spec
+        spec, rows = self.spec, torch.arange(sum(self.qkv.parts))
         if spec.gated:
             if spec.rotary is not None and spec.rotary.interleaved:
                 raise FamilyRefused("neighbouring pairs are not rotated beside gates")
             queries, gates = torch.arange(2 * spec.heads * spec.head_width).view(spec.heads, 2, -1).unbind(1)
-            whole = torch.arange(sum(self.qkv.parts))
-            return torch.cat([gates.flatten(), queries.flatten(), whole[2 * queries.numel() :]])
+            return torch.cat([gates.flatten(), queries.flatten(), rows[2 * queries.numel() :]])
         rotating = halves_order(spec.rotary, spec.heads + self._keys, spec.head_width)
-        if rotating is None:
-            return None
-        if spec.keys_are_values:
+        if rotating is not None and spec.keys_are_values:
             raise FamilyRefused("neighbouring pairs of keys that are values are not rotated")
-        return torch.cat([rotating, torch.arange(len(rotating), sum(self.qkv.parts))])
+        if not names.qkv_by_group:
+            return None if rotating is None else torch.cat([rotating, rows[len(rotating) :]])
+        groups = rows.view(spec.kv_heads, -1, spec.head_width)
+        order = torch.cat([part.flatten() for part in (groups[:, :-2], groups[:, -2], groups[:, -1])])
+        return order if rotating is None else torch.cat([order[rotating], order[len(rotating) :]])

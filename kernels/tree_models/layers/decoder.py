@@ -34,7 +34,7 @@ from tree_models.layers.recurrent import state_shape
 from tree_models.layers.rotary import Angles, RotaryEmbedding
 from tree_models.layers.scans import STATE_MIXERS, StateMixer
 from tree_models.names import WeightNames
-from tree_models.slots import Copy, WeightSlot, in_place
+from tree_models.slots import Copy, WeightSlot, by_columns, in_place
 from tree_models.spec import (
     AttentionSpec,
     DecoderSpec,
@@ -137,6 +137,7 @@ class DecoderLayer(nn.Module):
         rows, normed = given, self.spec.normed_residual
         if rows is None:
             rows = hidden if self.before_attention is None else self.before_attention(hidden)
+        aside = self.before_mlp(hidden) if self.spec.parallel and self.before_mlp is not None else rows
         if self.attention is not None:
             mixed: Tensor = self.attention(rows, angles, step)
             if self.beside is not None:
@@ -146,7 +147,9 @@ class DecoderLayer(nn.Module):
             hidden = self._added(hidden, mixed, self.after_attention)
             if self.laurel is not None:
                 hidden = self.laurel(hidden, rows)
-        if not self.spec.parallel:
+        if self.spec.parallel:
+            rows = aside
+        else:
             rows = hidden if self.before_mlp is None else self.before_mlp(hidden)
         if self.mlp is not None:
             summed, fed = isinstance(self.mlp, DenseAndExperts), self.mlp(rows)
@@ -176,8 +179,9 @@ class DecoderLayer(nn.Module):
         for name, norm in norms:
             if norm is not None:
                 yield from norm.slots(names.in_layer(name, layer), copy)
+        turned = by_columns if names.by_columns else iter
         if self.attention is not None:
-            yield from self.attention.slots(names, copy)
+            yield from turned(self.attention.slots(names, copy))
         if self.shared is not None:
             yield from self.shared.slots(names, copy)
         if self.beside is not None:
@@ -195,7 +199,7 @@ class DecoderLayer(nn.Module):
         elif self.mlp is not None:
             gate_up = [names.in_layer(name, layer) for name in names.gate_up]
             activation = names.in_layer(names.activation, layer)
-            yield from self.mlp.slots(gate_up, names.in_layer(names.down, layer), activation, copy)
+            yield from turned(self.mlp.slots(gate_up, names.in_layer(names.down, layer), activation, copy))
 
 
 class LayerForm(Protocol):
@@ -342,6 +346,7 @@ class Decoder(LayerStack):
         self.embedding_norm: Normalization | None = None
         if spec.embedding_norm is not None:
             self.embedding_norm = Normalization(spec.embedding_norm, spec.hidden_size, place)
+        self.position_table = place.empty(spec.positions.rows, spec.hidden_size) if spec.positions else None
         self.norm = Normalization(spec.final_norm, spec.hidden_size, place)
         self.head_transform: HeadTransform | None = None
         if spec.head_transform is not None:
@@ -397,7 +402,7 @@ class Decoder(LayerStack):
 
     def hidden(self, token_ids: Tensor, positions: Tensor, step: PagedPass) -> Tensor:
         """[R, H] after the last norm."""
-        embedded, vectors = self.embedded(token_ids), None
+        embedded, vectors = self.embedded(token_ids, positions), None
         if self.layer_inputs is not None:
             vectors = self.layer_inputs(token_ids, embedded)
         elif any(layer.shared for layer in self.layer_specs):
@@ -419,12 +424,15 @@ class Decoder(LayerStack):
         """[R, H] of what the last layer made: rows [R, H], or streams [R, N, H]."""
         return hidden if self.stream_ends is None else self.stream_ends.joined(hidden)
 
-    def embedded(self, token_ids: Tensor) -> Tensor:
-        """[R, H] of token ids [R]."""
+    def embedded(self, token_ids: Tensor, positions: Tensor) -> Tensor:
+        """[R, H] of token ids [R] at positions [R]."""
         hidden = self.embedding_rows(token_ids)
         if self.embedding_norm is not None:
             hidden = self.embedding_norm(hidden)
-        return hidden if self._embedding_scale == 1.0 else hidden * self._embedding_scale
+        hidden = hidden if self._embedding_scale == 1.0 else hidden * self._embedding_scale
+        if self.position_table is None or self.spec.positions is None:
+            return hidden
+        return hidden + functional.embedding(positions + self.spec.positions.offset, self.position_table)
 
     def embedding_rows(self, token_ids: Tensor) -> Tensor:
         """[R, H] of token ids [R], before they are normed or scaled."""
@@ -450,6 +458,8 @@ class Decoder(LayerStack):
         for index, layer in enumerate(self.layers):
             slots += layer.slots(names, index, copy)
         slots += self.norm.slots(names.final_norm, copy)
+        if self.position_table is not None:
+            slots.append(in_place(f"{names.positions}.weight", self.position_table, copy))
         if self.embedding_norm is not None:
             slots += self.embedding_norm.slots(names.embedding_norm, copy)
         if self.head_transform is not None:

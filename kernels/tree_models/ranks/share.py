@@ -62,6 +62,8 @@ def share_of(spec: DecoderSpec, names: WeightNames, rank: int, ranks: int) -> Ra
     divided = {layer: divider.layer(layer) for layer in dict.fromkeys(spec.layers)}
     for index, layer in enumerate(spec.layers):
         for name, cut in divided[layer][1]:
+            if names.by_columns and name.endswith(".weight") and isinstance(cut, Spans):
+                cut = replace(cut, dimension=1 - cut.dimension)
             numbers = range(len(spec.layers)) if layer.shared is not None else _experts(layer.mlp, name)
             cuts |= {names.in_layer(name, index, number): cut for number in numbers}
     layers = tuple(divided[layer][0] for layer in spec.layers)
@@ -136,7 +138,10 @@ class _Divider:
             rows.append((spec.kv_heads * width, _scaled(keys, width)))
             values = spec.width_of_values
             rows += [] if spec.keys_are_values else [(spec.kv_heads * values, _scaled(keys, values))]
-        cuts = [*_with_bias(_above_another(names.qkv, rows)), *self._last(names.out, heads, spec.width_of_values)]
+        of_rows = _above_another(names.qkv, rows)
+        if names.qkv_by_group:
+            of_rows = iter([(names.qkv[0], _by_group(spec, heads, keys))])
+        cuts = [*_with_bias(of_rows), *self._last(names.out, heads, spec.width_of_values)]
         cuts.append((names.sinks, Spans(0, (heads,))))
         if spec.output_gate is not None:
             each = 1 if spec.output_gate.per_head else spec.width_of_values
@@ -324,6 +329,18 @@ class _Divider:
 
 def _scaled(span: range, width: int) -> range:
     return range(span.start * width, span.stop * width)
+
+
+def _by_group(spec: AttentionSpec, heads: range, keys: range) -> Cut:
+    """The cut of a tensor that has for each key head the queries that read it, its keys and its values."""
+    group, width, spans = spec.heads // spec.kv_heads, spec.head_width, list[range]()
+    for key in keys:
+        first = key * group
+        own = range(max(heads.start, first), min(heads.stop, first + group))
+        start = 2 * key * width
+        spans.append(range(start + own.start * width, start + own.stop * width))
+        spans.append(range(start + (first + group) * width, start + (first + group + 2) * width))
+    return Spans(0, tuple(spans))
 
 
 def _above_another(

@@ -1,0 +1,34 @@
+"""Tiny models with random weights of families by the plan of GPT."""
+
+from __future__ import annotations
+
+from typing import Any
+
+PARTIAL = {"rope_type": "default", "rope_theta": 10000.0, "partial_rotary_factor": 0.5}
+NEW_FALCON: dict[str, Any] = {"new_decoder_architecture": True, "num_kv_heads": 2, "parallel_attn": True}
+# By a name for the test: `model_type`, and settings beside the usual ones of `conftest.TINY`.
+CLASSIC: dict[str, tuple[str, dict[str, Any]]] = {
+    "gpt2": ("gpt2", {}),
+    "gpt2, scaled by layer": ("gpt2", {"scale_attn_by_inverse_layer_idx": True, "n_inner": 72}),
+    "gpt2, tied": ("gpt2", {"tie_word_embeddings": True, "scale_attn_weights": False}),
+    "gpt_bigcode": ("gpt_bigcode", {}),
+    "gpt_bigcode, many key heads": ("gpt_bigcode", {"multi_query": False}),
+    "gpt_neo": (
+        "gpt_neo",
+        {"num_layers": 2, "num_heads": 4, "attention_types": [[["global", "local"], 1]], "window_size": 6},
+    ),
+    "gpt_neox": ("gpt_neox", {"rope_parameters": PARTIAL}),
+    "gpt_neox, one after the other": ("gpt_neox", {"use_parallel_residual": False, "attention_bias": False}),
+    "gptj": ("gptj", {"rotary_dim": 8}),
+    "falcon": ("falcon", {"multi_query": True, "parallel_attn": True}),
+    "falcon, groups": ("falcon", NEW_FALCON | {"bias": True}),
+    "falcon, groups and one norm": ("falcon", NEW_FALCON | {"num_ln_in_parallel_attn": 1, "tie_word_embeddings": True}),
+    "falcon, one after the other": ("falcon", {"multi_query": False, "parallel_attn": False}),
+    "persimmon": ("persimmon", {"rope_parameters": PARTIAL}),
+    "opt": ("opt", {"ffn_dim": 96, "word_embed_proj_dim": 48}),
+    "opt, no biases": (
+        "opt",
+        {"ffn_dim": 96, "word_embed_proj_dim": 48, "enable_bias": False, "layer_norm_elementwise_affine": False},
+    ),
+    "biogpt": ("biogpt", {"tie_word_embeddings": True}),
+}
