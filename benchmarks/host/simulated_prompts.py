@@ -119,7 +119,7 @@ class SimulatedPrompts:
             return until < float("inf")
         one = self._laid_out(schedule)
         self.scheduler.count_launched(schedule)
-        self.scheduler.count_drafted(schedule, one.rows if one.drafted_each else 0)
+        self.scheduler.prompt_rows.observe_drafted(schedule, one.rows if one.drafted_each else 0)
         self.now += one.seconds
         self._commit(one)
         return True

@@ -11,6 +11,7 @@ of `benchmarks/prompts.jsonl`, answers 128 tokens.
 
 `alone`: one load from a cold start. `changing`: loads follow each other, none of which the engine has met; then all of
 them again with the same texts: the speed of the first eight answers of a load is compared with that of the second time.
+`long`: eight streams whose prompts have 6,000 tokens and whose answers 32.
 """
 
 from __future__ import annotations
@@ -58,6 +59,8 @@ from tree_kernels.verification import Walk
 CHANGING = (8, 64, 1, 32, 128)
 # Sequences that run at most, and places of each in the cache.
 _MOST, _PLACES = 128, 1 << 11
+# Streams of long prompts, those and their answers in tokens, and answers in all.
+_LONG_STREAMS, _LONG_PROMPT, _LONG_ANSWER, _LONG_ANSWERS = 8, 6000, 32, 32
 # Answers whose speed is compared.
 _FIRST_ANSWERS = 8
 # Rows whose cost is measured at start (`step_cost`).
@@ -336,10 +339,17 @@ class SimulatedEngine:
                 self.loop.drafting.listen()
         self._number = 0
 
-    def load(self, streams: int, answers: int, seed: int) -> dict[str, Any]:
-        """Closed loops of so many streams until `answers` have ended. Returns tokens a second while all of them ran,
-        and the seconds until the first eight answers had ended."""
-        lengths, left, begin = prompt_lengths(seed), answers, self._clock.now
+    def load(
+        self,
+        streams: int,
+        answers: int,
+        seed: int,
+        lengths: Iterator[int] | None = None,
+        answer_tokens: int = ANSWER_TOKENS,
+    ) -> dict[str, Any]:
+        """Closed loops of so many streams until `answers` have ended, by default with prompts of the usual `lengths`.
+        Returns tokens a second while all of them ran, and the seconds until the first eight answers had ended."""
+        lengths, left, begin = lengths or prompt_lengths(seed), answers, self._clock.now
         tokens, ended, first_ended = 0, 0, 0.0
         # When each answer was asked for, and the tokens until then.
         asked: list[tuple[float, int]] = []
@@ -347,7 +357,7 @@ class SimulatedEngine:
         with self._clock.installed():
             while left or self.loop.live:
                 while left and len(self.loop.live) < streams:
-                    self._ask(next(lengths), 1000 * seed + left)
+                    self._ask(next(lengths), 1000 * seed + left, answer_tokens)
                     left -= 1
                     asked.append((self._clock.now, tokens))
                 for event in self.loop.step() or ():
@@ -371,12 +381,12 @@ class SimulatedEngine:
             "followed": round(totals["followed"] / totals["passes"], 2),
         }
 
-    def _ask(self, prompt_tokens: int, seed: int) -> None:
+    def _ask(self, prompt_tokens: int, seed: int, answer_tokens: int) -> None:
         self._number += 1
-        text = self._device.texts[self._number] = made_up_text(seed, prompt_tokens, ANSWER_TOKENS, self._drafter)
-        sampling = SamplingParams(ignore_eos=True, max_tokens=ANSWER_TOKENS)
+        text = self._device.texts[self._number] = made_up_text(seed, prompt_tokens, answer_tokens, self._drafter)
+        sampling = SamplingParams(ignore_eos=True, max_tokens=answer_tokens)
         prompt = tuple(text.token_ids[:prompt_tokens])
-        request = SequenceRequest(prompt, sampling, VerificationMode.GREEDY, 0, ANSWER_TOKENS)
+        request = SequenceRequest(prompt, sampling, VerificationMode.GREEDY, 0, answer_tokens)
         self.loop.add(self.loop.make(self._number, request))
 
 
@@ -393,6 +403,12 @@ def answers_of(streams: int) -> int:
 def alone(shape: LoadedShape, draft: str, streams: int, seed: int) -> dict[str, Any]:
     """One load from a cold start."""
     return SimulatedEngine(shape, draft).load(streams, 3 * answers_of(streams), seed)
+
+
+def long_prompts(shape: LoadedShape, draft: str, seed: int) -> dict[str, Any]:
+    """Eight streams of long prompts from a cold start."""
+    lengths = itertools.repeat(_LONG_PROMPT)
+    return SimulatedEngine(shape, draft).load(_LONG_STREAMS, _LONG_ANSWERS, seed, lengths, _LONG_ANSWER)
 
 
 def changing(shape: LoadedShape, draft: str, loads: Sequence[int], seed: int) -> Iterator[dict[str, Any]]:
@@ -414,15 +430,17 @@ def main() -> None:
     parser.add_argument("--drafts", default="good,late,poor,worthless,none", type=comma_separated(str))
     parser.add_argument("--shapes", default="8b,small", type=comma_separated(str))
     parser.add_argument("--streams", default="1,8,32,64,128", type=comma_separated(int))
-    parser.add_argument("--parts", default="alone,changing", type=comma_separated(str))
+    parser.add_argument("--parts", default="alone,changing,long", type=comma_separated(str))
     parser.add_argument("--seeds", default="1,2,3", type=comma_separated(int))
     options = parser.parse_args()
     torch.set_num_threads(1)
-    results: dict[str, list[dict[str, Any]]] = {"alone": [], "changing": []}
+    results: dict[str, list[dict[str, Any]]] = {"alone": [], "changing": [], "long": []}
     for shape, draft, seed in itertools.product(options.shapes, options.drafts, options.seeds):
         of = {"shape": shape, "draft": draft, "seed": seed}
         if "alone" in options.parts:
             results["alone"] += [of | alone(SHAPES[shape], draft, one, seed) for one in options.streams]
+        if "long" in options.parts:
+            results["long"].append(of | long_prompts(SHAPES[shape], draft, seed))
         if "changing" in options.parts:
             results["changing"] += [of | one for one in changing(SHAPES[shape], draft, CHANGING, seed)]
     for name in options.parts:

@@ -1,13 +1,21 @@
-"""The schedule of one step: its sequences, and how many known tokens each feeds."""
+"""The schedule of one step: its sequences, how many known tokens each feeds, and how many rows go to prompts."""
 
 from __future__ import annotations
 
 import bisect
+from collections.abc import Callable
 from collections.abc import Sequence as SequenceOf
 from dataclasses import dataclass, field
 from functools import cached_property
 
 from target_service.core.sequence import Sequence
+from target_service.core.step_times import StepTimes
+
+# Rows of prompts that every step reads, however long steps are, so that prompts make progress. Chosen.
+LEAST_READ = 16
+# How much longer than one without prompts a step may be that reads some, whatever the bound of waits. Chosen: where
+# decoding alone takes that long, prompts have as much time as it.
+_TWICE = 2.0
 
 
 @dataclass(slots=True)
@@ -38,6 +46,8 @@ class Schedule:
     chunks: tuple[SequenceChunk, ...] = ()
     # Only one tenant has had sequences in recent steps, or has this step alone so that its time can be measured.
     own: bool = True
+    # Known tokens that it leaves unread.
+    unread: int = 0
 
     @property
     def rows(self) -> int:
@@ -71,3 +81,42 @@ def rows_that_fill(read: int, beside: int, sizes: SequenceOf[int]) -> int:
     place = bisect.bisect_right(sizes, beside + read)
     filled = sizes[place - 1] - beside if place else 0
     return filled if 2 * filled >= read else read
+
+
+class PromptRows:
+    """How many rows of prompts a step reads."""
+
+    def __init__(
+        self, longest_wait: float, chunk_rows: int, pass_sizes: Callable[[int], SequenceOf[int]], times: StepTimes
+    ) -> None:
+        """`longest_wait`: seconds that decoding sequences may wait for a step that reads. `chunk_rows`: most rows of a
+        sequence. `pass_sizes` are those of the runner, see `ModelRunner.pass_sizes`."""
+        self._longest_wait, self._chunk_rows = longest_wait, chunk_rows
+        self._pass_sizes, self._times = pass_sizes, times
+        # Drafted rows of the last step that only decoded.
+        self._drafted = 0
+        # Those of a step of these sequences and so many rows, which leaves rows of prompts unread of so many in all.
+        self.drafted_beside: Callable[[SequenceOf[Sequence], int, int], int] = lambda *_: self._drafted
+
+    def observe_drafted(self, schedule: Schedule, rows: int) -> None:
+        """Observe a step that was launched with `rows` for its roots and drafts, or with its roots alone."""
+        if not schedule.prefilling:
+            self._drafted = max(0, rows - len(schedule.chunks))
+
+    def choose(self, due: SequenceOf[int], decodes: SequenceOf[Sequence], rows: int, unread: int) -> int:
+        """Rows of a step, of at most `rows` and of `unread` in all: those that the sequences that it decodes may wait
+        for. If some are left for the next step anyway, the step has one of the sizes that passes are captured for, with
+        as many drafted rows as are worth it. `due` are those of each sequence that reads."""
+        if not due:
+            return rows
+        decoding = len(decodes)
+        read, beside, sizes = sum(due), decoding, self._pass_sizes(decoding + len(due))
+        if decoding:
+            longest = max(self._longest_wait, _TWICE * self._times.decoding_seconds(decoding, self._drafted))
+            whole = decoding + self._times.prefill_within(decoding, longest, rows)
+            beside += (drafted := self.drafted_beside(decodes, rows_that_fill(whole, 0, sizes), unread))
+            within = max(LEAST_READ, self._times.prefill_within(decoding, longest, rows, drafted))
+            rows = min(rows, rows_that_fill(within, beside, sizes))
+        if read <= rows and max(due) < self._chunk_rows:
+            return rows
+        return rows_that_fill(min(rows, read), beside, sizes)

@@ -8,7 +8,7 @@ from collections import Counter, defaultdict, deque
 from collections.abc import Callable, Iterator
 from collections.abc import Sequence as SequenceOf
 from dataclasses import dataclass
-from itertools import chain
+from itertools import chain, islice
 
 from outrider.limits import TenantLimits
 from outrider.tree import TokenTree
@@ -16,18 +16,13 @@ from target_service.config import TargetConfig
 from target_service.core.fairness import FairShare, TimeShares, in_parts
 from target_service.core.kv_cache import KVCache
 from target_service.core.prefix_waits import PrefixWaits
-from target_service.core.schedule import Schedule, SequenceChunk, place_in_step, rows_that_fill
+from target_service.core.schedule import LEAST_READ, PromptRows, Schedule, SequenceChunk, place_in_step
 from target_service.core.sequence import Sequence, SequenceState
 from target_service.core.sequence_pages import SequencePages, order_of_preemption
 from target_service.core.step_times import StepTimes
 from tree_kernels.pages import OutOfPages
 
 _RUNS = (SequenceState.PREFILL, SequenceState.RUNNING)
-# Rows of prompts that every step reads, however long steps are, so that prompts make progress. Chosen.
-_LEAST_READ = 16
-# How much longer than one without prompts a step may be that reads some, whatever the bound of waits. Chosen: where
-# decoding alone takes that long, prompts have as much time as it.
-_TWICE = 2.0
 # Parts in which a step's rows of prompts are divided among tenants. Chosen: one part is little of a step.
 _PARTS = 64
 
@@ -64,14 +59,11 @@ class Scheduler:
     ) -> None:
         """`pass_sizes` are those of the runner, see `ModelRunner.pass_sizes`; `cost` as in `StepTimes`."""
         self._max_running, self._prefill_chunk = config.max_running, config.chunk_rows
-        self._prompt_wait, self._pass_sizes = config.longest_prompt_wait, pass_sizes
-        self._drafted = 0  # drafted rows of the last step that only decoded
-        # Those of a step of so many sequences and rows that leaves rows of prompts unread.
-        self.drafted_beside: Callable[[int, int], int] = lambda _decoding, _rows: self._drafted
         self._cache = cache
         self.pages = SequencePages(cache, shares=config.prefix_cache, records=config.kv_events > 0)
         self._prefix_waits = PrefixWaits(self.pages, cache.page_size)
         self.times = StepTimes(cost)  # observed by the engine; without any, time is not shared
+        self.prompt_rows = PromptRows(config.longest_prompt_wait, self._prefill_chunk, pass_sizes, self.times)
         self._waiting: dict[str, deque[Sequence]] = {}
         self._evicted: dict[int, Sequence] = {}
         self._held_back: list[Sequence] | None = None  # new ones, until `release`; None unless `hold_back` was called
@@ -187,14 +179,17 @@ class Scheduler:
             prefilling += self._admit(free_places)
         if not own:
             within = self.times.prefill_within(len(chunks), seconds, rows)
-            rows = self._shortened(sum(map(self._due, prefilling)), rows, _LEAST_READ, within)
-        rows = self._prompt_rows([self._due(one) for one in prefilling], len(chunks), rows)
+            rows = self._shortened(sum(map(self._due, prefilling)), rows, LEAST_READ, within)
+        unread = self._unread(prefilling) if prefilling else 0
+        due, decodes = [self._due(one) for one in prefilling], [one.sequence for one in chunks]
+        rows = self.prompt_rows.choose(due, decodes, rows, unread)
         for sequence, count in self._share_rows(prefilling, rows):
             if self._holds_chunk(sequence, count):
                 chunks.append(SequenceChunk(sequence, count))
+                unread -= count
         # A sequence scheduled early may have been preempted for a later one.
         run = [chunk for chunk in chunks if chunk.sequence.state in _RUNS]
-        return Schedule(tuple(sorted(run, key=place_in_step)), own)
+        return Schedule(tuple(sorted(run, key=place_in_step)), own, unread)
 
     def count_launched(self, schedule: Schedule) -> None:
         """Count a scheduled step as its tenants' share: it is launched."""
@@ -202,27 +197,11 @@ class Scheduler:
         seconds = self.times.seconds(len(schedule.chunks) - schedule.prefilling, schedule.prefill_rows)
         self._time.count_step({chunk.sequence.request.tenant for chunk in schedule.chunks}, seconds)
 
-    def count_drafted(self, schedule: Schedule, rows: int) -> None:
-        """The step was launched with `rows` for its roots and drafts, or with its roots alone."""
-        if not schedule.prefilling:
-            self._drafted = max(0, rows - len(schedule.chunks))
-
-    def _prompt_rows(self, due: SequenceOf[int], decoding: int, rows: int) -> int:
-        """Rows of prompts that a step reads, of at most `rows`: those that `decoding` sequences may wait for. If some
-        are left for the next step anyway, the step has one of the sizes that passes are captured for, with as many
-        drafted rows as usual. `due` are those of each sequence that reads."""
-        if not due:
-            return rows
-        read, beside, sizes = sum(due), decoding, self._pass_sizes(decoding + len(due))
-        if decoding:
-            longest = max(self._prompt_wait, _TWICE * self.times.decoding_seconds(decoding, self._drafted))
-            whole = decoding + self.times.prefill_within(decoding, longest, rows)
-            beside += (drafted := self.drafted_beside(decoding, rows_that_fill(whole, 0, sizes)))
-            within = max(_LEAST_READ, self.times.prefill_within(decoding, longest, rows, drafted))
-            rows = min(rows, rows_that_fill(within, beside, sizes))
-        if read <= rows and max(due) < self._prefill_chunk:
-            return rows
-        return rows_that_fill(min(rows, read), beside, sizes)
+    def _unread(self, prefilling: SequenceOf[Sequence]) -> int:
+        """Known tokens that these sequences have not fed, nor those that wait, as many as may run. Of the latter some
+        may be shared."""
+        waiting = islice(chain.from_iterable(self._waiting.values()), self._max_running)
+        return sum([one.length - one.kv_length for one in prefilling]) + sum([one.length for one in waiting])
 
     def _shortened(self, wanted: int, most: int, least: int, within: int) -> int:
         """How many places or rows a step gets, of at most `most`: those `within` its time, and at least `least`."""

@@ -186,7 +186,7 @@ class StepLauncher:
         elif launched.span is not None and not launched.awaits_masks:
             launched.span.record_end()
         clock.launched = clock.forwarded = time.monotonic_ns()
-        self._scheduler.count_drafted(schedule, device_rows.rows if device_rows is not None else 0)
+        self._scheduler.prompt_rows.observe_drafted(schedule, device_rows.rows if device_rows is not None else 0)
         for item in batch.items:
             # For what runs after this step, their keys and values are computed.
             item.sequence.kv_length += item.known + passes - 1

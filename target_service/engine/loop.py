@@ -267,5 +267,6 @@ class EngineLoop:
             if verdict.finish is not None:
                 live = self.end(verdict.sequence_id, verdict.finish.reason.value)
                 assert live is not None
+                self.speculation.controller.observe_answer(live.sequence.totals.completion_tokens)
                 events.append(SequenceFinished(verdict.sequence_id, verdict.finish, live.sequence.totals))
         return events

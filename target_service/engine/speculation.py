@@ -56,7 +56,7 @@ class EngineSpeculation:
         most = config.max_draft_nodes if device_chooses else 0
         self.controller = SpeculationController(most, step_cost, live, config.speculative_disable_queue_size)
         if self.controller.on and step_cost is not None:
-            scheduler.drafted_beside = self.controller.beside_prompts
+            scheduler.prompt_rows.drafted_beside = self.controller.beside_prompts
         lookup_tokens = runner.node_table.lookup_tokens if runner.node_table is not None else 0
         self.gathering = Gathering(
             drafting=self.drafting,

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from benchmarks.loads.simulation import SHAPES, SimulatedEngine
+from benchmarks.loads.simulation import SHAPES, SimulatedEngine, long_prompts
 from benchmarks.loads.texts import SimulatedDrafts, SimulatedText, ranked
 
 LENGTHS = 60, 128
@@ -50,3 +50,9 @@ def test_what_a_pass_accepts_grows_with_its_rows_and_is_the_texts() -> None:
     assert sum(accepted) / len(accepted) > 1.0
     nothing = ranked(*text.candidates(LENGTHS[0], None, looks_up=False), trust=1.0)
     assert nothing.accepted(63) == (0, 0) and nothing.prospects(63) == (0.0,) * 6
+
+
+def test_long_prompts_lose_little_to_drafts_beside_them() -> None:
+    """Passes read prompts all the time, where a drafted row takes the place of one of theirs."""
+    rates = {name: long_prompts(SHAPES["8b"], name, seed=1)["settled"] for name in ("good", "plain")}
+    assert rates["good"] > 0.9 * rates["plain"]

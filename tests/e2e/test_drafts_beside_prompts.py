@@ -5,13 +5,14 @@ from __future__ import annotations
 import itertools
 import random
 from collections.abc import Sequence
+from typing import Any
 
 import pytest
 from engine_harness import ScriptedDraft, engine_config, knowing_tree, make_runner, plain_each, request
 from transformers import PreTrainedModel
 
 from outrider.sampling import SamplingParams
-from target_service.core.scheduler import Scheduler
+from target_service.core.schedule import PromptRows
 from target_service.core.sequence import SequenceFinished, SequenceRequest, StepStats, StepVerdict
 from target_service.engine.loop import EngineLoop
 from target_service.execution.device_executor import DeviceSteps
@@ -111,14 +112,14 @@ def test_prompts_arrive_in_the_middle_and_are_read_in_pieces_of_any_width(
     tiny_model: PreTrainedModel, monkeypatch: pytest.MonkeyPatch, seed: int
 ) -> None:
     """As pieces follow what streams may wait, and sizes that passes are captured for."""
-    dice, widths, within = random.Random(seed), set[int](), Scheduler._prompt_rows
+    dice, widths, within = random.Random(seed), set[int](), PromptRows.choose
 
-    def any_width(self: Scheduler, due: Sequence[int], decoding: int, rows: int) -> int:
-        rows = within(self, due, decoding, rows)
+    def any_width(self: PromptRows, due: Sequence[int], decodes: Sequence[Any], rows: int, unread: int) -> int:
+        rows = within(self, due, decodes, rows, unread)
         widths.add(width := dice.randint(1, max(1, min(rows, 40))))
         return width
 
-    monkeypatch.setattr(Scheduler, "_prompt_rows", any_width)
+    monkeypatch.setattr(PromptRows, "choose", any_width)
     wanted = asked(0.0)
     truths = plain_each(tiny_model, wanted)
     arrives = {number: dice.randrange(60) for number in range(len(wanted))}

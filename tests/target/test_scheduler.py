@@ -108,6 +108,18 @@ def test_decoding_goes_before_prompts() -> None:
     assert all((1, 1) in step for step in steps)
 
 
+def test_a_step_says_how_much_of_all_prompts_it_leaves_unread() -> None:
+    scheduled = scheduler(cache(), running=2, rows=40, chunk=32)
+    for number, prompt in ((1, 50), (2, 20), (3, 7)):
+        scheduled.add(sequence(number, prompt))
+    steps = [scheduled.schedule()]
+    play(steps[0], scheduled)
+    steps.append(scheduled.schedule())
+    # The third waits for a place.
+    assert [sum(chunk.count for chunk in step.chunks) for step in steps] == [40, 30]
+    assert [step.unread for step in steps] == [37, 7]
+
+
 def test_tenants_take_turns() -> None:
     scheduled = scheduler(cache(), running=4)
     for number in (1, 2, 3):

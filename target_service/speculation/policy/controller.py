@@ -70,9 +70,13 @@ _TRUST_SHARE = 0.005
 _CUT_SHARE = 0.05
 # Longest wait for a draft whose trees the host cuts, in plain passes: one hardly ever makes more tokens.
 _LONGEST_WAIT = 8.0
-# Rows between which the time of one more is taken, and tokens of an answer that is expected where more may follow.
-# Chosen.
-_PROMPT_ROWS, _USUAL_TOKENS = 512, 256
+# Rows between which the time of one more is taken. Chosen.
+_PROMPT_ROWS = 512
+# Tokens of an answer before one has ended, and the weight of one answer in their mean. Chosen.
+_FIRST_ANSWER, _ANSWER_SHARE = 256.0, 0.05
+# Rows of prompts that a token is worth to a sequence that ends before the prompts that wait are read. Without drafts it
+# takes one; its stream would be three times slower for it.
+_ROWS_A_TOKEN = 4.0
 # Bounds, chosen, not measured: from the lower one, where hardly a row pays, some 600 passes that each bring a token
 # more than expected lead back to full trust; the upper one keeps a lucky run from filling passes with wrong rows.
 _LEAST_TRUST, _MOST_TRUST = 0.05, 1.25
@@ -127,9 +131,10 @@ class SpeculationController:
         self._forms = False
         # Most rows of a launch, at first those of one sequence.
         self._most_rows = 1 + KEPT
-        # Tokens of a sequence in a recent pass.
-        # Weight of one launch in the tokens of a pass.
+        # Tokens of a sequence in a recent pass, with the weight of one launch.
         self.tokens_each = RunningMean.settled(0.02, 1.0)
+        # Of a recent answer.
+        self._answer_tokens = RunningMean(_ANSWER_SHARE, _FIRST_ANSWER, 1)
         # See `NodeTables.trust`.
         self.trust = 1.0
         # Keys that trees grown behind a pass take, by the number of its sequences; see `DeviceRows.tail`.
@@ -162,7 +167,7 @@ class SpeculationController:
         cost = self.times.cost
         a_row = (cost(load + _PROMPT_ROWS) - cost(load)) / _PROMPT_ROWS
         # Its part of the passes that it takes with the draft.
-        takes = min(remaining, _USUAL_TOKENS) / self.tokens_each.value * cost(load) / load
+        takes = min(remaining, self._answer_tokens.value) / self.tokens_each.value * cost(load) / load
         return takes * max(0.0, gain - 1.0) / a_row if a_row > 0 else inf
 
     def rows_without_draft(self, load: int) -> int:
@@ -231,11 +236,16 @@ class SpeculationController:
         if not any(limits):
             return None
         rows = cut_rows + sum([chunk.count for chunk in chunks[:laid_out]])
-        best = self._best(limits, rows, max_rows, mode, waits)
+        drafted = [chunk.sequence for chunk in chunks[laid_out:]]
+        outlasting = self._outlasting(drafted, schedule.unread / rows) if schedule.unread and rows else 1.0
+        best = self._best(limits, rows, max_rows, mode, waits, outlasting)
         return DeviceRows(best, (*[0] * laid_out, *limits), laid_out, rows, self.tail(len(chunks))) if best else None
 
-    def _best(self, limits: SequenceOf[int], laid_out_rows: int, max_rows: int, mode: Mode, waits: float) -> int:
-        """Rows of a pass of sequences with these limits, beside those that the host lays out; 0 for a plain one."""
+    def _best(
+        self, limits: SequenceOf[int], laid_out_rows: int, max_rows: int, mode: Mode, waits: float, outlasting: float
+    ) -> int:
+        """Rows of a pass of sequences with these limits, beside those that the host lays out; 0 for a plain one. For
+        `outlasting` see `_worth_of_time`."""
         # Sizes of passes without those, which the device could run instead.
         sizes, sequences = _sizes(limits, 0, max_rows), len(limits)
         beside = _sizes(limits, laid_out_rows, max_rows) if laid_out_rows else sizes
@@ -244,6 +254,7 @@ class SpeculationController:
         if not laid_out_rows:
             return self._tried(sizes, sequences, mode, waits)
         rate = sequences * max(self._rates(sizes, sequences, mode, waits).values())
+        rate = self._worth_of_time(rate, beside[0], outlasting)
         tokens = {rows: sequences * self._tokens(sequences, rows - laid_out_rows, mode) for rows in beside}
         # Rows pay if they bring more than passes without the others do in the time that they take.
         cost = self.times.cost
@@ -252,19 +263,40 @@ class SpeculationController:
         plain = row_sizes(max_rows)[bisect.bisect_left(row_sizes(max_rows), laid_out_rows + sequences)]
         return best if profit[best] > MARGIN * sequences - rate * cost(plain) else 0
 
-    def beside_prompts(self, sequences: int, rows: int) -> int:
-        """Drafted rows of these sequences in a pass of `rows` whose others read prompts, of which more are left: as
-        many as let a row of a prompt cost the fewest tokens, compared with passes without prompts of the same time."""
+    def beside_prompts(self, decodes: SequenceOf[Sequence], rows: int, unread: int) -> int:
+        """Drafted rows of these sequences in a pass of `rows` whose others read prompts, some of `unread` in all: as
+        many as let a row of a prompt cost the fewest tokens, compared with what time is worth."""
         assert self.times is not None
+        sequences = len(decodes)
         if rows <= 2 * sequences or sequences > self._disable_above:
             return 0
         rate = sequences * max(self._rates_at(sequences, self._mode, self._waits).values())
+        rate = self._worth_of_time(rate, rows, self._outlasting(decodes, unread / rows))
         made, read = rate * self.times.cost(rows), rows - sequences
         lost = {
             count: (made - sequences * self._yield(self._mode).tokens(count / sequences)) / (read - count)
             for count in [0, *(int(each * sequences) for each in POOLED if each * sequences < read / 2)]
         }
         return min(lost, key=lost.__getitem__)
+
+    def _outlasting(self, sequences: SequenceOf[Sequence], passes: float) -> float:
+        """The share of these sequences that are expected to go on for more than so many passes."""
+        tokens, usual = passes * self.tokens_each.value, self._answer_tokens.value
+        return sum([min(one.remaining, usual) > tokens for one in sequences]) / len(sequences)
+
+    def _worth_of_time(self, rate: float, rows: int, outlasting: float) -> float:
+        """Tokens that a second is worth in a pass of `rows` that leaves prompts unread.
+
+        A token that is not made now is made later. A sequence that goes on once the prompts are read, as this share of
+        them does, makes it in passes without prompts, of `rate` tokens a second; another one beside prompts, where a
+        pass runs anyway and a token takes its row."""
+        assert self.times is not None
+        beside = rows / (_ROWS_A_TOKEN * self.times.cost(rows))
+        return 1.0 / (outlasting / rate + (1.0 - outlasting) / max(rate, beside))
+
+    def observe_answer(self, tokens: int) -> None:
+        """Observe the tokens of an answer that has ended by itself."""
+        self._answer_tokens.observe(tokens)
 
     def observe_passes(
         self, outcomes: SequenceOf[Verified | None], mode: Mode, drafted: SequenceOf[bool], *, forms: bool = False
