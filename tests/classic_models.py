@@ -24,6 +24,18 @@ CLASSIC: dict[str, tuple[str, dict[str, Any]]] = {
     "falcon, groups": ("falcon", NEW_FALCON | {"bias": True}),
     "falcon, groups and one norm": ("falcon", NEW_FALCON | {"num_ln_in_parallel_attn": 1, "tie_word_embeddings": True}),
     "falcon, one after the other": ("falcon", {"multi_query": False, "parallel_attn": False}),
+    "bloom": ("bloom", {"n_layer": 2, "n_head": 4}),
+    "bloom, twelve heads": (
+        "bloom", {"num_attention_heads": 12, "n_layer": 2, "n_head": 12, "tie_word_embeddings": True},
+    ),
+    "mpt": ("mpt", {"d_model": 48, "n_heads": 4, "n_layers": 2, "max_seq_len": 512}),
+    "mpt, twelve heads": (
+        "mpt",
+        {
+            "d_model": 48, "n_heads": 12, "n_layers": 2, "max_seq_len": 512, "num_attention_heads": 12,
+            "attn_config": {"clip_qkv": 0.5, "softmax_scale": 0.4},
+        },
+    ),
     "persimmon": ("persimmon", {"rope_parameters": PARTIAL}),
     "opt": ("opt", {"ffn_dim": 96, "word_embed_proj_dim": 48}),
     "opt, no biases": (
@@ -31,4 +43,4 @@ CLASSIC: dict[str, tuple[str, dict[str, Any]]] = {
         {"ffn_dim": 96, "word_embed_proj_dim": 48, "enable_bias": False, "layer_norm_elementwise_affine": False},
     ),
     "biogpt": ("biogpt", {"tie_word_embeddings": True}),
-}
+}  # fmt: skip

@@ -267,8 +267,6 @@ def _outputs(own: Any, inner: Any, config: Any, decoder: Decoder, index: int) ->
     if layer.spec.added_input is not None:
         vectors = torch.randn(_ROWS, layer.spec.added_input.width, generator=generator).to(hidden)
         given["per_layer_input"] = vectors[None]
-    if "alibi" in signature(own.forward).parameters:
-        given["alibi"] = None
     if "shared_kv_states" in signature(own.forward).parameters:
         given["shared_kv_states"] = {}
         if isinstance(spec, AttentionSpec) and spec.keys_of is not None:
@@ -286,10 +284,11 @@ def _outputs(own: Any, inner: Any, config: Any, decoder: Decoder, index: int) ->
     mask.masked_fill_(~seen, torch.finfo(decoder.dtype).min)
     if layer.shared is not None:
         given["causal_mask"] = mask[None, None]
+    # Without padding, other layers need none.
+    own_mask = None if isinstance(spec, RecurrentSpec) or layer.shared is not None else mask[None, None]
+    given |= {"attention_mask": own_mask, **_falling(own, inner, seen)}
     output = own(
         hidden[None] if streams is None else hidden.transpose(0, 1)[:, None],
-        # Without padding, other layers need none.
-        attention_mask=None if isinstance(spec, RecurrentSpec) or layer.shared is not None else mask[None, None],
         position_ids=positions[None],
         position_embeddings=_turns(inner, config, hidden, positions, index),
         **given,
@@ -301,6 +300,20 @@ def _outputs(own: Any, inner: Any, config: Any, decoder: Decoder, index: int) ->
     step = PagedPass(attention, plan, positions, cache, _recurrent_pass(decoder))
     found = layer(hidden, decoder.angles_of(index, positions), step, None, vectors)
     return found - hidden, expected - hidden
+
+
+def _falling(own: Any, inner: Any, seen: Tensor) -> dict[str, Any]:
+    """What transformers' layer takes for scores that fall with distance, where it takes it; `seen` [R, R]."""
+    names = signature(own.forward).parameters
+    if "position_bias" in names:
+        # MPT's, whose mask is of what is hidden.
+        bias = inner.build_mpt_alibi_tensor(inner.num_heads, _ROWS, device=seen.device)
+        return {"position_bias": bias, "attention_mask": ~seen[None, None]}
+    if "alibi" not in names:
+        return {}
+    made = getattr(inner, "build_alibi_tensor", None)
+    every = torch.ones(1, _ROWS, device=seen.device)
+    return {"alibi": None if made is None else made(every, inner.num_heads, dtype=torch.float32)}
 
 
 def surroundings_that_differ(config: Any) -> list[str]:
@@ -393,6 +406,7 @@ def _close(found: Tensor, expected: Tensor) -> bool:
 
 
 def _masks_that_differ(spec: DecoderSpec, given: Sequence[dict[str, Any]]) -> list[int]:
+    """Layers by number; MPT's masks are of what is hidden."""
     found = []
     for index, (layer, arguments) in enumerate(zip(spec.layers, given, strict=True)):
         if not isinstance(layer.attention, AttentionSpec | LatentSpec):
@@ -401,6 +415,8 @@ def _masks_that_differ(spec: DecoderSpec, given: Sequence[dict[str, Any]]) -> li
         own = sequence_mask(_batch(), 0, _variant(layer.attention))
         # Without one every row sees all others.
         seen = torch.ones_like(own) if mask is None else mask[0, 0] if mask.dtype == torch.bool else mask[0, 0] > -1
+        if "position_bias" in arguments:
+            seen = ~seen
         if not torch.equal(own, seen):
             found.append(index)
     return found

@@ -57,6 +57,7 @@ def make_case(
     score_cap: float | None = None,
     sinks: bool = False,
     chunked: bool = False,
+    slopes: bool = False,
 ) -> Case:
     rng = random.Random(seed)
     generator = torch.Generator().manual_seed(seed)
@@ -87,7 +88,9 @@ def make_case(
         caches.append(cache.to(device=device, dtype=dtype))
     query = torch.randn(starts[-1], kv_heads * group, width, generator=generator).to(device=device, dtype=dtype)
     logits = torch.randn(kv_heads * group, generator=generator).to(device) if sinks else None
-    return Case(batch, query, *caches, width**-0.5, AttentionVariant(window, score_cap, logits, chunked))
+    falling = 2.0 ** -torch.arange(1.0, kv_heads * group + 1, device=device) if slopes else None
+    variant = AttentionVariant(window, score_cap, logits, chunked, falling)
+    return Case(batch, query, *caches, width**-0.5, variant)
 
 
 CaseMaker = Callable[..., Case]

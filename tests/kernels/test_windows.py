@@ -1,4 +1,4 @@
-"""Windows, caps and sinks: each row of a random tree against its own path, run alone by another formula."""
+"""Windows, caps, sinks and slopes: each row of a random tree against its own path, run alone by another formula."""
 
 from __future__ import annotations
 
@@ -23,13 +23,16 @@ def trees(draw: st.DrawFn) -> tuple[int, ...]:
     return tuple(draw(st.integers(0, max(0, row - 1))) for row in range(rows))
 
 
-def alone(query: Tensor, keys: Tensor, values: Tensor, cap: float | None, sinks: Tensor | None) -> Tensor:
+def alone(query: Tensor, keys: Tensor, values: Tensor, variant: AttentionVariant) -> Tensor:
     """[Hq, Dv] of the last token of what it sees of a plain text, in fp64."""
-    keys, values = keys.double(), values.double()
+    keys, values, cap, sinks = keys.double(), values.double(), variant.score_cap, variant.sinks
     outputs = []
     for head in range(HEADS):
         scores = keys[:, head // 2] @ query[head].double() * WIDTH**-0.5
-        weights = (scores if cap is None else cap * (scores / cap).tanh()).exp()
+        scores = scores if cap is None else cap * (scores / cap).tanh()
+        if variant.slopes is not None:
+            scores += variant.slopes[head].double() * torch.arange(1 - len(keys), 1)
+        weights = scores.exp()
         total = weights.sum() + (0.0 if sinks is None else sinks[head].double().exp())
         outputs.append(weights @ values[:, head // 2] / total)
     return torch.stack(outputs).float()
@@ -41,13 +44,13 @@ def alone(query: Tensor, keys: Tensor, values: Tensor, cap: float | None, sinks:
     st.integers(0, 30),
     st.integers(1, 40),
     st.sampled_from([None, 0.8]),
-    *[st.booleans()] * 2,
+    *[st.booleans()] * 3,
     st.integers(0, 99),
 )
 @pytest.mark.parametrize("backend", ["reference", "torch"])
 def test_a_row_sees_the_last_keys_of_its_own_path(
     backend: Any, parents: tuple[int, ...], prefix: int, window: int, cap: float | None, has_sinks: bool, chunked: bool,
-    seed: int,
+    has_slopes: bool, seed: int,
 ) -> None:  # fmt: skip
     """Or those of its chunk. By depth: siblings see as far back as each other. What no window reaches is NaN, and
     reaches nothing."""
@@ -57,7 +60,8 @@ def test_a_row_sees_the_last_keys_of_its_own_path(
         for count, heads in ((rows, HEADS), (prefix + rows, KV_HEADS), (prefix + rows, KV_HEADS))
     )
     sinks = torch.randn(HEADS, generator=generator) if has_sinks else None
-    variant = AttentionVariant(window, cap, sinks, chunked)
+    slopes = torch.rand(HEADS, generator=generator) if has_slopes else None
+    variant = AttentionVariant(window, cap, sinks, chunked, slopes)
     unseen = variant.first_key(prefix)
     size = 4
     pages = torch.randperm(20, generator=generator)[: -(-(prefix + rows) // size)].tolist()
@@ -74,7 +78,7 @@ def test_a_row_sees_the_last_keys_of_its_own_path(
         seen = [*range(prefix), *(prefix + node for node in path)]
         last = len(seen) - 1
         seen = seen[last // window * window if chunked else max(0, last - window + 1) :]
-        expected = alone(query[row], keys[seen], values[seen], cap, sinks)
+        expected = alone(query[row], keys[seen], values[seen], variant)
         torch.testing.assert_close(found[row], expected, rtol=1e-4, atol=1e-5)
 
 
@@ -83,7 +87,8 @@ VARIANTS: dict[str, dict[str, Any]] = {
     "wide window": {"window": 500},
     "cap": {"score_cap": 0.7},
     "sinks": {"sinks": True},
-    "all": {"window": 5, "score_cap": 3.0, "sinks": True},
+    "slopes": {"slopes": True},
+    "all": {"window": 5, "score_cap": 3.0, "sinks": True, "slopes": True},
     "chunks": {"window": 21, "chunked": True},
     "wide chunks": {"window": 500, "chunked": True},
 }
@@ -123,10 +128,11 @@ def test_a_variant_that_means_nothing_is_refused() -> None:
         AttentionVariant(score_cap=0.0)
 
 
-def test_sinks_of_other_heads_are_refused(attention_case: Any) -> None:
+@pytest.mark.parametrize("name", ["sinks", "slopes"])
+def test_numbers_of_other_heads_are_refused(attention_case: Any, name: str) -> None:
     case = attention_case([(9, 3, "tree")])
     attention = TreeAttention("torch")
-    case = replace(case, variant=AttentionVariant(sinks=torch.zeros(3)))
-    with pytest.raises(ValueError, match=r"expected sinks \[4\], got \[3\]"):
+    case = replace(case, variant=AttentionVariant(**{name: torch.zeros(3)}))
+    with pytest.raises(ValueError, match=rf"expected {name} \[4\], got \[3\]"):
         plan = attention.plan(case.batch)
         attention.run(plan, case.query, case.key_cache, case.value_cache, case.scale, case.variant)

@@ -21,7 +21,7 @@ GROUP, KV_HEADS, WIDTH = 4, 8, 128
 LATENT = 512
 POINTERS = {
     **dict.fromkeys(("query", "key_cache", "value_cache", "cache", "output"), "*bf16"),
-    **dict.fromkeys(("partials", "partial_lse", "sinks"), "*fp32"),
+    **dict.fromkeys(("partials", "partial_lse", "sinks", "slopes"), "*fp32"),
     **dict.fromkeys(("arrivals", "page_table", "groups", "chunk_table", "totals", "depths"), "*i32"),
     "words": "*i64",
 }
@@ -42,13 +42,14 @@ def chosen() -> Iterator[tuple[Tiling, int]]:
     yield from sorted(found, key=repr)
 
 
-def shared_bytes(tiling: Tiling, words: int, window: int = 0) -> int:
+def shared_bytes(tiling: Tiling, words: int, window: int = 0, *, slopes: bool = False) -> int:
     """Of one program; a negative window is of chunks."""
     constants: dict[str, Any] = {
         "GROUP": GROUP, "KV_HEADS": KV_HEADS, "D": WIDTH, "DV": WIDTH, "BLOCK_D": WIDTH, "BLOCK_DV": WIDTH,
         "PAGE_SIZE": 16, "BLOCK_M": tiling.block_rows, "BLOCK_N": tiling.block_keys, "WORDS": words, "FAR": False,
         "APART": tiling.apart, "FIXED": False, "MERGE_ROWS": tiling.merge_rows,
-        "MERGE_PARTS": tiling.merge_parts(WIDTH), "WINDOW": window, "CAP": 0.0, "SINKS": False, "EARLY": True,
+        "MERGE_PARTS": tiling.merge_parts(WIDTH), "WINDOW": window, "CAP": 0.0, "SINKS": False, "SLOPES": slopes,
+        "EARLY": True,
     }  # fmt: skip
     return compiled_bytes(attention_kernel, constants, tiling)
 
@@ -77,6 +78,7 @@ def compiled_bytes(kernel: Any, constants: dict[str, Any], tiling: Tiling) -> in
 def main() -> None:
     found = {f"{tiling}, {words} words": shared_bytes(tiling, words) for tiling, words in chosen()}
     found["chunks"] = shared_bytes(replace(next(chosen())[0], apart=False), 1, window=-128)
+    found["slopes"] = shared_bytes(next(chosen())[0], 1, slopes=True)
     latent = {choose_latent_tiling(rows, LATENT, 2) for rows in (1, 16, 32, 64, 256, 4096)}
     for tiling in latent:
         # Masks of four words, and an id for each key, take most.

@@ -96,6 +96,7 @@ def cases() -> Iterator[tuple[str, dict[str, Any], TritonSettings]]:
             "window": rng.choice((None, rng.randrange(1, 60))),
             "sinks": rng.random() < 0.3,
             "chunked": rng.random() < 0.4,
+            "slopes": rng.random() < 0.3,
         }
         yield f"random {i}", arguments, settings
 
@@ -107,7 +108,7 @@ def variant_cases(balanced: TritonSettings) -> Iterator[tuple[str, dict[str, Any
         for page_size in (1, 16) if window == 5 else (16,):
             arguments = {"specs": RAGGED, "page_size": page_size, "width": 16, "window": window}
             yield f"window {window}, page {page_size}", arguments, balanced
-    whole = {"window": 21, "score_cap": 3.0, "sinks": True}
+    whole = {"window": 21, "score_cap": 3.0, "sinks": True, "slopes": True}
     settings = {
         "tiles of 32": TritonSettings(tiling=WIDE, processors=5),
         "fixed": TritonSettings(32, SMALL, 3),
@@ -117,6 +118,7 @@ def variant_cases(balanced: TritonSettings) -> Iterator[tuple[str, dict[str, Any
     }
     for name, one in settings.items():
         yield f"all variants, {name}", {"specs": RAGGED, "width": 16, "group": 3, **whole}, one
+        yield f"slopes, {name}", {"specs": RAGGED, "width": 16, "group": 3, "slopes": True}, one
         # Among all variants are sinks too.
         if not IN_TURN or name in ("fixed", "merged apart"):
             yield f"sinks, {name}", {"specs": RAGGED, "width": 16, "sinks": True}, one

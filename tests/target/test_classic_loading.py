@@ -31,6 +31,7 @@ from tree_models.reference import published_tensors
         ("gptj", "", ["transformer.h.0.attn.bias", "transformer.h.0.attn.masked_bias"]),
         ("falcon", "", []),
         ("opt", "", []),
+        ("bloom", "transformer.", []),
     ],
 )
 def test_published_folders_are_served(

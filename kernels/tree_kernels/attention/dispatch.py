@@ -118,8 +118,9 @@ class TreeAttention(PlannedAttention[_AttentionBackend]):
                 f"expected caches [pages, {batch.page_size}, heads, width], "
                 f"got {list(key_cache.shape)} and {list(value_cache.shape)}"
             )
-        if variant.sinks is not None and variant.sinks.shape != (query_heads,):
-            raise ValueError(f"expected sinks [{query_heads}], got {list(variant.sinks.shape)}")
+        for name, one in (("sinks", variant.sinks), ("slopes", variant.slopes)):
+            if one is not None and one.shape != (query_heads,):
+                raise ValueError(f"expected {name} [{query_heads}], got {list(one.shape)}")
         if rows == 0:
             return query.new_empty(0, query_heads, value_cache.shape[-1])
         return self._implementation.run(plan, query, key_cache, value_cache, scale, variant)

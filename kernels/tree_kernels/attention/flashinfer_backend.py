@@ -68,7 +68,7 @@ class FlashInferAttention:
         assert isinstance(plan, _FlashInferPlan)
         if not variant.is_plain:
             # Its windows go by slots, which siblings do not share; its FA2 kernel has no sinks.
-            raise ValueError("flashinfer takes no windows, capped scores or sinks: use triton")
+            raise ValueError("flashinfer takes no windows, capped scores, sinks or slopes: use triton")
         heads = (query.shape[1], *key_cache.shape[2:], value_cache.shape[3], scale, query.dtype)
         if self._planned is None or self._planned[0] is not plan or self._planned[1] != heads:
             self._wrapper.plan(

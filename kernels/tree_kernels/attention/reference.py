@@ -36,12 +36,19 @@ class ReferenceAttention:
             slots = sequence_slots(batch, b).to(query.device)
             mask = sequence_mask(batch, b, variant).to(query.device)
             keys, values = key_cache.flatten(0, 1)[slots], value_cache.flatten(0, 1)[slots]
-            output[start:end] = attend(query[start:end], keys, values, mask, scale, variant)
+            places = key_positions(batch, b).to(query.device)
+            output[start:end] = attend(query[start:end], keys, values, mask, scale, variant, places)
         return output
 
 
 def attend(
-    query: Tensor, key: Tensor, value: Tensor, mask: Tensor, scale: float, variant: AttentionVariant = PLAIN
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    mask: Tensor,
+    scale: float,
+    variant: AttentionVariant = PLAIN,
+    places: Tensor | None = None,
 ) -> Tensor:
     """softmax(scale * query @ key^T, masked) @ value: [R, Hq, Dv] in fp32, or fp64 if query is.
 
@@ -52,7 +59,8 @@ def attend(
         key, value: [L, Hkv, D] and [L, Hkv, Dv].
         mask: [R, L] bool, true where the row may attend; at least one true per row.
         scale: factor of the scores.
-        variant: of which the cap and the sinks are applied here; a window is part of the mask.
+        variant: of which the cap, the sinks and the slopes are applied here; a window is part of the mask.
+        places: [L] positions of the keys, of which the rows' are the last; where there are slopes.
     """
     dtype = torch.float64 if query.dtype == torch.float64 else torch.float32
     group = query.shape[1] // key.shape[1]
@@ -63,6 +71,9 @@ def attend(
     scores = torch.einsum("rhd,lhd->hrl", query.to(dtype), keys) * scale
     if variant.score_cap is not None:
         scores = variant.score_cap * (scores / variant.score_cap).tanh()
+    if variant.slopes is not None:
+        assert places is not None, "slopes go by position"
+        scores = scores - variant.slopes.to(dtype)[:, None, None] * (places[-len(query) :, None] - places)
     scores = scores.masked_fill(~mask, float("-inf"))
     if variant.sinks is None:
         return torch.einsum("hrl,lhd->rhd", scores.softmax(dim=-1), values)
@@ -86,7 +97,14 @@ def sequence_mask(batch: AttentionBatch, b: int, variant: AttentionVariant = PLA
     window = variant.window
     if window is None:
         return mask
-    depths = ancestors.sum(dim=1) - 1
-    own = prefix + depths
+    places = key_positions(batch, b)
+    own = places[prefix:]
     first = own - own % window if variant.chunked else own - window + 1
-    return mask & (torch.cat([torch.arange(prefix), own]) >= first[:, None])
+    return mask & (places >= first[:, None])
+
+
+def key_positions(batch: AttentionBatch, b: int) -> Tensor:
+    """[L] int64 of every key of sequence b: the prefix's in order, then those of the tail by their depths."""
+    prefix = batch.prefix_lengths[b]
+    depths = ancestor_mask(batch.parents[b], batch.row_counts[b]).sum(dim=1) - 1
+    return torch.cat([torch.arange(prefix), prefix + depths])

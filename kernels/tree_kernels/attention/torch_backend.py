@@ -9,7 +9,7 @@ import torch.nn.functional as functional
 from torch import Tensor
 
 from tree_kernels.attention.batch import AttentionBatch, AttentionPlan
-from tree_kernels.attention.reference import sequence_mask
+from tree_kernels.attention.reference import key_positions, sequence_mask
 from tree_kernels.attention.variant import PLAIN, AttentionVariant
 from tree_kernels.window_frames import WindowFrames
 
@@ -32,6 +32,8 @@ class SequencePlan:
     causal: bool
     # The mask as SDPA takes it: 0 or -inf in the query's dtype. Made by the first layer of a step.
     bias: Tensor | None = None
+    number: int = 0  # in the batch
+    places: Tensor | None = None  # [keys] their positions. Made by the first layer with slopes.
 
 
 @dataclass
@@ -81,6 +83,7 @@ class TorchPlanner:
             skipped=first % size,
             mask=mask,
             causal=causal,
+            number=b,
         )
 
 
@@ -107,12 +110,16 @@ class TorchAttention(TorchPlanner):
         return output
 
     def _sequences(self, plan: TorchPlan, variant: AttentionVariant) -> list[SequencePlan]:
-        if variant.window is None:
-            return plan.sequences
-        kind = variant.window, variant.chunked
-        if kind not in plan.windowed:
-            plan.windowed[kind] = self._planned(plan.batch, variant)
-        return plan.windowed[kind]
+        sequences = plan.sequences
+        if variant.window is not None:
+            kind = variant.window, variant.chunked
+            if kind not in plan.windowed:
+                plan.windowed[kind] = self._planned(plan.batch, variant)
+            sequences = plan.windowed[kind]
+        for one in sequences if variant.slopes is not None else ():
+            if one.places is None:
+                one.places = key_positions(plan.batch, one.number)[-one.keys :].to(self._device)
+        return sequences
 
 
 def _run_one(
@@ -120,7 +127,7 @@ def _run_one(
 ) -> Tensor:
     """[rows, Hq, Dv] of one sequence."""
     keys, values = keys_of(one, key_cache), keys_of(one, value_cache)
-    if variant.score_cap is not None or variant.sinks is not None:
+    if variant.score_cap is not None or variant.sinks is not None or variant.slopes is not None:
         return _by_scores(one, query, keys[0], values[0], scale, variant)
     if one.mask is not None and (one.bias is None or one.bias.dtype != query.dtype):
         one.bias = torch.zeros(one.mask.shape, dtype=query.dtype, device=query.device)
@@ -140,7 +147,7 @@ def _run_one(
 def _by_scores(
     one: SequencePlan, query: Tensor, keys: Tensor, values: Tensor, scale: float, variant: AttentionVariant
 ) -> Tensor:
-    """[rows, Hq, Dv] with a cap or sinks, which PyTorch's operation has not. keys and values are [Hkv, keys, width]."""
+    """[rows, Hq, Dv] of keys and values [Hkv, keys, width], with a cap, sinks or slopes, as PyTorch's has none."""
     rows, heads, width = query.shape
     kv_heads, count, _ = keys.shape
     group, wide = heads // kv_heads, torch.promote_types(query.dtype, torch.float32)
@@ -154,6 +161,9 @@ def _by_scores(
         scores = (packed @ keys).view(heads, len(block), count) * scale
         if variant.score_cap is not None:
             scores = variant.score_cap * (scores / variant.score_cap).tanh_()
+        if variant.slopes is not None and one.places is not None:
+            distances = one.places[count - rows :][first : first + each, None] - one.places
+            scores -= variant.slopes.to(wide)[:, None, None] * distances
         if mask is not None:
             scores = scores.masked_fill_(~mask[first : first + each], float("-inf"))
         if variant.sinks is not None:

@@ -43,12 +43,13 @@ class TritonAttention(TritonPlanner):
         attention_kernel[(self._programs(tiling),)](
             query, key_cache, value_cache, output, schedule.partials, schedule.partial_lse, schedule.arrivals,
             plan.page_table, plan.words, plan.depths, plan.depths if variant.sinks is None else variant.sinks,
+            plan.depths if variant.slopes is None else variant.slopes,
             schedule.groups, schedule.chunk_table, schedule.totals, scale * LOG2_E, query.stride(0), query.stride(1),
             D=layout.width, BLOCK_D=triton.next_power_of_2(layout.width),
             PAGE_SIZE=plan.batch.page_size, BLOCK_N=tiling.block_keys, WORDS=plan.words.shape[1],
             FAR=max(key_cache.numel(), value_cache.numel()) >= 1 << 31, FIXED=bool(self._settings.split_keys),
             APART=tiling.apart and not layout.window, WINDOW=layout.window, CAP=variant.score_cap or 0.0,
-            SINKS=variant.sinks is not None, MERGE_ROWS=tiling.merge_rows,
+            SINKS=variant.sinks is not None, SLOPES=variant.slopes is not None, MERGE_ROWS=tiling.merge_rows,
             MERGE_PARTS=tiling.merge_parts(blocks["BLOCK_DV"]), num_warps=tiling.warps,
             num_stages=tiling.stages, **heads, **blocks, **self._launch,
         )  # fmt: skip

@@ -5,7 +5,7 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from tree_kernels.attention.triton_mask import first_seen, hide, hide_before_window, row_positions
+from tree_kernels.attention.triton_mask import first_seen, hide, hide_before_window, key_positions, row_positions
 from tree_kernels.attention.triton_merge import merge_if_last, write_partial, write_rows
 from tree_kernels.attention.triton_schedule import first_seen_tile
 
@@ -48,9 +48,10 @@ def _capped(scores, scale, CAP: tl.constexpr):  # type: ignore[no-untyped-def]
 @triton.jit
 def _tile(  # type: ignore[no-untyped-def]
     q, peak, mass, acc, first, open_keys, key_head, value_head, page_table, words, first_word, row, live, rows,
-    prefix, is_causal, scale_log2, depths, position, first_key, KV_HEADS: tl.constexpr, D: tl.constexpr,
+    prefix, is_causal, scale_log2, depths, position, first_key, slope, KV_HEADS: tl.constexpr, D: tl.constexpr,
     DV: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_DV: tl.constexpr, PAGE_SIZE: tl.constexpr, BLOCK_N: tl.constexpr,
-    WORDS: tl.constexpr, FAR: tl.constexpr, WINDOW: tl.constexpr, CAP: tl.constexpr, KEYS: tl.constexpr,
+    WORDS: tl.constexpr, FAR: tl.constexpr, WINDOW: tl.constexpr, CAP: tl.constexpr, SLOPES: tl.constexpr,
+    KEYS: tl.constexpr,
 ):  # fmt: skip
     """One step of the online softmax over the BLOCK_N keys from `first`."""
     d = tl.arange(0, BLOCK_D)
@@ -71,6 +72,13 @@ def _tile(  # type: ignore[no-untyped-def]
     if CAP > 0:
         scores = _capped(scores, scale_log2 / LOG2_E, CAP)
         scale_log2 = LOG2_E
+    if SLOPES:
+        places = first + tl.arange(0, BLOCK_N)
+        if KEYS != "open":
+            places = key_positions(places, prefix, rows, depths, is_causal)
+        between = (position[:, None] - places[None, :]).to(tl.float32)
+        scores = scores * scale_log2 - slope[:, None] * between
+        scale_log2 = 1.0
     if KEYS == "tail":
         scores = hide(scores, words, first_word, first - prefix, row, live, is_causal, WORDS)
     if KEYS == "either":  # noqa: SIM102  one is known to the compiler, the other is not
@@ -88,11 +96,11 @@ def _tile(  # type: ignore[no-untyped-def]
 @triton.jit
 def _attend(  # type: ignore[no-untyped-def]
     record, group, chunk, per_chunk, query, key_cache, value_cache, output, partials, partial_lse, arrivals,
-    page_table, words, depths, sinks, scale_log2, query_row_stride, query_head_stride, GROUP: tl.constexpr,
+    page_table, words, depths, sinks, slopes, scale_log2, query_row_stride, query_head_stride, GROUP: tl.constexpr,
     KV_HEADS: tl.constexpr, D: tl.constexpr, DV: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_DV: tl.constexpr,
     PAGE_SIZE: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, WORDS: tl.constexpr, FAR: tl.constexpr,
     APART: tl.constexpr, FIXED: tl.constexpr, MERGE_ROWS: tl.constexpr, MERGE_PARTS: tl.constexpr,
-    WINDOW: tl.constexpr, CAP: tl.constexpr, SINKS: tl.constexpr,
+    WINDOW: tl.constexpr, CAP: tl.constexpr, SINKS: tl.constexpr, SLOPES: tl.constexpr,
 ):  # fmt: skip
     """One chunk's share of one group."""
     row_start = tl.load(record)
@@ -121,14 +129,14 @@ def _attend(  # type: ignore[no-untyped-def]
         mass = tl.zeros([BLOCK_M], tl.float32)
         acc = tl.zeros([BLOCK_M, BLOCK_DV], tl.float32)
         if SINKS:  # noqa: SIM102  one is known to the compiler, the other is not
-            # A key without a value, of the first chunk.
-            if low == 0:
+            if low == 0:  # of the first chunk a key without a value
                 peak = tl.load(sinks + query_head, mask=live, other=0.0).to(tl.float32) * LOG2_E
                 mass += 1.0
         own_depths = depths + row_start
-        position, first_key, first = row, 0, 0
+        first_key, first = 0, 0
+        position = row_positions(prefix, row, own_depths, live, is_causal) if WINDOW != 0 or SLOPES else row
+        slope = tl.load(slopes + query_head, mask=live, other=0.0) * LOG2_E if SLOPES else row
         if WINDOW != 0:
-            position = row_positions(prefix, row, own_depths, live, is_causal)
             first_key = first_seen(prefix + tl.where(is_causal > 0, block * BLOCK_M // GROUP, 0), WINDOW)
             # Fixed chunks begin with the first key of all; of them tiles that no row sees are left out here.
             seen = first_seen_tile(prefix, block, is_causal, GROUP, BLOCK_M, BLOCK_N, WINDOW)
@@ -144,14 +152,15 @@ def _attend(  # type: ignore[no-untyped-def]
             for tile in tl.range(begin, middle):
                 peak, mass, acc = _tile(
                     q, peak, mass, acc, tile * BLOCK_N, open_keys, key_head, value_head, pages, own_words, first_word,
-                    row, live, rows, prefix, is_causal, scale_log2, own_depths, position, first_key, KV_HEADS, D, DV,
-                    BLOCK_D, BLOCK_DV, PAGE_SIZE, BLOCK_N, WORDS, FAR, WINDOW, CAP, "open",
+                    row, live, rows, prefix, is_causal, scale_log2, own_depths, position, first_key, slope, KV_HEADS,
+                    D, DV, BLOCK_D, BLOCK_DV, PAGE_SIZE, BLOCK_N, WORDS, FAR, WINDOW, CAP, SLOPES, "open",
                 )  # fmt: skip
         for tile in tl.range(middle, high):
             peak, mass, acc = _tile(
                 q, peak, mass, acc, (first + tile) * BLOCK_N, open_keys, key_head, value_head, pages, own_words,
-                first_word, row, live, rows, prefix, is_causal, scale_log2, own_depths, position, first_key, KV_HEADS,
-                D, DV, BLOCK_D, BLOCK_DV, PAGE_SIZE, BLOCK_N, WORDS, FAR, WINDOW, CAP, "tail" if APART else "either",
+                first_word, row, live, rows, prefix, is_causal, scale_log2, own_depths, position, first_key, slope,
+                KV_HEADS, D, DV, BLOCK_D, BLOCK_DV, PAGE_SIZE, BLOCK_N, WORDS, FAR, WINDOW, CAP, SLOPES,
+                "tail" if APART else "either",
             )  # fmt: skip
         acc = acc / tl.where(mass == 0.0, 1.0, mass)[:, None]
         if (low == 0) & (high == tiles):
@@ -169,16 +178,17 @@ def _attend(  # type: ignore[no-untyped-def]
 
 @triton.jit
 def attention_kernel(  # type: ignore[no-untyped-def]
-    query, key_cache, value_cache, output, partials, partial_lse, arrivals, page_table, words, depths, sinks, groups,
-    chunk_table, totals, scale_log2, query_row_stride, query_head_stride, GROUP: tl.constexpr, KV_HEADS: tl.constexpr,
-    D: tl.constexpr, DV: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_DV: tl.constexpr, PAGE_SIZE: tl.constexpr,
-    BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, WORDS: tl.constexpr, FAR: tl.constexpr, APART: tl.constexpr,
-    FIXED: tl.constexpr, MERGE_ROWS: tl.constexpr, MERGE_PARTS: tl.constexpr, WINDOW: tl.constexpr, CAP: tl.constexpr,
-    SINKS: tl.constexpr, EARLY: tl.constexpr,
+    query, key_cache, value_cache, output, partials, partial_lse, arrivals, page_table, words, depths, sinks, slopes,
+    groups, chunk_table, totals, scale_log2, query_row_stride, query_head_stride, GROUP: tl.constexpr,
+    KV_HEADS: tl.constexpr, D: tl.constexpr, DV: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_DV: tl.constexpr,
+    PAGE_SIZE: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, WORDS: tl.constexpr, FAR: tl.constexpr,
+    APART: tl.constexpr, FIXED: tl.constexpr, MERGE_ROWS: tl.constexpr, MERGE_PARTS: tl.constexpr,
+    WINDOW: tl.constexpr, CAP: tl.constexpr, SINKS: tl.constexpr, SLOPES: tl.constexpr, EARLY: tl.constexpr,
 ):  # fmt: skip
     """Every program takes one chunk (if FIXED, chunks in turn), and of each chunk the groups that lie in it.
 
-    WINDOW and CAP are 0, and SINKS is false, where the layer has none; see `first_seen`. With a WINDOW, APART is false.
+    WINDOW and CAP are 0, and SINKS and SLOPES false, where the layer has none; see `first_seen`. With a WINDOW, APART
+    is false.
 
     Where MERGE_ROWS is not 0, the last program that stores its partial of a group merges it, MERGE_ROWS at a time.
     """
@@ -198,7 +208,7 @@ def attention_kernel(  # type: ignore[no-untyped-def]
                 record = groups + group * 8
             _attend(
                 record, group, chunk, per_chunk, query, key_cache, value_cache, output, partials, partial_lse, arrivals,
-                page_table, words, depths, sinks, scale_log2, query_row_stride, query_head_stride, GROUP, KV_HEADS, D,
-                DV, BLOCK_D, BLOCK_DV, PAGE_SIZE, BLOCK_M, BLOCK_N, WORDS, FAR, APART, FIXED, MERGE_ROWS, MERGE_PARTS,
-                WINDOW, CAP, SINKS,
+                page_table, words, depths, sinks, slopes, scale_log2, query_row_stride, query_head_stride, GROUP,
+                KV_HEADS, D, DV, BLOCK_D, BLOCK_DV, PAGE_SIZE, BLOCK_M, BLOCK_N, WORDS, FAR, APART, FIXED, MERGE_ROWS,
+                MERGE_PARTS, WINDOW, CAP, SINKS, SLOPES,
             )  # fmt: skip

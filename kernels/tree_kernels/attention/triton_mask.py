@@ -65,12 +65,18 @@ def first_seen(position, WINDOW: tl.constexpr):  # type: ignore[no-untyped-def]
 
 
 @triton.jit
-def hide_before_window(scores, offsets, prefix, rows, depths, position, is_causal, WINDOW: tl.constexpr):  # type: ignore[no-untyped-def]
-    """Scores [M, N], -inf where a key's position is below the first that its row sees. `offsets` [N] are places of
-    keys, the prefix's first; `position` [M] is the rows'."""
+def key_positions(offsets, prefix, rows, depths, is_causal):  # type: ignore[no-untyped-def]
+    """[N] int32: positions of the keys at `offsets`, their places, the prefix's first."""
     tail = offsets - prefix
     in_tail = (tail >= 0) & (tail < rows)
     depth = tl.load(depths + tail, mask=in_tail, other=0)
     # Those of chains were not written.
-    own = tl.where(in_tail, prefix + tl.where(is_causal > 0, tail, depth), offsets)
+    return tl.where(in_tail, prefix + tl.where(is_causal > 0, tail, depth), offsets)
+
+
+@triton.jit
+def hide_before_window(scores, offsets, prefix, rows, depths, position, is_causal, WINDOW: tl.constexpr):  # type: ignore[no-untyped-def]
+    """Scores [M, N], -inf where a key's position is below the first that its row sees. `offsets` [N] are places of
+    keys; `position` [M] is the rows'."""
+    own = key_positions(offsets, prefix, rows, depths, is_causal)
     return tl.where(own[None, :] >= first_seen(position, WINDOW)[:, None], scores, float("-inf"))

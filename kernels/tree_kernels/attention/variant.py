@@ -1,4 +1,4 @@
-"""What a kind of layer does to attention besides scaling its scores: a window, a cap of scores, sinks."""
+"""What a kind of layer does to attention besides scaling its scores: a window, a cap of scores, sinks, slopes."""
 
 from __future__ import annotations
 
@@ -22,6 +22,9 @@ class AttentionVariant:
     sinks: Tensor | None = None
     # The keys that a row at position p sees begin at the multiple of `window` at or below p instead (Llama 4).
     chunked: bool = False
+    # [Hq] fp32: what each query head's scores fall by with each position between a row and a key (ALiBi, arXiv
+    # 2108.12409).
+    slopes: Tensor | None = None
 
     def __post_init__(self) -> None:
         if self.window is not None and self.window < 1:
@@ -32,7 +35,7 @@ class AttentionVariant:
     @property
     def is_plain(self) -> bool:
         """Whether it is a softmax over all earlier keys."""
-        return self.window is None and self.score_cap is None and self.sinks is None
+        return self.window is None and self.score_cap is None and self.sinks is None and self.slopes is None
 
     def first_key(self, position: int) -> int:
         """The first key of the prefix that a row at `position` sees."""

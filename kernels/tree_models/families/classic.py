@@ -1,8 +1,9 @@
 """Decoders by the plan of GPT, with LayerNorms and MLPs without gates: GPT-2, StarCoder 1, GPT-Neo, GPT-J, GPT-NeoX and
-Pythia, OPT, BioGPT, Falcon, Persimmon. ModernBERT's decoder."""
+Pythia, OPT, BioGPT, Falcon, BLOOM, MPT, Persimmon. ModernBERT's decoder."""
 
 from __future__ import annotations
 
+import math
 from dataclasses import replace
 from typing import Any
 
@@ -24,6 +25,8 @@ from tree_models.spec import (
 
 # Of norms: PyTorch's, as transformers' OPTDecoderLayer and BioGptDecoderLayer have it.
 _EPSILON = 1e-5
+# Tokens that BLOOM was trained with (arXiv 2211.05100), where its configuration has no `seq_length`.
+_BLOOM_CONTEXT = 2048
 # Causal masks that older writers stored with the weights.
 _IGNORED = (*WeightNames().ignored, r".*\.(attn|attention)\.bias")
 _TRANSFORMER: dict[str, Any] = {
@@ -66,6 +69,18 @@ _FALCON = WeightNames(
     qkv_by_group=True,
     out="self_attention.dense",
     **_4H,
+)
+_BLOOM = replace(_FALCON, embedding_norm="transformer.word_embeddings_layernorm")
+_MPT = WeightNames(
+    embedding="transformer.wte",
+    final_norm="transformer.norm_f",
+    layer="transformer.blocks.{layer}.",
+    before_attention="norm_1",
+    before_mlp="norm_2",
+    qkv=("attn.Wqkv",),
+    out="attn.out_proj",
+    gate_up=("ffn.up_proj",),
+    down="ffn.down_proj",
 )
 _PERSIMMON = WeightNames(
     final_norm="model.final_layernorm",
@@ -174,6 +189,50 @@ def falcon(config: Any) -> Description:
         changes["before_mlp"] = None
     layers = [layer(own, feeding, norm, **changes) for _ in counted(config)]
     return Description(decoder(config, layers, norm), names)
+
+
+def bloom(config: Any) -> Description:
+    """BLOOM: scores that fall with distance (ALiBi), and embedded rows that are normed."""
+    if config.apply_residual_connection_post_layernorm:
+        raise FamilyRefused("residuals of normed rows are not served")
+    norm, heads = NormSpec("layer", float(config.layer_norm_epsilon), bias=True), int(config.num_attention_heads)
+    # transformers' build_alibi_tensor: powers of one base, and of its root for heads above a power of two.
+    whole = 2 ** int(math.log2(heads))
+    slopes = [2.0 ** (-8 * power / whole) for power in range(1, whole + 1)]
+    slopes += [2.0 ** (-4 * power / whole) for power in range(1, 2 * (heads - whole), 2)]
+    own = _attention(config, slopes=tuple(slopes))
+    feeding = MLPSpec(4 * int(config.hidden_size), "gelu_tanh", gated=False, bias=True)
+    layers = [layer(own, feeding, norm) for _ in counted(config)]
+    # No position is embedded, so texts have no longest one but what the model was trained with.
+    longest = int(getattr(config, "seq_length", 0) or _BLOOM_CONTEXT)
+    return Description(decoder(config, layers, norm, embedding_norm=norm, max_positions=longest), _BLOOM)
+
+
+def mpt(config: Any) -> Description:
+    """MPT: scores that fall with distance (ALiBi), and no biases."""
+    of_attention, heads, width = config.attn_config, int(config.n_heads), _width(config)
+    if of_attention.qk_ln or of_attention.attn_type != "multihead_attention":
+        raise FamilyRefused("normed heads, or one key head for all, are not served")
+    if not of_attention.alibi or of_attention.alibi_bias_max != 8:
+        # transformers' model computes as if it were so.
+        raise FamilyRefused("slopes of scores that are not of 8 octaves are not served")
+    # transformers' build_mpt_alibi_tensor: of more heads than there are, every second one first.
+    whole = 2 ** math.ceil(math.log2(heads))
+    slopes = [2.0 ** (-8 * power / whole) for power in range(1, whole + 1)]
+    if whole != heads:
+        slopes = [*slopes[1::2], *slopes[::2]][:heads]
+    own = _attention(
+        config,
+        scaling=float(of_attention.softmax_scale or width**-0.5),
+        qkv_bias=False,
+        out_bias=False,
+        clip=float(of_attention.clip_qkv) if of_attention.clip_qkv else None,
+        slopes=tuple(slopes),
+    )
+    norm = NormSpec("layer", float(config.layer_norm_epsilon))
+    feeding = MLPSpec(4 * int(config.hidden_size), "gelu", gated=False)
+    layers = [layer(own, feeding, norm) for _ in counted(config)]
+    return Description(decoder(config, layers, norm, max_positions=int(config.max_seq_len)), _MPT)
 
 
 def persimmon(config: Any) -> Description:

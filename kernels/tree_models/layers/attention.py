@@ -68,7 +68,8 @@ class HeadAttention(nn.Module):
         self.output_gate = OutputGate(spec, hidden_size, place) if spec.output_gate else None
         self.sinks = place.empty(spec.heads, dtype=torch.float32) if spec.sinks else None
         self.adapter: Adapter | None = None  # of the first product
-        self.variant = AttentionVariant(spec.window, spec.score_cap, self.sinks, spec.chunked)
+        slopes = torch.tensor(spec.slopes, dtype=torch.float32, device=place.device) if spec.slopes else None
+        self.variant = AttentionVariant(spec.window, spec.score_cap, self.sinks, spec.chunked, slopes)
 
     def forward(self, rows: Tensor, angles: Angles | None, step: PagedPass | UncachedPass) -> Tensor:
         """[R, read_vectors * H] -> [R, H]. `angles` are None where the layer embeds no positions."""

@@ -151,7 +151,8 @@ class _Divider:
             norms = [(names.query_norm, Spans(0, (_scaled(heads, each),)))]
             norms.append((names.key_norm, Spans(0, (_scaled(keys, each),))))
             cuts += _with_bias(norms)
-        return replace(spec, heads=len(heads), kv_heads=len(keys)), cuts
+        slopes = spec.slopes[heads.start : heads.stop]
+        return replace(spec, heads=len(heads), kv_heads=len(keys), slopes=slopes), cuts
 
     def _shared_block(self, spec: SharedBlockSpec, attention: AttentionSpec) -> tuple[SharedBlockSpec, _Cuts]:
         """But for the attention's own tensors."""
