@@ -87,6 +87,8 @@ _ENVIRONMENTS = {
     "interpreter": {"OMP_NUM_THREADS": "1", "TRITON_INTERPRET": "1", "CUDA_VISIBLE_DEVICES": ""},
     "workers": {"OMP_NUM_THREADS": "1"},
 }
+# What modules set while they are imported, and would not set once more in a process that has them.
+_SET_BY_IMPORTS = ("TRITON_DEFAULT_FP_FUSION", "TORCHINDUCTOR_CACHE_DIR")
 
 
 @contextmanager
@@ -298,8 +300,9 @@ class _Server:
                 os.dup2(each, number)
                 os.close(each)
             os.chdir(folder)
+            set_before = {name: os.environ[name] for name in _SET_BY_IMPORTS if name in os.environ}
             os.environ.clear()
-            os.environ.update(environment)
+            os.environ.update(set_before | environment)
             sys.stdin, sys.stdout = os.fdopen(0, closefd=False), os.fdopen(1, "w", closefd=False)
             sys.stderr = os.fdopen(2, "w", buffering=1, closefd=False)
             for path in filter(None, environment.get("PYTHONPATH", "").split(os.pathsep)):
@@ -370,8 +373,10 @@ if __name__ == "__main__":
     prepare_grpc()
     # Modules make commands of it while they are imported.
     sys.executable = str(_folder / "bin" / "python")
+    _before = set(os.environ)
     for _module in sys.argv[3:]:
         importlib.import_module(_module)
+    assert os.environ.keys() - _before <= {*_SET_BY_IMPORTS}, os.environ.keys() - _before
     if "huggingface_hub.constants" in sys.modules:
         # As at its import, which may have been before this process was forked.
         sys.modules["huggingface_hub.constants"].HF_HUB_OFFLINE = os.environ.get("HF_HUB_OFFLINE") == "1"
