@@ -17,7 +17,7 @@ from outrider.runtime import collect_seldom
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
 
-pytest_plugins = ("rerun", "warm_workers")
+pytest_plugins = ("rerun", "seeds", "warm_workers")
 # As the commands have it (`prepare_grpc`), before anything imports gRPC.
 os.environ.setdefault("GRPC_ENABLE_FORK_SUPPORT", "0")
 # The same examples on every machine, however fast it is. `make test-full` looks for others.
