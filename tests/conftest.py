@@ -17,7 +17,7 @@ from outrider.runtime import collect_seldom
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
 
-pytest_plugins = ("rerun", "seeds", "warm_workers")
+pytest_plugins = ("left_behind", "rerun", "seeds", "warm_workers")
 # As the commands have it (`prepare_grpc`), before anything imports gRPC.
 os.environ.setdefault("GRPC_ENABLE_FORK_SUPPORT", "0")
 # The same examples on every machine, however fast it is. `make test-full` looks for others.
@@ -117,8 +117,8 @@ LONGEST = (
     "e2e/test_predictions.py",
 )
 
-_USUAL_ROUNDS = gc.get_threshold()
-# Until all files are imported.
+# Tests make few cycles, and the collector would look at millions of objects of libraries. `left_behind` has it look
+# behind each file.
 collect_seldom()
 
 
@@ -126,7 +126,6 @@ def pytest_collection_finish() -> None:
     """Tests and libraries stay: the collector need not look at them again."""
     gc.collect()
     gc.freeze()
-    gc.set_threshold(*_USUAL_ROUNDS)
 
 
 def pytest_unconfigure() -> None:

@@ -59,15 +59,13 @@ def test_the_collector_looks_only_at_what_came_since() -> None:
 
 
 def test_the_collector_looks_seldom_until_the_process_serves() -> None:
-    usual = gc.get_threshold()
-    try:
-        collect_seldom()
-        assert gc.get_threshold()[0] > 100 * usual[0]
-        with settled():
-            assert gc.get_threshold() == usual
-        assert gc.isenabled()
-    finally:
-        gc.set_threshold(*usual)
+    with settled():
+        usual = gc.get_threshold()
+    collect_seldom()
+    assert gc.get_threshold()[0] > 100 * usual[0]
+    with settled():
+        assert gc.get_threshold() == usual
+    assert gc.isenabled()
 
 
 def test_no_process_imports_pytorch_before_it_collects_seldom() -> None:
