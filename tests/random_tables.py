@@ -196,8 +196,8 @@ def table_for(case: Case, tokens: torch.Tensor, backend: Literal["triton", "torc
             entry = recycling.entry_of(owner, token, given[owner, token])
             table.entries[recycling.place_of(owner, token)] = entry.to(tokens.device)
     for left in (
-        table.reports, table.tables, table.passes, table.limits, table.counts, table.roots, table.ages, table.keys,
-        table.ranked, table.noted, table.unranked,
+        table.reports, table.tables, table.passes, table.limits, table.counts, table.roots, table.keys, table.ranked,
+        table.noted, table.unranked,
     ):  # fmt: skip
         left.random_(-3, 1000)
     return table

@@ -242,7 +242,7 @@ class HostOnly(DeviceSteps):
             report[:, ReportField.ACCEPTED], report[:, ReportField.DRAFTED] = accepted, each
             report[:, ReportField.DRAFTED_FROM_TABLE], report[:, ReportField.ACCEPTED_FROM_TABLE] = each, accepted
             report[:, ReportField.EXPECTED] = report[:, ReportField.EXPECTED_FROM_TABLE] = EXPECTED_UNIT
-            report[:, ReportField.FIRST_ROW], report[:, ReportField.AGE] = numpy.arange(count) * (1 + each), 1
+            report[:, ReportField.FIRST_ROW] = numpy.arange(count) * (1 + each)
             first = ReportField.FIRST_PROSPECT
             report[:, first : first + len(PROSPECTS)] = numpy.array(_PROSPECTS) * EXPECTED_UNIT
             report[:, REPORT_TOKENS:REPORT_ROWS] = tokens

@@ -153,7 +153,7 @@ def _read(reports: Ints) -> Iterator[tuple[list[list[int]], list[list[int]], lis
 
 def _pass_of(figures: list[int], rows: list[int]) -> DevicePass:
     # In the order of `ReportField`.
-    accepted, drafted, from_table, expected, root_row, accepted_from_table, _, expected_from_table, *others = figures
+    accepted, drafted, from_table, expected, root_row, accepted_from_table, expected_from_table, *others = figures
     return DevicePass(
         drafted, from_table, accepted, accepted_from_table, expected / EXPECTED_UNIT,
         expected_from_table / EXPECTED_UNIT, tuple([each / EXPECTED_UNIT for each in others[: len(PROSPECTS)]]),

@@ -48,6 +48,7 @@ from tree_kernels.node_table.layout import (
     REUSE_COST,
     SUBSTITUTION_COST,
     TABLE,
+    ReportField,
 )
 from tree_kernels.node_table.torch_backend import (
     LookupChain,
@@ -59,6 +60,7 @@ from tree_kernels.node_table.torch_backend import (
     donor,
     look_up,
     nodes_of,
+    text_of,
     walk,
 )
 from tree_kernels.verification import RECORD, Verdicts, match_walk
@@ -111,7 +113,7 @@ def test_a_chain_goes_on_with_itself_and_costs_by_its_run() -> None:
 def test_what_fits() -> None:
     assert NODES + LOOKUP < KEYS_PER_COST and TABLE == 2 + 5 * NODES
     assert REPORT == REPORT_TOKENS + (MAX_PATH + 1) + MAX_PATH and KEPT == 63
-    assert 8 + len(PROSPECTS) <= REPORT_TOKENS and PROSPECTS[-1] <= KEPT
+    assert ReportField.FIRST_PROSPECT + len(PROSPECTS) <= REPORT_TOKENS and PROSPECTS[-1] <= KEPT
     with pytest.raises(ValueError, match="16"):
         NodeTable(torch.zeros(4).int(), 4, 9, max_sequences=1, max_passes=1, lookup_tokens=16)
 
@@ -348,6 +350,13 @@ def prefill_rows(step: StepIntegers, case: Case) -> list[object]:
     return [[one[:rows].tolist() for one in each], [one.tolist() for one in sequences]]
 
 
+def holds_text(table: NodeTable, step: StepIntegers, b: int, root: int) -> bool:
+    """Whether a sequence's table has the path that its text has taken since, so that it is not realigned."""
+    slot, prefix = int(table.table_slots[b]), int(step.prefix_lengths[b])
+    text = text_of(table, step, b, root)
+    return slot >= 0 and walk(nodes_of(table.tables[slot]), text, prefix) >= 0
+
+
 def check_layout(step: StepIntegers, table: NodeTable, case: Case) -> None:
     """Every sequence's rows are a tree, within what it may get, and its keys follow its prefix."""
     assert step.parents is not None and step.causal is not None
@@ -368,7 +377,7 @@ def check_layout(step: StepIntegers, table: NodeTable, case: Case) -> None:
         # Of a tree that is realigned siblings may say the same, and beside a chain of one that is reused.
         links = table.ranked[b, 1, : end - first - 1].tolist()
         own = [path for path, link in zip(paths[1:], links, strict=True) if link >> 16]
-        assert len(set(own)) == len(own) or table.ages[b] < 0
+        assert len(set(own)) == len(own) or not holds_text(table, step, b, tokens[0])
         assert all(parent < i for i, parent in enumerate(parents) if i)
         prefix = int(step.prefix_lengths[b])
         assert step.positions[first:end].tolist() == [min(prefix + len(path), LAST_POSITION) for path in paths]
@@ -434,9 +443,9 @@ def test_a_tree_keeps_what_hangs_below_what_was_said(seed: int) -> None:
         chances = [2 ** (-below[each] / COST_OF_HALVING) * 1024 for each in laid_out[1:]]
         run_pass(table, step, verdicts)
         figures = table.reports[0, turn, :REPORT_TOKENS].tolist()
-        assert figures[:3] == [count, rows - 1, rows - 1] and figures[4:7] == [0, count, len(committed)]
-        assert figures[7] == figures[3] and figures[8 + len(PROSPECTS) :] == [0, 0]
-        for expected, best_rows in zip(figures[7 : 8 + len(PROSPECTS)], (KEPT, *PROSPECTS), strict=True):
+        assert figures[:3] == [count, rows - 1, rows - 1] and figures[4:6] == [0, count]
+        assert figures[6] == figures[3] and figures[7 + len(PROSPECTS) :] == [0, 0]
+        for expected, best_rows in zip(figures[6 : 7 + len(PROSPECTS)], (KEPT, *PROSPECTS), strict=True):
             wanted = sum(chances[:best_rows])
             assert wanted * 0.999 - 1 <= expected <= wanted * 1.011 + 1
         deepest = laid_out[path[-1]] if path else ()
@@ -449,15 +458,15 @@ def test_a_tree_keeps_what_hangs_below_what_was_said(seed: int) -> None:
 
 
 @pytest.mark.parametrize(
-    ("fed", "age", "rows"),
+    ("fed", "realigned", "rows"),
     [
         # (parent, token) of the rows behind the root. The table holds 6.
-        (6, 1, [(0, 7), (0, 8)]),
+        (6, False, [(0, 7), (0, 8)]),
         # In place of 6, the likeliest, or before it and the two beside it; 7 comes twice.
-        (4, -1, [(0, 7), (0, 8), (0, 6), (0, 5), (0, 7)]),
+        (4, True, [(0, 7), (0, 8), (0, 6), (0, 5), (0, 7)]),
     ],
 )
-def test_realigning_by_hand(fed: int, age: int, rows: list[tuple[int, int]]) -> None:
+def test_realigning_by_hand(fed: int, realigned: bool, rows: list[tuple[int, int]]) -> None:
     step, text = one_sequence(64, 20)
     step.token_ids[0] = fed
     # The token before the root.
@@ -469,33 +478,33 @@ def test_realigning_by_hand(fed: int, age: int, rows: list[tuple[int, int]]) -> 
     assert step.parents is not None
     end = int(step.query_starts[1])
     found = list(zip(step.parents[1:end].tolist(), step.token_ids[1:end].tolist(), strict=True))
-    assert found == rows and int(table.ages[0]) == age
+    assert found == rows and holds_text(table, step, 0, fed) != realigned
     costs = [100, 150]
-    if age < 0:
+    if realigned:
         costs = [SUBSTITUTION_COST + cost for cost in costs] + [INSERTION_COST + cost for cost in (200, 300, 400)]
     assert (table.keys[0, : end - 1] // KEYS_PER_COST).tolist() == costs
     verdicts = Verdicts.over(torch.zeros(2 * MAX_SEQUENCES + 64).int(), MAX_SEQUENCES)
     run_pass(table, step, verdicts)
-    assert table.reports[0, 0, [1, 2, 6]].tolist() == [len(rows), len(rows), age]
+    assert table.reports[0, 0, [1, 2]].tolist() == [len(rows), len(rows)]
     # Of two tokens that were not foreseen nothing is left.
-    if age < 0:
-        assert int(step.query_starts[1]) == 1 and int(table.ages[0]) == -1
+    if realigned:
+        assert int(step.query_starts[1]) == 1
 
 
 @pytest.mark.parametrize(
-    ("base", "fed", "age", "rows", "costs"),
+    ("base", "fed", "held", "rows", "costs"),
     [
         # A leaf is held, and 9 stands elsewhere too, with 7 and 8 below it.
-        (20, 9, 1, [(0, 7), (1, 8)], [REUSE_COST + cost for cost in (50, 90)]),
+        (20, 9, True, [(0, 7), (1, 8)], [REUSE_COST + cost for cost in (50, 90)]),
         # Of a token that is not held too, beside what stood in its place and behind it; 6 is below what is again.
-        (20, 3, -1, [(0, 6), (0, 9), (0, 5)], [REUSE_COST + 10] + [INSERTION_COST + cost for cost in (100, 200)]),
+        (20, 3, False, [(0, 6), (0, 9), (0, 5)], [REUSE_COST + 10] + [INSERTION_COST + cost for cost in (100, 200)]),
         # The tree was left two tokens ago.
-        (19, 3, -1, [(0, 6)], [REUSE_COST + 10]),
+        (19, 3, False, [(0, 6)], [REUSE_COST + 10]),
         # The table is not of this text: its base lies ahead.
-        (40, 3, -1, [], []),
+        (40, 3, False, [], []),
     ],
 )
-def test_reusing_by_hand(base: int, fed: int, age: int, rows: list[tuple[int, int]], costs: list[int]) -> None:
+def test_reusing_by_hand(base: int, fed: int, held: bool, rows: list[tuple[int, int]], costs: list[int]) -> None:
     step, text = one_sequence(64, 20)
     step.token_ids[0] = fed
     # The token before the root, and where the base is that, the one before which nothing is known.
@@ -508,7 +517,7 @@ def test_reusing_by_hand(base: int, fed: int, age: int, rows: list[tuple[int, in
     assert step.parents is not None
     end = int(step.query_starts[1])
     found = list(zip(step.parents[1:end].tolist(), step.token_ids[1:end].tolist(), strict=True))
-    assert found == rows and int(table.ages[0]) == age
+    assert found == rows and holds_text(table, step, 0, fed) == held
     assert (table.keys[0, : end - 1] // KEYS_PER_COST).tolist() == costs
 
 
@@ -599,6 +608,10 @@ def test_random_cases_are_what_they_should_be(monkeypatch: pytest.MonkeyPatch) -
     # The same of those that have a recycled tree, and of those that have none since their table is large.
     beside_recycled: set[tuple[bool, bool, bool]] = set()
     too_large = 0
+    # How deep the last token stands in its table, -1 for nowhere; and of such, what was accepted of the table.
+    held: list[int] = []
+    lost: dict[int, bool] = {}
+    accepted_of_lost = 0
 
     def watched(
         nodes: Nodes, root: int, chain: LookupChain, before: int, reused: int, recycled: Nodes | None
@@ -606,6 +619,7 @@ def test_random_cases_are_what_they_should_be(monkeypatch: pytest.MonkeyPatch) -
         nonlocal too_large
         found = candidates(nodes, root, chain, before)
         again.add((root >= 0, before >= 0, reused >= 0))
+        held.append(nodes.depths[root] if root >= 0 else -1)
         if recycled:
             beside_recycled.add((root >= 0, before >= 0, reused >= 0))
         too_large += root < 0 and len(nodes.tokens) > recycling.FIRST
@@ -616,6 +630,17 @@ def test_random_cases_are_what_they_should_be(monkeypatch: pytest.MonkeyPatch) -
         return candidates(nodes, root, chain, before, reused, recycled)
 
     monkeypatch.setattr(_torch_node_table, "candidates", watched)
+    find = _torch_node_table._find
+
+    def watched_find(table: NodeTable, step: StepIntegers, b: int, root: int, moves: int) -> None:
+        nonlocal accepted_of_lost
+        passes = int(table.passes[b])
+        if passes and lost[b]:
+            accepted_of_lost += int(table.reports[b, passes - 1, ReportField.ACCEPTED_FROM_TABLE])
+        find(table, step, b, root, moves)
+        lost[b] = held[-1] < 0
+
+    monkeypatch.setattr(_torch_node_table, "_find", watched_find)
     reports: list[list[int]] = []
     filled: list[int] = []
 
@@ -631,16 +656,16 @@ def test_random_cases_are_what_they_should_be(monkeypatch: pytest.MonkeyPatch) -
         for passes in shifted_by_accepted(case, place, "torch")[1 + case.passes + len(case.prefilling) : -4]:
             assert isinstance(passes, list)
             reports += passes
-    assert any(one[6] > 5 for one in reports) and any(one[6] < 0 for one in reports)
+    assert max(held) > 5 and min(held) < 0
     assert any(0 < one[2] < one[1] for one in reports) and any(one[5] > 0 for one in reports)
-    assert any(one[6] < 0 < one[5] for one in reports)
+    assert accepted_of_lost > 0
     # The token before stands at the table's root or far below it, and is a leaf or not; with a chain or none.
     for deep, leaf, chained in itertools.product((False, True), repeat=3):
         assert any((d > 5, not rows, beside) == (deep, leaf, chained) for d, rows, _, beside in realigned)
     assert any(d == 0 and rows > 5 for d, rows, *_ in realigned) and any(depth > 3 for _, _, depth, _ in realigned)
     # Many nodes, some, and none.
     assert min(filled) == 0 and max(filled) > 40 and len({*filled}) > 5 and too_large > 3
-    ways = {(held, before, True) for held, before in ((True, False), (False, True), (False, False))}
+    ways = {(here, before, True) for here, before in ((True, False), (False, True), (False, False))}
     assert ways <= again and ways | {(False, False, False), (False, True, False)} <= beside_recycled
 
 

@@ -38,7 +38,7 @@ def say(
     rows: tuple[int, ...],
     prospects: tuple[int, ...] = NO_PROSPECTS,
 ) -> None:
-    """`figures`: accepted, drafted, of the table, promised, first row, accepted of the table, age, promised of it."""
+    """`figures`: accepted, drafted, of the table, promised, first row, accepted of the table, promised of it."""
     assert figures[0] == len(rows) == len(tokens) - 1
     reports = table.reports[place, turn]
     every = torch.tensor((*figures, *prospects), dtype=torch.int32)
@@ -49,10 +49,10 @@ def say(
 
 def test_passes_become_outcomes(table: NodeTable) -> None:
     prospects = (512, 1024, 1536, 2048, 2560, 3072)
-    say(table, 0, 0, (2, 7, 5, 1536, 0, 1, 3, 1024), (40, 41, 42), (1, 4), prospects)
-    say(table, 0, 1, (0, 7, 0, 256, 2, 0, -1, 0), (43,), ())
-    say(table, 1, 0, (0, 0, 0, 0, 8, 0, 0, 0), (50,), ())
-    say(table, 1, 1, (1, 3, 3, 100, 10, 1, 1, 100), (51, 52), (2,))
+    say(table, 0, 0, (2, 7, 5, 1536, 0, 1, 1024), (40, 41, 42), (1, 4), prospects)
+    say(table, 0, 1, (0, 7, 0, 256, 2, 0, 0), (43,), ())
+    say(table, 1, 0, (0, 0, 0, 0, 8, 0, 0), (50,), ())
+    say(table, 1, 1, (1, 3, 3, 100, 10, 1, 100), (51, 52), (2,))
     first, second = TableStep(2, 2, table, room()).outcomes()
     assert first is not None and second is not None
     assert (first.walk.accepted_rows, first.walk.next_token, first.following) == ((), 40, (41, 42, 43))
@@ -71,9 +71,9 @@ def test_passes_become_outcomes(table: NodeTable) -> None:
 
 
 def test_a_sequence_that_reads_says_a_token_at_its_end(table: NodeTable) -> None:
-    say(table, 0, 0, (0, 30, 9, 0, 0, 0, 0, 0), (77,), ())
-    say(table, 1, 0, (0, 8, 9, 0, 31, 0, 0, 0), (-1,), ())
-    say(table, 2, 0, (1, 3, 3, 100, 40, 1, 1, 100), (51, 52), (2,))
+    say(table, 0, 0, (0, 30, 9, 0, 0, 0, 0), (77,), ())
+    say(table, 1, 0, (0, 8, 9, 0, 31, 0, 0), (-1,), ())
+    say(table, 2, 0, (1, 3, 3, 100, 40, 1, 100), (51, 52), (2,))
     host = room()
     first, second, third = TableStep(3, 1, table, host, laid_out=(LaidOut(0), None)).outcomes()
     assert first is not None and third is not None and second is None
@@ -85,7 +85,7 @@ def test_a_sequence_that_reads_says_a_token_at_its_end(table: NodeTable) -> None
 def test_the_deepest_path_fits(table: NodeTable) -> None:
     most = REPORT - REPORT_ROWS
     tokens, rows = tuple(range(100, 101 + most)), tuple(range(1, 1 + most))
-    say(table, 2, 0, (most, 63, 63, 9999, 5, most, 0, 9999), tokens, rows)
+    say(table, 2, 0, (most, 63, 63, 9999, 5, most, 9999), tokens, rows)
     *_, outcome = TableStep(3, 1, table, room()).outcomes()
     assert outcome is not None and (outcome.walk.next_token, *outcome.following) == tokens
     assert outcome.device_passes[0].path == rows
@@ -96,14 +96,14 @@ def test_what_was_said_outlives_the_next_launch(table: NodeTable) -> None:
     hosts = [room(), room()]
     steps = []
     for turn in range(2):
-        say(table, 0, 0, (0, 3, 1, 0, 0, 0, 0, 0), (60 + turn,), ())
+        say(table, 0, 0, (0, 3, 1, 0, 0, 0, 0), (60 + turn,), ())
         steps.append(TableStep(1, 1, table, hosts[turn]))
     outcomes = [step.outcomes()[0] for step in steps]
     assert [outcome and outcome.walk.next_token for outcome in outcomes] == [60, 61]
 
 
 def test_without_a_gpu_it_has_ended_when_it_was_launched(table: NodeTable) -> None:
-    say(table, 0, 0, (0, 0, 0, 0, 0, 0, 0, 0), (1,), ())
+    say(table, 0, 0, (0, 0, 0, 0, 0, 0, 0), (1,), ())
     step = TableStep(1, 1, table, room())
     step.wait()
     assert step.ended() and step.can_launch_before_results and not step.on_device and step.span is None

@@ -80,10 +80,10 @@ class NodeTable:
         self.shape = torch.tensor(recycling.SHAPE, dtype=torch.int32, device=device)
         # [B, 2, NODES] tokens and costs of recycled trees: scratch of a kernel.
         self.recycled = torch.zeros(max_sequences, 2, recycling.NODES, dtype=torch.int32, device=device)
-        integers = torch.zeros(9, max_sequences, dtype=torch.int32, device=device)
-        # Of the next pass: how many candidates were kept (-1 for absent sequences), the root's token and the age.
+        integers = torch.zeros(8, max_sequences, dtype=torch.int32, device=device)
+        # Of the next pass: how many candidates were kept (-1 for absent sequences), and the root's token.
         self.passes, self.accepted, self.limits, self.table_slots, self.owners = integers[:5]
-        self.counts, self.roots, self.ages, self.taken = integers[5:]
+        self.counts, self.roots, self.taken = integers[5:]
         self.laid_out = torch.zeros(1, dtype=torch.int32, device=device)
         for none_yet in (self.table_slots, self.counts, self.owners):
             none_yet.fill_(-1)

@@ -63,7 +63,7 @@ TOKENS, PARENTS, ENDS, DEPTHS, COSTS = (2 + NODES * array for array in range(5))
 # Counts of a sequence's best candidates whose expected tokens are reported.
 PROSPECTS = (1, 3, 7, 15, 31, 63)
 # The report of a pass: figures, then tokens, then accepted rows.
-REPORT_TOKENS = 16
+REPORT_TOKENS = 15
 REPORT_ROWS = REPORT_TOKENS + MAX_PATH + 1
 REPORT = REPORT_ROWS + MAX_PATH
 # Tokens of a run that is looked up at most, and how far back it is looked for.
@@ -91,18 +91,14 @@ class ReportField(IntEnum):
 
     ACCEPTED = 0  # rows
     DRAFTED = 1  # rows
-    DRAFTED_FROM_TABLE = (
-        2  # those that are nodes of the table, also where lookup drafts the same, and of a realigned tree
-    )
+    # Those that are nodes of the table, also where lookup drafts the same, and of a realigned tree.
+    DRAFTED_FROM_TABLE = 2
     EXPECTED = 3  # tokens that drafted rows are expected to bring
     FIRST_ROW = 4
     ACCEPTED_FROM_TABLE = 5  # rows that are nodes of the table
-    # Tokens between the table's root and the pass's; -1 where there was no table or it does not hold the text,
-    # realigned or not.
-    AGE = 6
-    EXPECTED_FROM_TABLE = 7  # tokens that rows of the table are expected to bring
+    EXPECTED_FROM_TABLE = 6  # tokens that rows of the table are expected to bring
     # And what the best `PROSPECTS` candidates of the sequence would, whether or not there was room for them.
-    FIRST_PROSPECT = 8
+    FIRST_PROSPECT = 7
 
 
 class SuffixMatch(NamedTuple):

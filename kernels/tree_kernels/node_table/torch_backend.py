@@ -133,7 +133,6 @@ def report_and_choose_rows(table: NodeTable, step: StepIntegers, verdicts: Verdi
             row,
         )
         reports[ReportField.ACCEPTED_FROM_TABLE] = (table.ranked[b, 1, path - 1] >> 16).sum()
-        reports[ReportField.AGE] = table.ages[b]
         from_table, expected, expected_from_table = table.noted[:3, b]
         reports[ReportField.DRAFTED_FROM_TABLE], reports[ReportField.EXPECTED] = from_table, expected
         reports[ReportField.EXPECTED_FROM_TABLE] = expected_from_table
@@ -300,6 +299,13 @@ def _realigned(nodes: Nodes, before: int) -> list[NodeCandidate]:
     return inserted + _hung(nodes, likeliest, layout.SUBSTITUTION_COST)
 
 
+def text_of(table: NodeTable, step: StepIntegers, b: int, root: int) -> list[int]:
+    """The end of a sequence's text, as far back as runs are looked up, with `root` behind its keys."""
+    prefix = int(step.prefix_lengths[b])
+    keys = torch.arange(max(0, prefix - layout.WINDOW - layout.LONGEST), prefix, device=table.tokens.device)
+    return [*table.tokens[_slots(table, step, b, keys).long()].tolist(), root]
+
+
 def _find(table: NodeTable, step: StepIntegers, b: int, root: int, moves: int) -> None:
     """Let a sequence feed `root`, `moves` keys further on, and rank what may follow it."""
     step.prefix_lengths[b] += moves
@@ -310,8 +316,7 @@ def _find(table: NodeTable, step: StepIntegers, b: int, root: int, moves: int) -
         record[POSITION] = (low + 2**31) % 2**32 - 2**31
         record[POSITION + 1] += low // 2**32
     prefix, slot = int(step.prefix_lengths[b]), int(table.table_slots[b])
-    keys = torch.arange(max(0, prefix - layout.WINDOW - layout.LONGEST), prefix, device=table.tokens.device)
-    text = [*table.tokens[_slots(table, step, b, keys).long()].tolist(), root]
+    text = text_of(table, step, b, root)
     nodes = nodes_of(table.tables[slot]) if slot >= 0 else _NO_TREE
     place, before, reused, is_end = stand(nodes, text, prefix)
     recycled, owner, limit = None, int(table.owners[b]), int(table.limits[b])
@@ -322,7 +327,6 @@ def _find(table: NodeTable, step: StepIntegers, b: int, root: int, moves: int) -
     chain = look_up(text, table.lookup_tokens)
     kept = best(candidates(nodes, place, chain, before, reused, recycled), limit)
     table.counts[b], table.roots[b] = len(kept), root
-    table.ages[b] = nodes.depths[place] if place >= 0 else -1
     rows = {-1: 0} | {one.number: 1 + rank for rank, one in enumerate(kept)}
     table.keys[b] = layout.NO_KEY
     for rank, one in enumerate(kept):

@@ -75,8 +75,7 @@ _EXPECTED, _EXPECTED_FROM_TABLE = (
     tl.constexpr(int(ReportField.EXPECTED)),
     tl.constexpr(int(ReportField.EXPECTED_FROM_TABLE)),
 )
-_FIRST_ROW, _AGE = tl.constexpr(int(ReportField.FIRST_ROW)), tl.constexpr(int(ReportField.AGE))
-_FIRST_PROSPECT = tl.constexpr(int(ReportField.FIRST_PROSPECT))
+_FIRST_ROW, _FIRST_PROSPECT = tl.constexpr(int(ReportField.FIRST_ROW)), tl.constexpr(int(ReportField.FIRST_PROSPECT))
 _REPORT, _REPORT_TOKENS = tl.constexpr(layout.REPORT), tl.constexpr(layout.REPORT_TOKENS)
 _REPORT_ROWS = tl.constexpr(layout.REPORT_ROWS)
 
@@ -230,8 +229,8 @@ def _keep_best(  # type: ignore[no-untyped-def]
 
 @triton.jit
 def _rank(  # type: ignore[no-untyped-def]
-    tables, table_slots, owners, entries, shape, recycled, tokens, pages, lookup_costs, chances, counts, ages, keys,
-    ranked, unranked, b, prefix, root, limit, CHAIN: tl.constexpr, PAGE_SIZE: tl.constexpr, RECYCLES: tl.constexpr,
+    tables, table_slots, owners, entries, shape, recycled, tokens, pages, lookup_costs, chances, counts, keys, ranked,
+    unranked, b, prefix, root, limit, CHAIN: tl.constexpr, PAGE_SIZE: tl.constexpr, RECYCLES: tl.constexpr,
 ):  # fmt: skip
     """Find what may follow the sequence's root, and keep the best by rising keys; see `node_table.torch_backend._find`.
 
@@ -301,7 +300,6 @@ def _rank(  # type: ignore[no-untyped-def]
     parent = tl.where(in_chain, tl.where(depth > last_depth + 1, i - 1, last), parent)
     token = tl.where(in_chain, text_token, own_token)
     _keep_best(chances, counts, keys, ranked, unranked, b, limit, key, token, depth, parent, of_table)
-    tl.store(ages + b, tl.where(held, age, -1))
 
 
 @triton.jit
@@ -324,7 +322,7 @@ def _move(records, prefix_lengths, roots, b, prefix, root, moves):  # type: igno
 @triton.jit(do_not_specialize=["laid_out"])
 def _choose_rows_kernel(  # type: ignore[no-untyped-def]
     token_ids, records, query_starts, prefix_lengths, page_starts, page_table, tokens, tables, table_slots, owners,
-    entries, shape, recycled, lookup_costs, chances, counts, roots, ages, keys, ranked, unranked, passes, accepted,
+    entries, shape, recycled, lookup_costs, chances, counts, roots, keys, ranked, unranked, passes, accepted,
     limits, laid_out_before, pending, moves, laid_out, CHAIN: tl.constexpr, PAGE_SIZE: tl.constexpr,
     RECYCLES: tl.constexpr,
 ):  # fmt: skip
@@ -345,7 +343,7 @@ def _choose_rows_kernel(  # type: ignore[no-untyped-def]
         tl.store(limits + b, limit)
         _rank(
             tables, table_slots, owners, entries, shape, recycled, tokens, page_table + tl.load(page_starts + b),
-            lookup_costs, chances, counts, ages, keys, ranked, unranked, b, prefix, root, limit, CHAIN, PAGE_SIZE,
+            lookup_costs, chances, counts, keys, ranked, unranked, b, prefix, root, limit, CHAIN, PAGE_SIZE,
             RECYCLES,
         )  # fmt: skip
         _move(records, prefix_lengths, roots, b, prefix, root, moved)
@@ -357,7 +355,7 @@ def _choose_rows_kernel(  # type: ignore[no-untyped-def]
 @triton.jit
 def _report_kernel(  # type: ignore[no-untyped-def]
     token_ids, records, query_starts, prefix_lengths, page_starts, page_table, tokens, tables, table_slots, owners,
-    entries, shape, recycled, lookup_costs, chances, counts, roots, ages, keys, ranked, unranked, passes, accepted,
+    entries, shape, recycled, lookup_costs, chances, counts, roots, keys, ranked, unranked, passes, accepted,
     limits, laid_out, accepted_counts, next_tokens, accepted_rows, noted, reports, REPORT_STRIDE: tl.constexpr,
     NOTED_STRIDE: tl.constexpr, LAST: tl.constexpr, CHAIN: tl.constexpr, PAGE_SIZE: tl.constexpr,
     RECYCLES: tl.constexpr,
@@ -378,9 +376,8 @@ def _report_kernel(  # type: ignore[no-untyped-def]
         count, reported = tl.load(accepted_counts + b), tl.load(next_tokens + b)
         root = without_mark(reported)
         done, so_far = tl.load(passes + b), tl.load(accepted + b)
-        age, limit = tl.load(ages + b), tl.load(limits + b)
-        from_table, expected = tl.load(noted + b), tl.load(noted + NOTED_STRIDE + b)
-        expected_from_table = tl.load(noted + 2 * NOTED_STRIDE + b)
+        limit, from_table = tl.load(limits + b), tl.load(noted + b)
+        expected, expected_from_table = tl.load(noted + NOTED_STRIDE + b), tl.load(noted + 2 * NOTED_STRIDE + b)
         prospect = tl.arange(0, _PROSPECTS_BLOCK)
         prospects = tl.load(noted + (3 + prospect) * NOTED_STRIDE + b, mask=prospect < _PROSPECTS, other=0)
         prefix = tl.load(prefix_lengths + b) + count + 1
@@ -392,7 +389,7 @@ def _report_kernel(  # type: ignore[no-untyped-def]
         if not LAST:
             _rank(
                 tables, table_slots, owners, entries, shape, recycled, tokens, page_table + tl.load(page_starts + b),
-                lookup_costs, chances, counts, ages, keys, ranked, unranked, b, prefix, root, limit, CHAIN, PAGE_SIZE,
+                lookup_costs, chances, counts, keys, ranked, unranked, b, prefix, root, limit, CHAIN, PAGE_SIZE,
                 RECYCLES,
             )  # fmt: skip
             _move(records, prefix_lengths, roots, b, prefix, root, count + 1)
@@ -403,7 +400,6 @@ def _report_kernel(  # type: ignore[no-untyped-def]
         tl.store(out + _EXPECTED, expected)
         tl.store(out + _FIRST_ROW, row)
         tl.store(out + _ACCEPTED_FROM_TABLE, accepted_from_table)
-        tl.store(out + _AGE, age)
         tl.store(out + _EXPECTED_FROM_TABLE, expected_from_table)
         tl.store(out + _FIRST_PROSPECT + prospect, prospects)
         tl.store(out + _REPORT_TOKENS + k, tl.where(k == count, reported, token), mask=k <= count)
@@ -444,7 +440,7 @@ def _tensors(table: NodeTable, step: StepIntegers) -> tuple[Tensor, ...]:
     return (
         step.token_ids, step.parameters, step.query_starts, step.prefix_lengths, step.page_starts, step.page_table,
         table.tokens, table.tables, table.table_slots, table.owners, table.entries, table.shape, table.recycled,
-        table.lookup_costs, table.chances, table.counts, table.roots, table.ages, table.keys, table.ranked,
+        table.lookup_costs, table.chances, table.counts, table.roots, table.keys, table.ranked,
         table.unranked, table.passes, table.accepted, table.limits, table.laid_out,
     )  # fmt: skip
 
