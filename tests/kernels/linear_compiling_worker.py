@@ -89,7 +89,7 @@ def int8_kernels(
     heads_of = {"HEADS": heads, "KV_HEADS": kv_heads, "WIDTH": width, "HAS_BIAS": True, "ROTARY": width}
     for kind, kernel, outputs, numbers, more in (
         ("add", few_rows.add_kernel, hidden, inner, {"HAS_BIAS": True, "ADDS": True, "SCALES": True}),
-        ("gated", few_rows.gated_kernel, 2 * inner, hidden, parts),
+        ("gated", few_rows.activated_kernel, 2 * inner, hidden, parts),
         ("rotary", few_rows.rotary_kernel, (heads + 2 * kv_heads) * width, 2 * hidden, parts | heads_of),
     ):
         tiling = choose_linear_tiling(rows, outputs, numbers, int8=True)
@@ -130,7 +130,7 @@ def form_kernels() -> Iterator[tuple[str, Any, dict[str, Any], dict[str, int]]]:
         sizes = {"BLOCK_M": 8, "BLOCK_N": 64, "BLOCK_K": 128, "INNER": 4096, "SPLITS": 1, "AHEAD": 8, "OUTPUTS": 12288}
         sizes |= {"PARTS": 0, "MAPPED": False, "INT8": False, "HAS_BIAS": True}
         options = {"num_warps": 4, "num_stages": 4}
-        yield kind, few_rows.activated_kernel, sizes | pieces | {"ACTIVATION": kind}, options
+        yield kind, few_rows.activated_kernel, sizes | pieces | {"ACTIVATION": kind, "GATED": False}, options
 
 
 def vector_kernels() -> Iterator[tuple[str, Any, dict[str, Any], dict[str, int]]]:
@@ -157,7 +157,7 @@ def mapped_kernels(
     heads_of = {"HEADS": heads, "KV_HEADS": kv_heads, "WIDTH": width, "ROTARY": width, "NORMS": True}
     kinds = (
         ("add", few_rows.add_kernel, hidden, inner, {"HAS_BIAS": True, "ADDS": True, "SCALES": True}),
-        ("gated", few_rows.gated_kernel, 2 * inner, hidden, {"PARTS": 4, "BLOCK_PARTS": 4}),
+        ("gated", few_rows.activated_kernel, 2 * inner, hidden, {"PARTS": 4, "BLOCK_PARTS": 4}),
         ("heads", few_rows.rotary_kernel, (heads + 2 * kv_heads) * width, hidden, heads_of),
     )
     for rows, (kind, kernel, outputs, numbers, more) in itertools.product((16, 64), kinds):
@@ -177,7 +177,7 @@ def mapped_kernels(
 def compiled(name: str, kernel: Any, constants: dict[str, Any], options: dict[str, int]) -> int:
     """Bytes of shared memory of one program."""
     names = kernel.arg_names
-    constants = {each: value for each, value in PLAIN.items() if each in names} | constants | {"DEPENDENT": True}
+    constants = {each: value for each, value in (PLAIN | constants).items() if each in names} | {"DEPENDENT": True}
     types = dict.fromkeys(HALF, "*bf16") | OTHERS
     if name.startswith("mapped"):
         outputs = constants["BLOCK_N"] // (2 if name.endswith("gated") else 1)

@@ -302,7 +302,7 @@ def kernels(inputs: Inputs, rows: slice = slice(None)) -> dict[str, Tensor]:
     return {
         "norm": triton.norm_rows(hidden, inputs.norm),
         **head_input_of(triton, inputs, rows),
-        "query": triton.rotary_linear(start, inputs.qkv, inputs.bias, heads, inputs.out, inputs.head_form),
+        "query": triton.rotary_linear(start, inputs.qkv, inputs.bias, heads, inputs.head_form),
         "keys": heads.key_cache,
         "values": heads.value_cache,
         "added": added,
@@ -352,7 +352,7 @@ def references(inputs: Inputs) -> dict[str, Tensor]:
     return {
         "norm": TORCH.norm_rows(rows, norm),
         **head_input_of(TORCH, inputs),
-        "query": TORCH.rotary_linear(start, on_cpu(inputs.qkv), bias, heads, None, head_form),
+        "query": TORCH.rotary_linear(start, on_cpu(inputs.qkv), bias, heads, head_form),
         "keys": heads.key_cache,
         "values": heads.value_cache,
         "added": added,

@@ -79,7 +79,7 @@ def test_sizes_are_rehearsed_in_the_order_of_their_capture(found: dict[str, Any]
     assert sizes[0] == [128, 16] and sizes[1:5] == [[1, 1], [4, 4], [4, 1], [16, 16]] and sizes[-1] == [128, 1]
     assert len({tuple(size) for size in sizes}) == len(sizes)
     every = {name for of_size in names for name in of_size}
-    assert {"attention_kernel", "schedule_kernel", "rotary_kernel", "gated_kernel", "add_kernel"} <= every
+    assert {"attention_kernel", "schedule_kernel", "rotary_kernel", "activated_kernel", "add_kernel"} <= every
     # Most sizes share kernels with those before them.
     assert names[0] and names[1] and not all(names)
     assert not steps["written"]

@@ -40,8 +40,10 @@ SHAPES = [(6144, 4096), (4096, 4096), (28672, 4096), (4096, 14336), (128256, 409
 
 def test_no_layer_is_left_to_pytorch_on_a_gpu() -> None:
     """A method of the definition that the kernels' class does not override would run, and be slow."""
-    defined = {name for name in vars(RowLinears) if not name.startswith("_")}
-    assert defined and defined <= vars(TritonLinears).keys()
+    # These two call `_activated`, and nothing else.
+    defined = {name for name in vars(RowLinears) if not name.startswith("_")} - {"gated_linear", "activated_linear"}
+    defined.add("_activated")
+    assert len(defined) > 1 and defined <= vars(TritonLinears).keys()
 
 
 @pytest.fixture(scope="module")

@@ -11,8 +11,8 @@ import triton
 import triton.language as tl
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
-from tree_kernels.linear.triton_kernels import finish_norm, load_squares
-from tree_kernels.linear.triton_parts import activated, gated, load_wide, whole_norm
+from tree_kernels.linear.triton_kernels import block_product, finish_norm, load_squares, prefetch_pieces
+from tree_kernels.linear.triton_parts import activated, gated, load_norm, load_wide, whole_norm
 
 
 @triton.jit
@@ -57,32 +57,14 @@ def _product(  # type: ignore[no-untyped-def]
     inner = tl.arange(0, BLOCK_K)
     left_at = weight + column[:, None].to(tl.int64) * INNER + inner[None, :]
     right_at = rows + row[None, :].to(tl.int64) * row_stride + inner[:, None]
-    total = tl.zeros([BLOCK_N, BLOCK_M], tl.float32)
-    for start in range(0, INNER, BLOCK_K):
-        kept = there[None, :]
-        if INNER % BLOCK_K == 0:
-            left = tl.load(left_at)
-        else:
-            inside = start + tl.arange(0, BLOCK_K) < INNER
-            left = tl.load(left_at, mask=inside[None, :], other=0.0)
-            kept = kept & inside[:, None]
-        right = tl.load(right_at, mask=kept, other=0.0)
-        total = tl.dot(left, right, total, input_precision="ieee")
-        left_at += BLOCK_K
-        right_at += BLOCK_K
-    return tl.trans(total)
+    return tl.trans(block_product(left_at, right_at, there, INNER, INNER, False, BLOCK_M, BLOCK_N, BLOCK_K))
 
 
 @triton.jit
 def _prefetch_share(weight, PIECE: tl.constexpr):  # type: ignore[no-untyped-def]
     """Bring this tile's share of an expert's next weight into the L2 cache, PIECE bytes a thread."""
     if PIECE > 0:
-        piece = tl.program_id(0).to(tl.int64) * 128 + tl.arange(0, 128)
-        address = weight.to(tl.pointer_type(tl.int8), bitcast=True) + piece * PIECE
-        tl.inline_asm_elementwise(
-            "cp.async.bulk.prefetch.L2.global [$1], $2; mov.b32 $0, 0;", "=r,l,r",
-            [address, tl.full([128], PIECE, tl.int32)], dtype=tl.int32, is_pure=False, pack=1,
-        )  # fmt: skip
+        prefetch_pieces(weight, tl.program_id(0).to(tl.int64) * 128 + tl.arange(0, 128), PIECE)
 
 
 @triton.jit
@@ -171,10 +153,7 @@ def combine_kernel(  # type: ignore[no-untyped-def]
     if DEPENDENT:
         gdc_launch_dependents()
     if NORM != "none":
-        norm = load_wide(norm_weight, column, inside)
-        shift = norm
-        if HAS_NORM_BIAS:
-            shift = load_wide(norm_bias, column, inside)
+        norm, shift = load_norm(norm_weight, norm_bias, column, inside, HAS_NORM_BIAS)
     if DEPENDENT:
         gdc_wait()
     total = tl.zeros([BLOCK], tl.float32)

@@ -12,7 +12,7 @@ import triton
 from torch import Tensor
 from torch.nn import functional
 
-from tree_kernels.linear.forms import LLAMA_HEADS, PLAIN_SUM, SILU, Activation, ActivationKind, HeadForm, SumForm
+from tree_kernels.linear.forms import LLAMA_HEADS, PLAIN_SUM, Activation, ActivationKind, HeadForm, SumForm
 from tree_kernels.linear.int8_weight import Int8Weight, Weight
 from tree_kernels.linear.rows import HeadRows, Norm, ScaledRows
 from tree_kernels.linear.triton_backend import (
@@ -54,33 +54,24 @@ class CublasLinears(TritonLinears):
             return output, None
         return self._finish_sum(output, bias, residual, norm, form, output)
 
-    def gated_linear(
-        self, rows: ScaledRows, weight: Weight, bias: Tensor | None = None, activation: Activation = SILU
-    ) -> Tensor:
-        return self._activate_product(_normed_product(rows, weight), bias, activation, gated=True)
-
-    def activated_linear(
-        self, rows: ScaledRows, weight: Weight, bias: Tensor | None = None, activation: Activation = SILU
-    ) -> Tensor:
-        product = _normed_product(rows, weight)
-        if bias is None and activation.kind is ActivationKind.NONE:
-            return product
-        return self._activate_product(product, bias, activation, gated=False)
-
     def rotary_linear(
         self,
         rows: ScaledRows,
         weight: Weight,
         bias: Tensor | None,
         heads: HeadRows,
-        following: Weight | None = None,  # noqa: ARG002
         form: HeadForm = LLAMA_HEADS,
     ) -> Tensor:
         check_contiguous(bias=bias)
         check_heads(heads)
         return self._finish_heads(_normed_product(rows, weight), rows, bias, heads, form, rows.rows.dtype)
 
-    def _activate_product(self, product: Tensor, bias: Tensor | None, activation: Activation, *, gated: bool) -> Tensor:
+    def _activated(
+        self, rows: ScaledRows, weight: Weight, bias: Tensor | None, activation: Activation, *, gated: bool
+    ) -> Tensor:
+        product = _normed_product(rows, weight)
+        if not gated and bias is None and activation.kind is ActivationKind.NONE:
+            return product
         check_contiguous(bias=bias, parameters=activation.parameters)
         count, outputs = len(product), product.shape[1] // (2 if gated else 1)
         output = product.new_empty(count, outputs)

@@ -105,14 +105,23 @@ class RowLinears:
     ) -> Tensor:
         """[R, N]: activation(gate) * up of the normed rows [R, K]; `weight` [2 * N, K] is that of gate above that of
         up, and so is `bias` [2 * N]."""
-        gate, up = _scaled_product(rows, weight, bias).chunk(2, dim=1)
-        return (activated(gate, activation) * up).to(rows.rows.dtype)
+        return self._activated(rows, weight, bias, activation, gated=True)
 
     def activated_linear(
         self, rows: ScaledRows, weight: Weight, bias: Tensor | None = None, activation: Activation = SILU
     ) -> Tensor:
         """[R, N]: activation(up) of the normed rows [R, K], for an MLP without a gate. `weight` [N, K], `bias` [N]."""
-        return activated(_scaled_product(rows, weight, bias), activation).to(rows.rows.dtype)
+        return self._activated(rows, weight, bias, activation, gated=False)
+
+    def _activated(
+        self, rows: ScaledRows, weight: Weight, bias: Tensor | None, activation: Activation, *, gated: bool
+    ) -> Tensor:
+        """`gated_linear`, or `activated_linear`."""
+        total = _scaled_product(rows, weight, bias)
+        if not gated:
+            return activated(total, activation).to(rows.rows.dtype)
+        gate, up = total.chunk(2, dim=1)
+        return (activated(gate, activation) * up).to(rows.rows.dtype)
 
     def rotary_linear(
         self,
@@ -120,7 +129,6 @@ class RowLinears:
         weight: Weight,
         bias: Tensor | None,
         heads: HeadRows,
-        following: Weight | None = None,  # noqa: ARG002
         form: HeadForm = LLAMA_HEADS,
     ) -> Tensor:
         """Queries [R, Hq, D], keys and values of the normed rows; queries and keys normed and rotated, keys and values

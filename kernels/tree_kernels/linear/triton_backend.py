@@ -11,7 +11,7 @@ import triton
 from torch import Tensor
 from triton.tools.tensor_descriptor import TensorDescriptor
 
-from tree_kernels.linear.forms import LLAMA_HEADS, PLAIN_SUM, SILU, Activation, HeadForm, SumForm
+from tree_kernels.linear.forms import LLAMA_HEADS, PLAIN_SUM, Activation, HeadForm, SumForm
 from tree_kernels.linear.int8_weight import Int8Weight, Weight
 from tree_kernels.linear.layers import RowLinears
 from tree_kernels.linear.rows import HeadInput, HeadInputs, HeadRows, Norm, ScaledRows
@@ -19,7 +19,6 @@ from tree_kernels.linear.triton_epilogues import add_epilogue_kernel, rotary_epi
 from tree_kernels.linear.triton_kernels import (
     activated_kernel,
     add_kernel,
-    gated_kernel,
     head_input_kernel,
     norm_kernel,
     rotary_kernel,
@@ -117,27 +116,12 @@ class TritonLinears(RowLinears):
         check_contiguous(rows=rows)
         return self._finish_sum(rows, None, residual, norm, form, torch.empty_like(rows))
 
-    def gated_linear(
-        self, rows: ScaledRows, weight: Weight, bias: Tensor | None = None, activation: Activation = SILU
-    ) -> Tensor:
-        tiling = self._prepare(rows.rows, weight, mapped=True, gated=True)
-        if tiling.mapped:
-            tiling = replace(tiling, splits=1)
-        return self._activate(gated_kernel, rows, weight, bias, activation, tiling, tiling.block_outputs // 2)
-
-    def activated_linear(
-        self, rows: ScaledRows, weight: Weight, bias: Tensor | None = None, activation: Activation = SILU
-    ) -> Tensor:
-        tiling = self._prepare(rows.rows, weight, mapped=True)
-        return self._activate(activated_kernel, rows, weight, bias, activation, tiling, tiling.block_outputs)
-
     def rotary_linear(
         self,
         rows: ScaledRows,
         weight: Weight,
         bias: Tensor | None,
         heads: HeadRows,
-        following: Weight | None = None,
         form: HeadForm = LLAMA_HEADS,
     ) -> Tensor:
         kv_heads, width = heads.key_cache.shape[-2:]
@@ -150,14 +134,14 @@ class TritonLinears(RowLinears):
         if norms == "all" or (norms == "heads" and odd):
             # These need more than a tile has. In fp32, since the rows may be normed by half.
             product = rows.rows.new_empty(len(rows.rows), weight.shape[0], dtype=torch.float32)
-            self._add(rows.rows, weight, product, following=following)
+            self._add(rows.rows, weight, product)
             return self._finish_heads(product, rows, bias, heads, form, rows.rows.dtype)
         # Where pairs of a head lie half a head apart, the columns of a tile that is a head follow each other.
         whole = not form.interleaved and heads.cosines.shape[1] in (0, width)
         tiling = self._head_tiling(rows.rows, weight, width, normed=norms == "heads", mapped=whole)
         count, query_heads = len(rows.rows), weight.shape[0] // width - 2 * kv_heads
         query = rows.rows.new_empty(count, query_heads, width)
-        grid, options = self._launch(tiling, rows.rows, weight, weight.shape[0] // tiling.block_outputs, following)
+        grid, options = self._launch(tiling, rows.rows, weight, weight.shape[0] // tiling.block_outputs)
         rotary_kernel[grid](
             rows.rows, or_other(rows.squares, query), or_other(bias, query),
             cosines=heads.cosines, sines=heads.sines, slots=heads.slots, query=query, key_cache=heads.key_cache,
@@ -198,36 +182,34 @@ class TritonLinears(RowLinears):
         if norm is not None:
             squares = torch.empty(count, tiles, dtype=torch.float32, device=rows.device)
             scaled = ScaledRows(torch.empty_like(output), squares, norm.epsilon)
-        grid, options = self._launch(tiling, rows, weight, tiles, following)
+        grid, options = self._launch(tiling, rows, weight, tiles)
         add_kernel[grid](
             rows, or_other(bias, output), or_other(residual, output),
             output if norm is None else norm.weight, output,
             output if scaled is None else scaled.rows, output if scaled is None else scaled.squares,
             count=count, row_stride=rows.stride(0), HAS_BIAS=bias is not None, MULTIPLIER=multiplier,
             ADDS=residual is not None, SCALES=norm is not None, OUTPUTS=outputs, **options,
-            **_maps(tiling, rows, weight, tiling.block_outputs),
+            **_maps(tiling, rows, weight, tiling.block_outputs), **self._prefetch(following, rows, math.prod(grid)),
         )  # fmt: skip
         return scaled
 
-    def _activate(
-        self,
-        kernel: Any,
-        rows: ScaledRows,
-        weight: Weight,
-        bias: Tensor | None,
-        activation: Activation,
-        tiling: LinearTiling,
-        block_outputs: int,
+    def _activated(
+        self, rows: ScaledRows, weight: Weight, bias: Tensor | None, activation: Activation, *, gated: bool
     ) -> Tensor:
-        """What `kernel` makes of the rows, so many columns a tile."""
+        tiling = self._prepare(rows.rows, weight, mapped=True, gated=gated)
+        if gated and tiling.mapped:
+            tiling = replace(tiling, splits=1)
         check_contiguous(rows=rows.rows, squares=rows.squares, bias=bias, parameters=activation.parameters)
-        count, outputs = len(rows.rows), weight.shape[0] * block_outputs // tiling.block_outputs
+        parts = 2 if gated else 1
+        # Columns that a tile makes.
+        block_outputs = tiling.block_outputs // parts
+        count, outputs = len(rows.rows), weight.shape[0] // parts
         output = rows.rows.new_empty(count, outputs)
         grid, options = self._launch(tiling, rows.rows, weight, triton.cdiv(outputs, block_outputs))
-        kernel[grid](
+        activated_kernel[grid](
             rows.rows, or_other(rows.squares, output), or_other(bias, output),
             or_other(activation.parameters, output), output, count=count, epsilon=rows.epsilon,
-            HAS_BIAS=bias is not None, ACTIVATION=str(activation.kind), OUTPUTS=outputs,
+            HAS_BIAS=bias is not None, GATED=gated, ACTIVATION=str(activation.kind), OUTPUTS=outputs,
             **parts_of_rows(rows), **options, **_maps(tiling, rows.rows, weight, block_outputs),
         )  # fmt: skip
         return output
@@ -312,7 +294,7 @@ class TritonLinears(RowLinears):
         )  # fmt: skip
 
     def _launch(
-        self, tiling: LinearTiling, rows: Tensor, weight: Weight, tiles: int, following: Weight | None = None
+        self, tiling: LinearTiling, rows: Tensor, weight: Weight, tiles: int
     ) -> tuple[tuple[int, int, int], dict[str, Any]]:
         """The grid, and the arguments that all products have in common."""
         count, inner = rows.shape
@@ -322,30 +304,31 @@ class TritonLinears(RowLinears):
         splits = splits if blocks * tiles <= _MAX_TILES else 1
         numbers = blocks * tiles * splits * tiling.block_rows * tiling.block_outputs if splits > 1 else 1
         read, row_scales = (weight.words, weight.row_scales) if isinstance(weight, Int8Weight) else (weight, None)
-        prefetched = following.words if isinstance(following, Int8Weight) else following
-        size = prefetched.nbytes if prefetched is not None and self._dependent else 0
-        # Whole cache lines; the last piece ends inside the weight. Without rows nothing is launched.
-        piece = size // (max(1, blocks) * tiles * splits * _PREFETCH_THREADS) // 128 * 128
         options = {
             "weight": read,
             "row_scales": or_other(row_scales, read),
             "INT8": row_scales is not None,
             "partials": torch.empty(numbers, dtype=torch.float32, device=rows.device),
             "counters": self._counters,
-            "following": or_other(prefetched, rows),
             "INNER": inner,
             "SPLITS": splits,
             "BLOCK_M": tiling.block_rows,
             "BLOCK_N": tiling.block_outputs,
             "BLOCK_K": tiling.block_inner,
             "AHEAD": tiling.ahead if _prefetchable(read) else 0,
-            "PIECE": piece,
-            "PIECES": size // piece if piece else 0,
             "num_warps": tiling.warps,
             "num_stages": tiling.stages,
             **self._order(),
         }
         return (blocks, tiles, splits), options
+
+    def _prefetch(self, following: Weight | None, other: Tensor, programs: int) -> dict[str, Any]:
+        """What brings shares of `following` into the L2 cache, one a program; `other` stands for none."""
+        prefetched = following.words if isinstance(following, Int8Weight) else following
+        size = prefetched.nbytes if prefetched is not None and self._dependent else 0
+        # Whole cache lines; the last piece ends inside the weight. Without rows nothing is launched.
+        piece = size // (max(1, programs) * _PREFETCH_THREADS) // 128 * 128
+        return {"following": or_other(prefetched, other), "PIECE": piece, "PIECES": size // piece if piece else 0}
 
     def _order(self) -> dict[str, bool]:
         return {"DEPENDENT": True, "launch_pdl": True} if self._dependent else {"DEPENDENT": False}

@@ -7,7 +7,15 @@ import triton.language as tl
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 from tree_kernels.linear.triton_int8 import high_numbers, low_numbers
-from tree_kernels.linear.triton_parts import activated, load_wide, pair_column, pair_distance, rotated, whole_norm
+from tree_kernels.linear.triton_parts import (
+    activated,
+    load_norm,
+    load_wide,
+    pair_column,
+    pair_distance,
+    rotated,
+    whole_norm,
+)
 
 # Bytes of weights that one instruction prefetches.
 _PREFETCH_BYTES = tl.constexpr(256)
@@ -55,23 +63,13 @@ def _sum_of_parts(  # type: ignore[no-untyped-def]
 
 
 @triton.jit
-def _product(  # type: ignore[no-untyped-def]
-    rows, weight, row_scales, partials, counters, row, column, there, row_stride, INT8: tl.constexpr,
-    INNER: tl.constexpr, SPLITS: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr,
+def block_product(  # type: ignore[no-untyped-def]
+    left_at, right_at, there, WIDTH: tl.constexpr, SHARE: tl.constexpr, INT8: tl.constexpr, BLOCK_M: tl.constexpr,
+    BLOCK_N: tl.constexpr, STEP: tl.constexpr,
 ):  # fmt: skip
-    """[BLOCK_M, BLOCK_N] fp32, `rows` times the rows `column` of `weight`, and which rows this program is to store.
-
-    `INT8` weights are those of `Int8Weight`.
-    """
-    # Of a row of weights: numbers, or words of two.
-    WIDTH: tl.constexpr = INNER // 2 if INT8 else INNER
-    STEP: tl.constexpr = BLOCK_K // 2 if INT8 else BLOCK_K
-    SHARE: tl.constexpr = WIDTH // SPLITS
-    begin = tl.program_id(2) * SHARE
-    inner = begin + tl.arange(0, STEP)
+    """[BLOCK_N, BLOCK_M] fp32: SHARE numbers of each row of a weight times those of the rows that are `there`, from
+    where their first STEP lie. `INT8` weights are those of `Int8Weight`, WIDTH words a row."""
     # The weight is the left factor: matrix units take 8 columns, but no fewer than 16 rows.
-    left_at = weight + column[:, None].to(tl.int64) * WIDTH + inner[None, :]
-    right_at = rows + row[None, :].to(tl.int64) * row_stride + inner[:, None]
     total = tl.zeros([BLOCK_N, BLOCK_M], tl.float32)
     for start in range(0, SHARE, STEP):
         kept = there[None, :]
@@ -89,25 +87,39 @@ def _product(  # type: ignore[no-untyped-def]
         total = tl.dot(left, right, total, input_precision="ieee")
         left_at += STEP
         right_at += STEP
-    total, there = _sum_of_parts(total, partials, counters, row, there, SPLITS, BLOCK_M, BLOCK_N)
-    if INT8:
-        total *= tl.load(row_scales + column)[:, None]
-    return tl.trans(total), there
+    return total
 
 
 @triton.jit
-def _mapped_product(  # type: ignore[no-untyped-def]
-    rows_map, weight_map, partials, counters, row, there, column, INNER: tl.constexpr, SPLITS: tl.constexpr,
-    BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr,
+def _product(  # type: ignore[no-untyped-def]
+    rows, weight, row_scales, rows_map, weight_map, partials, counters, row, column, first_column, there, row_stride,
+    MAPPED: tl.constexpr, INT8: tl.constexpr, INNER: tl.constexpr, SPLITS: tl.constexpr, BLOCK_M: tl.constexpr,
+    BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr,
 ):  # fmt: skip
-    """As `_product`, of the rows of the weight from `column` on, by tensor maps, which read zeros past their ends."""
-    SHARE: tl.constexpr = INNER // SPLITS
-    first, begin = tl.program_id(0) * BLOCK_M, tl.program_id(2) * SHARE
-    total = tl.zeros([BLOCK_N, BLOCK_M], tl.float32)
-    for start in range(0, SHARE, BLOCK_K):
-        left, right = weight_map.load([column, begin + start]), rows_map.load([first, begin + start])
-        total = tl.dot(left, right.T, total, input_precision="ieee")
+    """[BLOCK_M, BLOCK_N] fp32, `rows` times the rows `column` of `weight`, and which rows this program is to store.
+
+    `MAPPED`, both are read by tensor maps, which read zeros past their ends, and columns follow each other from
+    `first_column` on.
+    """
+    # Of a row of weights: numbers, or words of two.
+    WIDTH: tl.constexpr = INNER // 2 if INT8 else INNER
+    STEP: tl.constexpr = BLOCK_K // 2 if INT8 else BLOCK_K
+    SHARE: tl.constexpr = WIDTH // SPLITS
+    begin = tl.program_id(2) * SHARE
+    if MAPPED:
+        first = tl.program_id(0) * BLOCK_M
+        total = tl.zeros([BLOCK_N, BLOCK_M], tl.float32)
+        for start in range(0, SHARE, BLOCK_K):
+            left, right = weight_map.load([first_column, begin + start]), rows_map.load([first, begin + start])
+            total = tl.dot(left, right.T, total, input_precision="ieee")
+    else:
+        inner = begin + tl.arange(0, STEP)
+        left_at = weight + column[:, None].to(tl.int64) * WIDTH + inner[None, :]
+        right_at = rows + row[None, :].to(tl.int64) * row_stride + inner[:, None]
+        total = block_product(left_at, right_at, there, WIDTH, SHARE, INT8, BLOCK_M, BLOCK_N, STEP)
     total, there = _sum_of_parts(total, partials, counters, row, there, SPLITS, BLOCK_M, BLOCK_N)
+    if INT8:
+        total *= tl.load(row_scales + column)[:, None]
     return tl.trans(total), there
 
 
@@ -126,16 +138,21 @@ def _mapped_products(  # type: ignore[no-untyped-def]
 
 
 @triton.jit
+def prefetch_pieces(memory, piece, PIECE: tl.constexpr):  # type: ignore[no-untyped-def]
+    """Bring these 128 pieces of a memory, of PIECE bytes each, into the L2 cache."""
+    address = memory.to(tl.pointer_type(tl.int8), bitcast=True) + piece.to(tl.int64) * PIECE
+    tl.inline_asm_elementwise(
+        "cp.async.bulk.prefetch.L2.global [$1], $2; mov.b32 $0, 0;", "=r,l,r",
+        [address, tl.full([128], PIECE, tl.int32)], dtype=tl.int32, is_pure=False, pack=1,
+    )  # fmt: skip
+
+
+@triton.jit
 def _prefetch(following, PIECES: tl.constexpr, PIECE: tl.constexpr):  # type: ignore[no-untyped-def]
     """Bring weights that a later launch reads into the L2 cache: a share for each program, PIECE bytes a thread."""
     if PIECE > 0:
         program = (tl.program_id(2) * tl.num_programs(1) + tl.program_id(1)) * tl.num_programs(0) + tl.program_id(0)
-        piece = tl.minimum(program * 128 + tl.arange(0, 128), PIECES - 1)
-        address = following.to(tl.pointer_type(tl.int8), bitcast=True) + piece.to(tl.int64) * PIECE
-        tl.inline_asm_elementwise(
-            "cp.async.bulk.prefetch.L2.global [$1], $2; mov.b32 $0, 0;", "=r,l,r",
-            [address, tl.full([128], PIECE, tl.int32)], dtype=tl.int32, is_pure=False, pack=1,
-        )  # fmt: skip
+        prefetch_pieces(following, tl.minimum(program * 128 + tl.arange(0, 128), PIECES - 1), PIECE)
 
 
 @triton.jit
@@ -183,16 +200,10 @@ def add_kernel(  # type: ignore[no-untyped-def]
     await_inputs(weight, column, INNER // 2 if INT8 else INNER, SPLITS, AHEAD, DEPENDENT)
     row = tl.program_id(0) * BLOCK_M + tl.arange(0, BLOCK_M)
     there = row < count
-    if MAPPED:
-        total, there = _mapped_product(
-            rows_map, weight_map, partials, counters, row, there, tile * BLOCK_N, INNER=INNER, SPLITS=SPLITS,
-            BLOCK_M=BLOCK_M, BLOCK_N=BLOCK_N, BLOCK_K=BLOCK_K,
-        )  # fmt: skip
-    else:
-        total, there = _product(
-            rows, weight, row_scales, partials, counters, row, column, there, row_stride,
-            INT8=INT8, INNER=INNER, SPLITS=SPLITS, BLOCK_M=BLOCK_M, BLOCK_N=BLOCK_N, BLOCK_K=BLOCK_K,
-        )  # fmt: skip
+    total, there = _product(
+        rows, weight, row_scales, rows_map, weight_map, partials, counters, row, column, tile * BLOCK_N, there,
+        row_stride, MAPPED, INT8, INNER, SPLITS, BLOCK_M, BLOCK_N, BLOCK_K,
+    )  # fmt: skip
     _prefetch(following, PIECES, PIECE)
     if HAS_BIAS:
         total += tl.load(bias + column).to(tl.float32)[None, :]
@@ -213,95 +224,66 @@ def add_kernel(  # type: ignore[no-untyped-def]
 
 
 @triton.jit
-def gated_kernel(  # type: ignore[no-untyped-def]
-    rows, squares, bias, parameters, output, weight, row_scales, partials, counters, following, rows_map, weight_map,
+def activated_kernel(  # type: ignore[no-untyped-def]
+    rows, squares, bias, parameters, output, weight, row_scales, partials, counters, rows_map, weight_map,
     count, epsilon,
     MAPPED: tl.constexpr, INT8: tl.constexpr, PARTS: tl.constexpr, BLOCK_PARTS: tl.constexpr, HAS_BIAS: tl.constexpr,
-    ACTIVATION: tl.constexpr, OUTPUTS: tl.constexpr,
+    GATED: tl.constexpr, ACTIVATION: tl.constexpr, OUTPUTS: tl.constexpr,
     INNER: tl.constexpr, SPLITS: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr,
-    AHEAD: tl.constexpr, PIECES: tl.constexpr, PIECE: tl.constexpr, DEPENDENT: tl.constexpr,
+    AHEAD: tl.constexpr, DEPENDENT: tl.constexpr,
 ):  # fmt: skip
-    """Norm, gate_proj and up_proj, activation(gate) * up. A tile holds as many columns of gate as of up."""
-    HALF_N: tl.constexpr = BLOCK_N // 2
+    """Norm, up_proj and activation(up); `GATED`, gate_proj too, and activation(gate) * up. A tile then holds as many
+    columns of gate as of up."""
+    OWN_N: tl.constexpr = BLOCK_N // 2 if GATED else BLOCK_N
     lane = tl.arange(0, BLOCK_N)
-    first = tl.program_id(1) * HALF_N
-    column = tl.minimum(first + lane % HALF_N, OUTPUTS - 1) + lane // HALF_N * OUTPUTS
+    first = tl.program_id(1) * OWN_N
+    if GATED:
+        column = tl.minimum(first + lane % OWN_N, OUTPUTS - 1) + lane // OWN_N * OUTPUTS
+    elif OUTPUTS % BLOCK_N != 0:
+        column = tl.minimum(first + lane, OUTPUTS - 1)
+    else:
+        column = first + lane
     await_inputs(weight, column, INNER // 2 if INT8 else INNER, SPLITS, AHEAD, DEPENDENT)
     row = tl.program_id(0) * BLOCK_M + tl.arange(0, BLOCK_M)
     there = row < count
     # Loaded before the product and used after it.
     found = load_squares(squares, row, there, PARTS, BLOCK_PARTS)
-    if MAPPED:
-        gate, up = _mapped_products(
-            rows_map, weight_map, tl.program_id(0) * BLOCK_M, first, OUTPUTS, INNER, BLOCK_M, HALF_N, BLOCK_K
+    if MAPPED and GATED:
+        result, up = _mapped_products(
+            rows_map, weight_map, tl.program_id(0) * BLOCK_M, first, OUTPUTS, INNER, BLOCK_M, OWN_N, BLOCK_K
         )
     else:
-        total, there = _product(
-            rows, weight, row_scales, partials, counters, row, column, there, INNER,
-            INT8=INT8, INNER=INNER, SPLITS=SPLITS, BLOCK_M=BLOCK_M, BLOCK_N=BLOCK_N, BLOCK_K=BLOCK_K,
+        result, there = _product(
+            rows, weight, row_scales, rows_map, weight_map, partials, counters, row, column, first, there,
+            INNER, MAPPED, INT8, INNER, SPLITS, BLOCK_M, BLOCK_N, BLOCK_K,
         )  # fmt: skip
-        gate, up = _halves(total, BLOCK_M, HALF_N)
-    _prefetch(following, PIECES, PIECE)
-    gate, up = finish_norm(gate, found, epsilon, PARTS, INNER), finish_norm(up, found, epsilon, PARTS, INNER)
-    column = first + tl.arange(0, HALF_N)
+        if GATED:
+            result, up = _halves(result, BLOCK_M, OWN_N)
+    result = finish_norm(result, found, epsilon, PARTS, INNER)
+    own = first + tl.arange(0, OWN_N)
+    inside = own < OUTPUTS
     if HAS_BIAS:
-        inside = column < OUTPUTS
-        gate += tl.load(bias + column, mask=inside, other=0.0).to(tl.float32)[None, :]
-        up += tl.load(bias + OUTPUTS + column, mask=inside, other=0.0).to(tl.float32)[None, :]
-    result = activated(gate, parameters, ACTIVATION) * up
-    kept = there[:, None] & (column < OUTPUTS)[None, :]
-    at = row[:, None].to(tl.int64) * OUTPUTS + column[None, :]
-    tl.store(output + at, result.to(output.dtype.element_ty), mask=kept)
-
-
-@triton.jit
-def activated_kernel(  # type: ignore[no-untyped-def]
-    rows, squares, bias, parameters, output, weight, row_scales, partials, counters, following, rows_map, weight_map,
-    count, epsilon,
-    MAPPED: tl.constexpr, INT8: tl.constexpr, PARTS: tl.constexpr, BLOCK_PARTS: tl.constexpr, HAS_BIAS: tl.constexpr,
-    ACTIVATION: tl.constexpr, OUTPUTS: tl.constexpr,
-    INNER: tl.constexpr, SPLITS: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr,
-    AHEAD: tl.constexpr, PIECES: tl.constexpr, PIECE: tl.constexpr, DEPENDENT: tl.constexpr,
-):  # fmt: skip
-    """Norm, up_proj, activation: an MLP without a gate."""
-    tile = tl.program_id(1)
-    column = tile * BLOCK_N + tl.arange(0, BLOCK_N)
-    inside = column < OUTPUTS
-    if OUTPUTS % BLOCK_N != 0:
-        column = tl.minimum(column, OUTPUTS - 1)
-    await_inputs(weight, column, INNER // 2 if INT8 else INNER, SPLITS, AHEAD, DEPENDENT)
-    row = tl.program_id(0) * BLOCK_M + tl.arange(0, BLOCK_M)
-    there = row < count
-    found = load_squares(squares, row, there, PARTS, BLOCK_PARTS)
-    if MAPPED:
-        total, there = _mapped_product(
-            rows_map, weight_map, partials, counters, row, there, tile * BLOCK_N, INNER=INNER, SPLITS=SPLITS,
-            BLOCK_M=BLOCK_M, BLOCK_N=BLOCK_N, BLOCK_K=BLOCK_K,
-        )  # fmt: skip
-    else:
-        total, there = _product(
-            rows, weight, row_scales, partials, counters, row, column, there, INNER,
-            INT8=INT8, INNER=INNER, SPLITS=SPLITS, BLOCK_M=BLOCK_M, BLOCK_N=BLOCK_N, BLOCK_K=BLOCK_K,
-        )  # fmt: skip
-    _prefetch(following, PIECES, PIECE)
-    total = finish_norm(total, found, epsilon, PARTS, INNER)
-    if HAS_BIAS:
-        total += tl.load(bias + column).to(tl.float32)[None, :]
-    result = activated(total, parameters, ACTIVATION)
-    at = row[:, None].to(tl.int64) * OUTPUTS + column[None, :]
+        result += tl.load(bias + own, mask=inside, other=0.0).to(tl.float32)[None, :]
+    result = activated(result, parameters, ACTIVATION)
+    if GATED:
+        up = finish_norm(up, found, epsilon, PARTS, INNER)
+        if HAS_BIAS:
+            up += tl.load(bias + OUTPUTS + own, mask=inside, other=0.0).to(tl.float32)[None, :]
+        result *= up
+    at = row[:, None].to(tl.int64) * OUTPUTS + own[None, :]
     tl.store(output + at, result.to(output.dtype.element_ty), mask=there[:, None] & inside[None, :])
 
 
 @triton.jit
 def rotary_kernel(  # type: ignore[no-untyped-def]
     rows, squares, bias, query_norm, key_norm, cosines, sines, slots, query, key_cache, value_cache, weight, row_scales,
-    partials, counters, following, rows_map, weight_map, count, epsilon, query_epsilon, key_epsilon,
+    partials, counters, rows_map, weight_map, count, epsilon, query_epsilon, key_epsilon,
     MAPPED: tl.constexpr, INT8: tl.constexpr, PARTS: tl.constexpr, BLOCK_PARTS: tl.constexpr, HAS_BIAS: tl.constexpr,
     NORMS: tl.constexpr,
     ROTARY: tl.constexpr, INTERLEAVED: tl.constexpr, VALUE_EPSILON: tl.constexpr,
     HEADS: tl.constexpr, KV_HEADS: tl.constexpr, WIDTH: tl.constexpr, INNER: tl.constexpr,
     SPLITS: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr,
-    AHEAD: tl.constexpr, PIECES: tl.constexpr, PIECE: tl.constexpr, DEPENDENT: tl.constexpr,
+    AHEAD: tl.constexpr, DEPENDENT: tl.constexpr,
 ):  # fmt: skip
     """Norm, q_proj, k_proj and v_proj, `NORMS` of each head, rotary embedding, and keys and values into their slots.
 
@@ -322,17 +304,10 @@ def rotary_kernel(  # type: ignore[no-untyped-def]
     there = row < count
     found = load_squares(squares, row, there, PARTS, BLOCK_PARTS)
     slot = tl.load(slots + row, mask=there, other=-1).to(tl.int64)
-    if MAPPED:
-        total, there = _mapped_product(
-            rows_map, weight_map, partials, counters, row, there, head * WIDTH, INNER=INNER, SPLITS=SPLITS,
-            BLOCK_M=BLOCK_M, BLOCK_N=BLOCK_N, BLOCK_K=BLOCK_K,
-        )  # fmt: skip
-    else:
-        total, there = _product(
-            rows, weight, row_scales, partials, counters, row, column, there, INNER,
-            INT8=INT8, INNER=INNER, SPLITS=SPLITS, BLOCK_M=BLOCK_M, BLOCK_N=BLOCK_N, BLOCK_K=BLOCK_K,
-        )  # fmt: skip
-    _prefetch(following, PIECES, PIECE)
+    total, there = _product(
+        rows, weight, row_scales, rows_map, weight_map, partials, counters, row, column, head * WIDTH, there,
+        INNER, MAPPED, INT8, INNER, SPLITS, BLOCK_M, BLOCK_N, BLOCK_K,
+    )  # fmt: skip
     total = finish_norm(total, found, epsilon, PARTS, INNER)
     if HAS_BIAS:
         total += tl.load(bias + column).to(tl.float32)[None, :]
@@ -375,10 +350,7 @@ def norm_kernel(  # type: ignore[no-untyped-def]
     inside = column < WIDTH
     if DEPENDENT:
         gdc_launch_dependents()
-    norm = load_wide(norm_weight, column, inside)
-    shift = norm
-    if HAS_NORM_BIAS:
-        shift = load_wide(norm_bias, column, inside)
+    norm, shift = load_norm(norm_weight, norm_bias, column, inside, HAS_NORM_BIAS)
     if DEPENDENT:
         gdc_wait()
     read = load_wide(rows + row.to(tl.int64) * row_stride, column, inside)

@@ -64,6 +64,16 @@ def load_wide(pointer, column, inside):  # type: ignore[no-untyped-def]
 
 
 @triton.jit
+def load_norm(weight, bias, column, inside, HAS_BIAS: tl.constexpr):  # type: ignore[no-untyped-def]
+    """[BLOCK] fp32 weight and bias of a norm; the weight again where it has no bias."""
+    loaded = load_wide(weight, column, inside)
+    shift = loaded
+    if HAS_BIAS:
+        shift = load_wide(bias, column, inside)
+    return loaded, shift
+
+
+@triton.jit
 def whole_norm(  # type: ignore[no-untyped-def]
     read, inside, weight, bias, epsilon, WIDTH: tl.constexpr, CENTERED: tl.constexpr, HAS_BIAS: tl.constexpr
 ):

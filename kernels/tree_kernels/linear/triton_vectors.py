@@ -118,7 +118,7 @@ def activated_vector_kernel(  # type: ignore[no-untyped-def]
     ACTIVATION: tl.constexpr, OUTPUTS: tl.constexpr, INNER: tl.constexpr, BLOCK_N: tl.constexpr, CHUNKS: tl.constexpr,
     BLOCK_T: tl.constexpr, DEPENDENT: tl.constexpr,
 ):  # fmt: skip
-    """As `gated_kernel`, or without `GATED` as `activated_kernel`, of one row."""
+    """As `activated_kernel`, of one row."""
     column = tl.program_id(0) * BLOCK_N + tl.arange(0, BLOCK_N)
     inside = column < OUTPUTS
     read = tl.minimum(column, OUTPUTS - 1)

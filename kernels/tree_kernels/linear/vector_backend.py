@@ -8,7 +8,7 @@ import torch
 import triton
 from torch import Tensor
 
-from tree_kernels.linear.forms import LLAMA_HEADS, SILU, Activation, HeadForm
+from tree_kernels.linear.forms import LLAMA_HEADS, Activation, HeadForm
 from tree_kernels.linear.int8_weight import Int8Weight, Weight
 from tree_kernels.linear.rows import HeadRows, Norm, ScaledRows
 from tree_kernels.linear.triton_backend import (
@@ -38,29 +38,12 @@ class VectorLinears(TritonLinears):
         super().__init__(device)
         self._vectors = vectors
 
-    def gated_linear(
-        self, rows: ScaledRows, weight: Weight, bias: Tensor | None = None, activation: Activation = SILU
-    ) -> Tensor:
-        tiling = self._vector_tiling(rows.rows, weight, gated=True)
-        if tiling is None or isinstance(weight, Int8Weight):
-            return super().gated_linear(rows, weight, bias, activation)
-        return self._activate_vector(rows, weight, bias, activation, tiling, gated=True)
-
-    def activated_linear(
-        self, rows: ScaledRows, weight: Weight, bias: Tensor | None = None, activation: Activation = SILU
-    ) -> Tensor:
-        tiling = self._vector_tiling(rows.rows, weight)
-        if tiling is None or isinstance(weight, Int8Weight):
-            return super().activated_linear(rows, weight, bias, activation)
-        return self._activate_vector(rows, weight, bias, activation, tiling, gated=False)
-
     def rotary_linear(
         self,
         rows: ScaledRows,
         weight: Weight,
         bias: Tensor | None,
         heads: HeadRows,
-        following: Weight | None = None,
         form: HeadForm = LLAMA_HEADS,
     ) -> Tensor:
         kv_heads, width = heads.key_cache.shape[-2:]
@@ -68,7 +51,7 @@ class VectorLinears(TritonLinears):
         whole = width == triton.next_power_of_2(width) and width >= 32
         norms = norms_of(form, width)
         if tiling is None or isinstance(weight, Int8Weight) or not whole or norms == "all":
-            return super().rotary_linear(rows, weight, bias, heads, following, form)
+            return super().rotary_linear(rows, weight, bias, heads, form)
         check_contiguous(rows=rows.rows, squares=rows.squares, bias=bias)
         check_heads(heads)
         query_heads = weight.shape[0] // width - 2 * kv_heads
@@ -112,16 +95,12 @@ class VectorLinears(TritonLinears):
         )  # fmt: skip
         return scaled
 
-    def _activate_vector(
-        self,
-        rows: ScaledRows,
-        weight: Tensor,
-        bias: Tensor | None,
-        activation: Activation,
-        tiling: VectorTiling,
-        *,
-        gated: bool,
+    def _activated(
+        self, rows: ScaledRows, weight: Weight, bias: Tensor | None, activation: Activation, *, gated: bool
     ) -> Tensor:
+        tiling = self._vector_tiling(rows.rows, weight, gated=gated)
+        if tiling is None or isinstance(weight, Int8Weight):
+            return super()._activated(rows, weight, bias, activation, gated=gated)
         check_contiguous(rows=rows.rows, squares=rows.squares, bias=bias, parameters=activation.parameters)
         outputs = weight.shape[0] // (2 if gated else 1)
         output = rows.rows.new_empty(1, outputs)

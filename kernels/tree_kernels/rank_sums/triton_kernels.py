@@ -6,7 +6,7 @@ import triton
 import triton.language as tl
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
-from tree_kernels.linear.triton_parts import load_wide, whole_norm
+from tree_kernels.linear.triton_parts import load_norm, load_wide, whole_norm
 
 
 @triton.jit
@@ -45,15 +45,9 @@ def add_parts_kernel(  # type: ignore[no-untyped-def]
     if DEPENDENT:
         gdc_launch_dependents()
     if POST_NORMS:
-        post = load_wide(post_weight, column, inside)
-        post_shift = post
-        if HAS_POST_BIAS:
-            post_shift = load_wide(post_bias, column, inside)
+        post, post_shift = load_norm(post_weight, post_bias, column, inside, HAS_POST_BIAS)
     if NORMS:
-        norm = load_wide(norm_weight, column, inside)
-        shift = norm
-        if HAS_NORM_BIAS:
-            shift = load_wide(norm_bias, column, inside)
+        norm, shift = load_norm(norm_weight, norm_bias, column, inside, HAS_NORM_BIAS)
     if DEPENDENT:
         gdc_wait()
     _meet(signals, program, RANK, RANKS)
