@@ -22,7 +22,6 @@ _KINDS = {
 }  # fmt: skip
 # What msgspec says of a value, and the steps of its place.
 _EXPECTED, _MISSING = re.compile("Expected `(.+?)`"), re.compile(r"Object missing required field `(\w+)`")
-_STEP = re.compile(r"\[\d+\]|\w+")
 
 
 class BodyObject(msgspec.Struct, kw_only=True):
@@ -139,7 +138,7 @@ def _bad_field(error: msgspec.ValidationError, kind: Any, path: str) -> BadField
         kinds = " or ".join([_KINDS[name] for name in expected[1].split(" | ") if name in _KINDS])
         return BadField(at, f"must be {kinds}", "invalid_type")
     found = _flat(inspect.type_info(kind))
-    for step in _STEP.findall(inner):
+    for step in re.findall(r"\[\d+\]|\w+", inner):
         found = [one for each in found for one in _inside(each, step)]
     name = expected[1] if expected else "literal"
     return BadField(at, next(filter(None, (_limits(one, name) for one in found)), message), "invalid_value")

@@ -30,7 +30,6 @@ from outrider_gateway.structured import json_form
 from outrider_gateway.translation import chat_options, completed, fitting, sampling_params
 
 MESSAGES_NAMES = {**CHAT_NAMES, "stop": "stop_sequences"}
-_CHOICES = {"auto": "auto", "any": "required", "none": "none"}
 
 
 class OutputConfig(BodyObject):
@@ -143,7 +142,7 @@ def _choice(value: Object | None) -> tuple[str | Object | None, bool]:
         return None, False
     chosen = read_object(BlockToolChoice, value, "tool_choice")
     named = {"type": "function", "function": {"name": chosen.name}}
-    return _CHOICES.get(chosen.type, named), chosen.disable_parallel_tool_use
+    return {"auto": "auto", "any": "required", "none": "none"}.get(chosen.type, named), chosen.disable_parallel_tool_use
 
 
 def _tool(value: Any, path: str) -> Object:

@@ -8,9 +8,6 @@ from pathlib import Path
 
 from outrider.settings import Settings, SettingsError, setting
 
-_AMOUNT = re.compile(r"(\d+(?:\.\d+)?)([kM]?)")
-_UNITS = {"": 1, "k": 1_000, "M": 1_000_000}
-
 
 @dataclass(frozen=True)
 class TrainingConfig(Settings):
@@ -111,10 +108,10 @@ class TrainingConfig(Settings):
 
     @property
     def token_goal(self) -> int:
-        match = _AMOUNT.fullmatch(self.tokens.strip().replace("_", ""))
+        match = re.fullmatch(r"(\d+(?:\.\d+)?)([kM]?)", self.tokens.strip().replace("_", ""))
         if match is None:
             raise SettingsError(f"--tokens: {self.tokens!r} is not an amount such as 500k or 20M")
-        return round(float(match[1]) * _UNITS[match[2]])
+        return round(float(match[1]) * {"": 1, "k": 1_000, "M": 1_000_000}[match[2]])
 
     @property
     def temperature_list(self) -> tuple[float, ...]:

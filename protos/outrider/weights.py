@@ -20,8 +20,6 @@ from outrider.hub import HubUnreachable, check_fetchable
 if TYPE_CHECKING:
     from torch import Tensor
 
-_PICKLED = (".bin", ".pt")
-
 
 class Weights:
     """The weights of a published model, and `config`, the entries of its config.json. Tensors are loaded, and files
@@ -126,7 +124,7 @@ class Weights:
         files = sorted(self._folder.glob("*.safetensors")) if self._folder else []
         if len(files) != 1:
             there = self._folder.iterdir() if self._folder else ()
-            pickled = ", ".join(sorted({path.suffix for path in there} & set(_PICKLED)))
+            pickled = ", ".join(sorted({path.suffix for path in there} & {".bin", ".pt"}))
             found = f"only pickled weights ({pickled})" if pickled else "no weights in safetensors"
             raise HeadRefused(f"{self._source}: {found}; pickled ones could run code and are never loaded")
         return files[0]

@@ -21,7 +21,6 @@ from target_service.model.support import ModelRefused, check_supported
 
 # Rows whose logits exist at once: those of a whole batch would take gigabytes in fp32.
 _LOGIT_ROWS = 4096
-_PROBE_TOKENS = 13
 # Relative difference of logits that are computed in two ways; a forgotten factor differs by far more.
 _TOLERANCE = 0.02
 
@@ -77,7 +76,7 @@ class TextReader:
     @torch.inference_mode()
     def _check(self) -> None:
         """Refuse a model that scales the output of lm_head, which would be read wrongly."""
-        text = torch.arange(_PROBE_TOKENS, device=self._model.device)[None] % self._model.config.vocab_size
+        text = torch.arange(13, device=self._model.device)[None] % self._model.config.vocab_size
         own: Tensor = self._model(input_ids=text, use_cache=False).logits[0].float()
         found = self._head(self._states(text))[0].float()
         if not float((found - own).norm()) <= _TOLERANCE * float(own.norm()):

@@ -21,16 +21,15 @@ from target_service.text.tokenizer import ModelTokenizer
 _NOTES = {"title", "description", "default", "examples", "$schema", "$id", "$comment", "deprecated", "nullable"} - {
     "nullable"
 }
-_OF_ARGUMENTS = _NOTES | {"type", "properties", "required", "additionalProperties", "$defs", "definitions"}
-_OF_STRINGS = _NOTES | {"type", "enum", "const"}
-_JSON_TYPES = {"integer", "number", "boolean", "null", "object", "array"}
 _ANY_KEY = r"/[A-Za-z_][A-Za-z0-9_.-]{0,127}/"
 
 
 def tagged_arguments(call: CallText, name: str, schema: Mapping[str, Any], tokenizer: ModelTokenizer) -> list[str]:
     """Rules of Lark for the arguments that a schema describes, the first of them named `name`. Raises `InvalidField`
     where the schema asks for what this text cannot be held to."""
-    _only(schema, _OF_ARGUMENTS, "arguments")
+    _only(
+        schema, _NOTES | {"type", "properties", "required", "additionalProperties", "$defs", "definitions"}, "arguments"
+    )
     properties, required = schema.get("properties") or {}, set(schema.get("required") or ())
     if required - properties.keys():
         raise _cannot_hold("arguments that are required and not described")
@@ -59,13 +58,13 @@ def _values(
     if not isinstance(own, Mapping) or key != key.strip() or re.search(r"[<>\n]", key) or not key:
         raise _cannot_hold(f"the argument {key!r}")
     kind = own.get("type")
-    if isinstance(kind, str) and kind in _JSON_TYPES:
+    if isinstance(kind, str) and kind in {"integer", "number", "boolean", "null", "object", "array"}:
         definitions = {each: schema[each] for each in ("$defs", "definitions") if each in schema}
         yield f"{json_of({**definitions, **own})} {literal(after, tokenizer)}"
         return
     if kind != "string":
         raise _cannot_hold(f"the argument {key!r}, whose type is open,")
-    _only(own, _OF_STRINGS, f"the string {key!r}")
+    _only(own, _NOTES | {"type", "enum", "const"}, f"the string {key!r}")
     listed = [own["const"]] if "const" in own else own.get("enum")
     if listed is None:
         yield f"{name}_text"

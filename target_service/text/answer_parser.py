@@ -14,7 +14,6 @@ from transformers.utils.chat_parsing.response_templates import load_response_tem
 from outrider.answer_parts import AnswerPart, ContentPart, ReasoningPart, ToolCallPart
 from target_service.text.answer_format import CALLS, CONTENT, REASONING, AnswerFormat
 
-_LETTERS = string.ascii_letters + string.digits
 # Characters before a place that a pattern there may look at, at most. Chosen: the longest looks back over a call.
 _LOOKED_BACK = 65536
 
@@ -99,7 +98,7 @@ class AnswerParser:
     def _first_piece(self, name: str, arguments: str) -> ToolCallPart:
         length = self.answer_format.call_id_length
         # As OpenAI's: that many are never drawn twice.
-        letters = "".join(secrets.choice(_LETTERS) for _ in range(length or 24))
+        letters = "".join(secrets.choice(string.ascii_letters + string.digits) for _ in range(length or 24))
         self._calls += 1
         return ToolCallPart(self._calls - 1, letters if length else f"call_{letters}", name, arguments)
 

@@ -38,7 +38,6 @@ _COMMANDS = (
 _HELP = "\n".join(f"{command:22} {meaning}" for command, meaning in _COMMANDS) + "\nCtrl-C ends an answer."
 # Long enough for a restarted service to load a small model; longer waits are the user's decision.
 _WAIT_SECONDS = 30.0
-_POLL_SECONDS = 0.25
 
 
 def _add_flags(parser: argparse.ArgumentParser) -> None:
@@ -207,7 +206,7 @@ class Conversation:
         end = time.monotonic() + _WAIT_SECONDS
         with waiting(self.console, f"waiting for {self.client.address}, Ctrl-C ends it"):
             while (left := end - time.monotonic()) > 0:
-                await asyncio.sleep(_POLL_SECONDS)
+                await asyncio.sleep(0.25)
                 # The channel reconnects by itself; a call before that fails at once.
                 with contextlib.suppress(*AWAY, DeadlineExceeded):
                     await self.client.info(left)

@@ -21,7 +21,6 @@ from outrider_client.terminal.options import AccessOptions, ClientOptions
 
 _DEFAULT_DRAFT = "127.0.0.1:50052"
 _Action = Callable[[argparse.Namespace, ClientOptions, DraftClient], Awaitable[None]]
-_COLUMNS = ("NAME", "OWNER", "TOKENS", "DOCUMENTS", "NODES", "MEMORY", "KIND")
 
 
 def _add_flags(parser: argparse.ArgumentParser) -> None:
@@ -95,7 +94,7 @@ async def _run_list(_: argparse.Namespace, reach: ClientOptions, draft: DraftCli
     if not corpora:
         error_console().print("there are no corpora")
         return
-    rows = [_COLUMNS, *map(_row, corpora)]
+    rows = [("NAME", "OWNER", "TOKENS", "DOCUMENTS", "NODES", "MEMORY", "KIND"), *map(_row, corpora)]
     widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
     out = output_console(soft_wrap=True)
     for row in rows:

@@ -21,8 +21,6 @@ from outrider_client.failures import ServiceUnreachable
 
 # Of prctl(2): the signal that a process gets when its parent ends.
 _PR_SET_PDEATHSIG = 1
-_LINE_END = re.compile(r"[\r\n]+")
-_POLL_SECONDS = 0.1
 
 
 class ServiceDied(Exception):
@@ -104,7 +102,7 @@ async def _read_lines(stream: asyncio.StreamReader, on_line: Callable[[str], Non
     rest = ""
     while piece := await stream.read(8192):
         # Only the new piece may have line ends.
-        first, *others = _LINE_END.split(decoder.decode(piece))
+        first, *others = re.split(r"[\r\n]+", decoder.decode(piece))
         *lines, rest = rest + first, *others
         for line in filter(None, lines):
             on_line(line)
@@ -165,6 +163,6 @@ async def wait_serving(
                     on_refused(last)
             except OutriderError as error:
                 last = error.message
-            await asyncio.sleep(_POLL_SECONDS)
+            await asyncio.sleep(0.1)
         because = f": {last}" if last else ""
         raise ServiceSlow(f"the {child.name} service was not healthy after {timeout:.0f} s{because}")

@@ -12,7 +12,6 @@ from outrider_client.results import Chunk
 
 DRAFTED_STYLE = "green"
 OWN_STYLE = "yellow"
-_LAST_WORD = re.compile(r"\s*\S+\s*$")
 _REPLACEMENT = "\ufffd"
 # Most tokens that wait for a character to be complete, as in the target, whose texts are compared.
 _LONGEST_PENDING = 32
@@ -127,7 +126,7 @@ def _by_words(chunk: Chunk) -> Iterator[tuple[str, bool]]:
     if chunk.drafted_tokens in (0, len(chunk.token_ids)):
         yield chunk.text, chunk.drafted_tokens > 0
         return
-    last = _LAST_WORD.search(chunk.text)
+    last = re.search(r"\s*\S+\s*$", chunk.text)
     cut = last.start() if last else len(chunk.text)
     yield chunk.text[:cut], True
     yield chunk.text[cut:], False

@@ -12,7 +12,6 @@ from outrider.settings import SECTIONS, SettingsError
 # Each request can bound its verified rows, so that a running target can be measured with another bound.
 TARGET, MAX_DRAFT_NODES = "target", "max_draft_nodes"
 DEFAULT_LABEL = "default"
-_ONE = re.compile(r"(?P<section>[a-z_]+)\.(?P<name>[a-z0-9_-]+)=(?P<value>\d+)")
 
 
 @dataclass(frozen=True, slots=True)
@@ -86,7 +85,7 @@ def parse_candidates(text: str) -> list[Candidate]:
 def _candidate(words: Sequence[str]) -> Candidate:
     settings: dict[tuple[str, str], int] = {}
     for word in words:
-        match = _ONE.fullmatch(word)
+        match = re.fullmatch(r"(?P<section>[a-z_]+)\.(?P<name>[a-z0-9_-]+)=(?P<value>\d+)", word)
         if match is None:
             raise SettingsError(f"--candidates: {word!r} is not SECTION.NAME=NUMBER")
         section, name = match["section"], match["name"].replace("-", "_")

@@ -16,7 +16,6 @@ log = logging.getLogger(__name__)
 # Sizes on which the kernel is checked before it is used: rows, tokens (more than one block of it, and no multiple of
 # one) and distributions. Tolerance of the relative difference: a rounding of bf16 is 0.004, a wrong row more than 1.
 _TRIAL_ROWS, _TRIAL_TOKENS, _TRIAL_DISTRIBUTIONS = 7, 5003, 3
-_TOLERANCE = 0.01
 
 
 def soft_cross_entropy_(
@@ -91,4 +90,4 @@ def _trusted(device: torch.device, dtype: torch.dtype, probs_dtype: torch.dtype)
 def _close(found: Tensor, expected: Tensor) -> bool:
     difference = (found.float() - expected.float()).norm()
     # Written so that NaN fails.
-    return bool(difference <= _TOLERANCE * expected.float().norm())
+    return bool(difference <= 0.01 * expected.float().norm())

@@ -31,7 +31,6 @@ if TYPE_CHECKING:
 
 # MTP modules, which draft (`draft_service.mtp`) and are no part of the model.
 _MTP = re.compile(r"(model\.)?mtp(_layers)?\.")
-_LAYER = re.compile(r"((?:model\.)?layers\.(\d+)\.).+")
 _EXPERT = re.compile(r"(.+\.experts)\.(\d+)\.(.+)")
 # A KeyError that is shorter has a name alone.
 _NAME = 60
@@ -187,7 +186,7 @@ def _used(tensors: Mapping[str, TensorEntry], skeleton: PreTrainedModel) -> dict
             continue
         if name not in own and any(re.search(pattern, name) for pattern in patterns):
             continue
-        layer = _LAYER.fullmatch(name)
+        layer = re.fullmatch(r"((?:model\.)?layers\.(\d+)\.).+", name)
         if layer is not None and int(layer[2]) >= layers:
             # What joins embedding and state in an MTP module that stands behind a model's layers, as in DeepSeek-V3 and
             # GLM-4.5.

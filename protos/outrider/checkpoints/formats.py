@@ -58,7 +58,6 @@ _SUFFIXES = (
 _NUMBER = re.compile(r"(?<=\.)\d+(?=\.|$)")
 # What scaled matrices are, by their type.
 _WHOLE = {"I8": "INT8", "U8": "packed in bytes, as BitNet's", "I32": "packed in 32 bits"}
-_PLAIN = ("F64", "F32", "F16", "BF16")
 
 
 def quantised_format(folder: Path, config: Mapping[str, Any], tensors: Mapping[str, TensorEntry]) -> str:
@@ -69,7 +68,7 @@ def quantised_format(folder: Path, config: Mapping[str, Any], tensors: Mapping[s
 
 def is_plain_float(entry: TensorEntry) -> bool:
     """Whether the tensor's values are floating point numbers of 16 bits or more."""
-    return entry.dtype in _PLAIN
+    return entry.dtype in ("F64", "F32", "F16", "BF16")
 
 
 def _by_config(config: Mapping[str, Any]) -> str:

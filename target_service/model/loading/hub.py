@@ -19,8 +19,6 @@ if TYPE_CHECKING:
     from huggingface_hub import CachedRepoInfo
     from huggingface_hub.hf_api import ModelInfo
 
-_COMMIT = re.compile("[0-9a-f]{40}")
-
 
 class PullFailed(OSError):
     """A model could not be fetched; the message has the remedy."""
@@ -62,7 +60,7 @@ def fetch(model: HubId) -> Path:
     from huggingface_hub import HfApi, constants, hf_hub_download
 
     cached = whole_snapshot(model)
-    if cached is not None and model.revision is not None and _COMMIT.fullmatch(model.revision):
+    if cached is not None and model.revision is not None and re.fullmatch("[0-9a-f]{40}", model.revision):
         return cached
     try:
         if constants.HF_HUB_OFFLINE:
