@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 from transformers import PreTrainedModel
 
+from benchmarks.shared.loaded_models import runner_for
 from draft_service import in_process as inprocess
 from draft_service.in_process import InprocessLink
 from outrider.drafting.events import Connected, DraftEvents, Grown
@@ -30,7 +31,7 @@ from target_service.core.sequence import MAX_PASSES, SequenceFinished, SequenceR
 from target_service.engine.loop import EngineLoop
 from target_service.execution.device_executor import DeviceSteps
 from target_service.execution.host_executor import HostSteps, Steps
-from target_service.model.runner import ModelRunner, runner_for
+from target_service.model.runner import ModelRunner
 from target_service.sampling.distribution import LogitShaper
 from target_service.speculation.policy.step_cost import StepCost
 from tree_kernels.verification import coupled_token

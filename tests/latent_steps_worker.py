@@ -12,10 +12,11 @@ import torch
 from latent_models import make_latent
 from torch import Tensor
 
+from benchmarks.shared.loaded_models import runner_for
 from target_service.model.cuda_graphs.sizes import Bucket
 from target_service.model.cuda_graphs.step_buffer import StepBuffer
 from target_service.model.forward import ForwardInput
-from target_service.model.runner import ModelRunner, runner_for
+from target_service.model.runner import ModelRunner
 from tree_kernels.attention import AttentionBatch
 from tree_kernels.attention.triton_planning import TritonSettings
 from tree_kernels.latent_attention import LatentAttention

@@ -16,6 +16,7 @@ from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 from transformers import PreTrainedTokenizerFast
 from waits import HUNG_SECONDS
 
+from benchmarks.shared.loaded_models import tokenizer_of
 from outrider.limits import TenantTable
 from outrider.serving import GrpcServer, Service, ServingOptions
 from outrider.telemetry.tracing import Tracing
@@ -28,7 +29,6 @@ from target_service.config import TargetConfig
 from target_service.core.events import Sequences
 from target_service.core.quotas import TenantQuotas
 from target_service.speculation_state import SpeculationState
-from target_service.text.loading import tokenizer_of
 from target_service.text.processes import TextProcess
 from target_service.text.tokenizer import ModelTokenizer
 

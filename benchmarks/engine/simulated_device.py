@@ -29,6 +29,7 @@ import torch  # noqa: E402
 from transformers import LlamaConfig, LlamaForCausalLM  # noqa: E402
 
 from benchmarks.drafters.draft_quality import Trace, load  # noqa: E402
+from benchmarks.shared.loaded_models import runner_for  # noqa: E402
 from benchmarks.shared.machine import describe  # noqa: E402
 from benchmarks.shared.report import comma_separated, parser_of, settings_of, show, write_json  # noqa: E402
 from outrider.drafting.link import connect_draft  # noqa: E402
@@ -41,7 +42,7 @@ from target_service.execution.batch import StepBatch  # noqa: E402
 from target_service.execution.device_time import DeviceSpan  # noqa: E402
 from target_service.execution.host_executor import LaunchedWhole, Ready  # noqa: E402
 from target_service.execution.prompt_scores import ScoredPrompt  # noqa: E402
-from target_service.model.runner import ModelRunner, runner_for  # noqa: E402
+from target_service.model.runner import ModelRunner  # noqa: E402
 from target_service.sampling.verifier import SequenceVerifier, Verified  # noqa: E402
 from target_service.speculation.policy.step_cost import StepCost  # noqa: E402
 from tree_kernels.verification import Walk  # noqa: E402

@@ -33,6 +33,7 @@ from benchmarks.engine.sampling_parameters import FORM, FREE
 from benchmarks.engine.simulated_device import PAGE_SIZE
 from benchmarks.host.host_time import COSTS, HostRunner, Times
 from benchmarks.host.simulated_forms import FormSteps, form_answer
+from benchmarks.shared.loaded_models import runner_for
 from benchmarks.shared.report import (
     comma_separated,
     median_and_spread,
@@ -52,7 +53,6 @@ from target_service.engine.loop import EngineLoop
 from target_service.grammars import following
 from target_service.grammars.following import FollowedGrammar
 from target_service.model.loading.store import resolve
-from target_service.model.runner import runner_for
 from target_service.speculation.policy.step_cost import StepCost
 from target_service.speculation.policy.throughput_trial import SpeculationLevel
 from target_service.telemetry.metrics import PrometheusObserver

@@ -7,7 +7,7 @@ import itertools
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from itertools import accumulate
-from typing import TYPE_CHECKING, Any, Literal, cast, get_args
+from typing import Any, Literal, cast, get_args
 
 import numpy
 import torch
@@ -23,8 +23,6 @@ from target_service.model.head_projection import DraftHead
 from target_service.model.hidden_state_hooks import LayerHooks
 from target_service.model.network import TargetNetwork
 from target_service.model.rank_link import LinkedStates, MoveAccepted, MoveRows, RankLink, RunPass
-from target_service.model.support import description_of
-from target_service.model.transformers_network import TransformersNetwork, pack_linears
 from target_service.text.tokenizer import ModelTokenizer
 from tree_kernels.ahead import AheadCompiler
 from tree_kernels.attention import AttentionBatch, Backend, TreeAttention
@@ -34,13 +32,7 @@ from tree_kernels.node_table import NodeTable, StepIntegers, fill_pending
 from tree_kernels.node_table.layout import LOOKUP
 from tree_kernels.recurrence import RecurrenceBackend, RecurrentPass, RecurrentStates, TreeRecurrence
 from tree_kernels.verification import DRAWN_BY_POSITION, RECORD, Verdicts, move_accepted, move_kv, records_of
-from tree_models.building import build
 from tree_models.in_pass import InPassDrafter
-from tree_models.layers.placing import Placement
-from tree_models.reference import published_tensors
-
-if TYPE_CHECKING:
-    from transformers import PreTrainedModel
 
 # See `ModelRunner.run_device_rows`.
 Begin = Callable[[StepIntegers, object | None], None]
@@ -404,37 +396,6 @@ def runner_over(
     if in_pass is not None:
         runner.draft_in_passes(in_pass)
     return runner
-
-
-def runner_for(
-    model: PreTrainedModel,
-    tokenizer: ModelTokenizer | None,
-    *,
-    attention: Backend = "torch",
-    invariant: bool = False,
-    latent: bool = True,
-    packed: bool = False,
-    **settings: Any,
-) -> ModelRunner:
-    """A runner for a transformers model that is loaded, with `settings` as in `runner_over`: of our layers with copies
-    of its weights, or for a family without an entry of the model itself.
-
-    `latent` keeps latents in the cache where the family and the backend support it; without it keys and values of all
-    heads are kept, which is the reference; with `invariant` too, since attention to latents depends on the batch.
-    `packed` as in `Placement`.
-    """
-    latent = latent and not invariant and takes_latents(attention)
-    description = description_of(model.config)
-    network: TargetNetwork
-    if description is None:
-        if packed:
-            pack_linears(model)
-        network = TransformersNetwork(model)
-    else:
-        place = Placement(model.device, model.dtype, packed, latent)
-        network = build(description, published_tensors(model), place)
-    ends = end_tokens_of(model.config, getattr(model, "generation_config", None))
-    return runner_over(network, tokenizer, attention=attention, invariant=invariant, end_token_ids=ends, **settings)
 
 
 def takes_latents(attention: Backend) -> bool:

@@ -47,18 +47,6 @@ def load_tokenizer(folder: Path) -> ModelTokenizer:
     )
 
 
-def tokenizer_of(converted: Any) -> ModelTokenizer:
-    """The same of a fast tokenizer of transformers that is loaded already."""
-    special = {name: str(text) for name in SPECIAL_NAMES if (text := getattr(converted, name, None))}
-    backend = Tokenizer.from_str(converted.backend_tokenizer.to_str())
-    return ModelTokenizer(
-        backend,
-        chat_template=converted.chat_template or "",
-        special_tokens=special,
-        response_template=getattr(converted, "response_template", None),
-    )
-
-
 def _settle_begin_and_end(backend: Tokenizer, settings: Mapping[str, Any], special: Mapping[str, str]) -> None:
     """Have prompts begin and end with the tokens that the settings name explicitly, where the file has it otherwise:
     some files leave it to their settings."""

@@ -14,6 +14,7 @@ from text_parts import TEXT_PARTS
 from transformers import LlamaConfig
 from windowed_models import WINDOWED
 
+from benchmarks.shared.loaded_models import runner_for
 from draft_service.drafters.base import DRAFTERS
 from outrider.checkpoints import causal_lm, config_sizes, folder, formats, plain_attention, tensors
 from outrider.devices import check_device_name
@@ -21,7 +22,6 @@ from outrider.settings import SettingsError
 from target_service.model import support
 from target_service.model.loading import self_check
 from target_service.model.loading.self_check import check_runner, own_logits
-from target_service.model.runner import runner_for
 from target_service.model.support import check_supported, kv_bytes
 
 CHECKPOINTS = (causal_lm, config_sizes, folder, formats, plain_attention, tensors)

@@ -18,6 +18,7 @@ from draft_harness import build_server
 from scripted_service import model_tokenizer
 from waits import HUNG_SECONDS
 
+from benchmarks.shared.loaded_models import runner_for
 from draft_service.config import DraftConfig
 from draft_service.drafters.base import create
 from outrider.errors import all_errors
@@ -31,7 +32,6 @@ from outrider_client import Client, Policy, ServiceUnreachable
 from target_service.api.admission import DEFAULT_MAX_TOKENS
 from target_service.config import TargetConfig
 from target_service.lifecycle import serve_engine
-from target_service.model.runner import runner_for
 from target_service.shared_engine import SharedEngine
 
 _ROOT = Path(__file__).parents[2]

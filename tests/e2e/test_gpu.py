@@ -21,6 +21,7 @@ from structured_forms import VOCABULARY as FORM_VOCABULARY
 from waits import HUNG_SECONDS
 from windowed_models import windowed_model
 
+from benchmarks.shared.loaded_models import runner_for
 from outrider.sampling import SamplingParams, VerificationMode
 from outrider.structured_output import StructuredOutput
 from target_service.core.sequence import SequenceRequest
@@ -28,7 +29,7 @@ from target_service.execution import device_executor
 from target_service.execution.device_executor import DeviceSteps
 from target_service.execution.host_executor import HostSteps
 from target_service.model.loading.self_check import check_runner, own_logits
-from target_service.model.runner import ModelRunner, runner_for
+from target_service.model.runner import ModelRunner
 from target_service.model.weights.files import read_weights
 from target_service.model.weights.host_memory import HostMemory
 from target_service.model.weights.slots import weight_slots, write_weights

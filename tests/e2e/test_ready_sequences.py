@@ -16,6 +16,7 @@ from engine_harness import DEVICE_SEQUENCES, Outcome, engine_config, knowing_tre
 from structured_forms import SCHEMAS, VOCABULARY, trained_tokenizer
 from transformers import PreTrainedModel
 
+from benchmarks.shared.loaded_models import runner_for
 from outrider.sampling import SamplingParams, VerificationMode
 from outrider.structured_output import StructuredOutput
 from outrider.tree import TokenTree
@@ -26,7 +27,7 @@ from target_service.engine.step import Step
 from target_service.execution.device_executor import DeviceSteps
 from target_service.grammars import following
 from target_service.grammars.following import FollowedGrammar
-from target_service.model.runner import ModelRunner, runner_for
+from target_service.model.runner import ModelRunner
 
 pytestmark = pytest.mark.values
 

@@ -16,6 +16,7 @@ from scripted_service import target_over
 from transformers import PreTrainedModel
 from waits import HUNG_SECONDS
 
+from benchmarks.shared.loaded_models import runner_for
 from draft_service.drafters.base import create
 from outrider.drafting.events import SequenceFailure
 from outrider.errors import EngineDead
@@ -24,7 +25,6 @@ from outrider.wire.frames import OpenSequence
 from outrider_client import Client, ServiceUnreachable, Speculation, SyncClient
 from target_service.config import TargetConfig
 from target_service.lifecycle import serve_engine
-from target_service.model.runner import runner_for
 from target_service.shared_engine import SharedEngine
 
 VOCABULARY = 211

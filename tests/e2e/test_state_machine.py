@@ -25,6 +25,7 @@ from structured_forms import SCHEMAS, VOCABULARY, trained_tokenizer
 from torch import Tensor
 from transformers import PreTrainedModel
 
+from benchmarks.shared.loaded_models import runner_for
 from draft_service.drafters.hidden_states import read_vectors
 from outrider.drafting.events import Connected, Disconnected, Grown, SequenceFailure
 from outrider.sampling import SamplingParams
@@ -43,7 +44,7 @@ from target_service.core.sequence import SequenceFinished, StepVerdict
 from target_service.engine.loop import EngineLoop
 from target_service.execution.device_executor import DeviceSteps
 from target_service.execution.host_executor import HostSteps, Steps
-from target_service.model.runner import ModelRunner, runner_for
+from target_service.model.runner import ModelRunner
 
 END = 2
 INFO = DraftInfo("fuzzed", 0, "", TreeLimits(), 1 << 20, "0")

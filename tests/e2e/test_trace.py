@@ -12,6 +12,7 @@ import pytest
 from draft_harness import build_server
 from waits import HUNG_SECONDS
 
+from benchmarks.shared.loaded_models import runner_for
 from draft_service.config import DraftConfig
 from draft_service.drafters.base import create
 from outrider.sampling import SamplingParams
@@ -21,7 +22,6 @@ from outrider_client import Client
 from outrider_client.demo.trace_sink import ReceivedSpan, TraceSink
 from target_service.config import TargetConfig
 from target_service.lifecycle import serve_engine
-from target_service.model.runner import runner_for
 from target_service.shared_engine import SharedEngine
 
 # Token ids that no count, size or time in a span comes near.

@@ -7,8 +7,9 @@ from engine_harness import ScriptedDraft, engine_config, knowing_tree, plain, pl
 from lasting_engine import Engine
 from windowed_models import GREEDY, SEEDED, VOCABULARY, windowed_model, windowed_requests
 
+from benchmarks.shared.loaded_models import runner_for
 from target_service.core.sequence import StepVerdict
-from target_service.model.runner import ModelRunner, runner_for
+from target_service.model.runner import ModelRunner
 
 PAGE, CHUNK = 4, 7
 SHARED = [(7 * i) % 200 + 3 for i in range(40)]

@@ -20,9 +20,9 @@ from triton.runtime import driver
 from triton.runtime.jit import JITFunction
 
 import tree_kernels
+from benchmarks.shared.loaded_models import runner_for
 from target_service.model.cuda_graphs.capturing import ordered_sizes
 from target_service.model.cuda_graphs.runner import CapturedRunner, CaptureOptions
-from target_service.model.runner import runner_for
 from tree_kernels.ahead import CHILD, AheadCompiler
 from tree_kernels.ahead.collecting import collecting
 from tree_kernels.linear.cublas_backend import CublasLinears

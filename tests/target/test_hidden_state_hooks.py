@@ -19,6 +19,7 @@ from transformers import PreTrainedModel
 from waits import HUNG_SECONDS
 from windowed_models import WINDOWED
 
+from benchmarks.shared.loaded_models import runner_for
 from draft_service.eagle.checkpoint import save_head
 from outrider.errors import NotSupported
 from target_service.assembly import assemble, load_model
@@ -27,7 +28,7 @@ from target_service.core.sequence import SequenceEvent, StepVerdict
 from target_service.model.forward import ForwardInput
 from target_service.model.hidden_state_hooks import LayerHooks
 from target_service.model.preparing import prepare_network
-from target_service.model.runner import ModelRunner, runner_for
+from target_service.model.runner import ModelRunner
 from target_service.preflight import EngineRefused, prepared_draft
 from target_service.speculation.hidden_states.sending import Features
 from tree_kernels.attention import AttentionBatch

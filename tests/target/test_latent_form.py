@@ -19,6 +19,7 @@ from safetensors.torch import save_file
 from torch import Tensor
 from transformers import AutoConfig, PreTrainedModel
 
+from benchmarks.shared.loaded_models import runner_for
 from target_service.assembly import served_model
 from target_service.config import TargetConfig
 from target_service.core.kv_cache import KVCache
@@ -28,7 +29,7 @@ from target_service.model.loading.inspection import inspect
 from target_service.model.loading.loader import load_runner
 from target_service.model.loading.self_check import check_runner, own_logits
 from target_service.model.preparing import prepare_network
-from target_service.model.runner import ModelRunner, runner_for
+from target_service.model.runner import ModelRunner
 from target_service.model.support import kv_bytes, kv_shape
 from target_service.model.weights.files import read_weights
 from target_service.model.weights.slots import weight_slots, write_weights

@@ -21,6 +21,7 @@ from grpc_reflection.v1alpha import reflection_pb2, reflection_pb2_grpc
 from readiness import becomes, ready
 from waits import HUNG_SECONDS, until
 
+from benchmarks.shared.loaded_models import runner_for
 from outrider.settings import SettingsError
 from outrider.v1 import target_pb2 as pb
 from outrider.v1 import target_pb2_grpc, tree_pb2
@@ -28,7 +29,7 @@ from target_service import shared_engine
 from target_service.config import TargetConfig
 from target_service.lifecycle import serve_engine
 from target_service.model.forward import ForwardInput
-from target_service.model.runner import ModelRunner, runner_for
+from target_service.model.runner import ModelRunner
 from target_service.preflight import EngineRefused
 from target_service.shared_engine import SharedEngine
 

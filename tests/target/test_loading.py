@@ -26,13 +26,13 @@ from safetensors.torch import save_file
 from scripted_service import byte_tokenizer
 from waits import HUNG_SECONDS
 
+from benchmarks.shared.loaded_models import runner_for
 from outrider.v1 import target_pb2 as pb
 from outrider.v1 import target_pb2_grpc
 from target_service.api.admission import ServedModel
 from target_service.api.server import SERVICE_NAME
 from target_service.config import TargetConfig
 from target_service.lifecycle import serve_engine
-from target_service.model.runner import runner_for
 from target_service.preflight import EngineRefused
 from target_service.shared_engine import SharedEngine
 

@@ -11,6 +11,7 @@ import pytest
 import torch
 from conftest import make_tiny
 
+from benchmarks.shared.loaded_models import runner_for
 from target_service.model.cuda_graphs.runner import CapturedRunner
 from target_service.model.cuda_graphs.sizes import (
     Bucket,
@@ -23,7 +24,6 @@ from target_service.model.cuda_graphs.sizes import (
 )
 from target_service.model.cuda_graphs.step_buffer import StepBuffer
 from target_service.model.forward import ForwardInput
-from target_service.model.runner import runner_for
 from tree_kernels.attention import AttentionBatch, TreeAttention
 from tree_kernels.verification import RECORD, Mode, RowsToVerify, parameter_count
 from tree_kernels.verification.records import pack_parameters, unpack_parameters

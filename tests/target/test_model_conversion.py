@@ -16,10 +16,10 @@ import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer
 from waits import HUNG_SECONDS
 
+from benchmarks.shared.loaded_models import runner_for
 from target_service.model.loading import store
 from target_service.model.loading.self_check import check_runner, own_logits
 from target_service.model.loading.store import KnownModel, PullFailed, local_folder, pull, resolve
-from target_service.model.runner import runner_for
 
 WIDTH, HEADS, WORDS = 32, 2, ("<end>", "<begin>", "a", "b", "ab", "Ġ", "Ġa")
 

@@ -14,9 +14,10 @@ from torch import Tensor
 from transformers import PreTrainedModel
 from windowed_models import WINDOWED
 
+from benchmarks.shared.loaded_models import runner_for
 from target_service.model.forward import ForwardInput
 from target_service.model.preparing import prepare_network
-from target_service.model.runner import ModelRunner, runner_for
+from target_service.model.runner import ModelRunner
 from tree_kernels.attention import AttentionBatch
 from tree_kernels.compiled_layers import compile_layer
 from tree_kernels.linear import Activation, RowLinears, ScaledRows

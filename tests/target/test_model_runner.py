@@ -13,8 +13,9 @@ from conftest import make_tiny
 from torch import Tensor
 from transformers import PreTrainedModel
 
+from benchmarks.shared.loaded_models import runner_for
 from target_service.model.forward import ForwardInput
-from target_service.model.runner import ModelRunner, runner_for
+from target_service.model.runner import ModelRunner
 from target_service.model.transformers_network import PackedLinear, pack_linears
 from tree_kernels.attention import AttentionBatch
 from tree_kernels.node_table import StepIntegers, shift_by_accepted

@@ -15,12 +15,12 @@ from engine_harness import make_runner, plain_each, random_tree, request, run
 from latent_models import make_latent
 from transformers import AutoConfig, PreTrainedConfig, PreTrainedModel
 
+from benchmarks.shared.loaded_models import runner_for
 from outrider.heads import tokenizer_fingerprint
 from outrider.sampling import SamplingParams
 from target_service.config import TargetConfig
 from target_service.model.loading.loader import _choose_rows_on_device, load_runner
 from target_service.model.loading.self_check import check_runner, own_logits
-from target_service.model.runner import runner_for
 from target_service.model.support import ModelRefused, check_supported, longest_context
 
 GREEDY = SamplingParams(temperature=0.0, ignore_eos=True)

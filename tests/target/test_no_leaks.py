@@ -15,12 +15,12 @@ import pytest
 from readiness import ready
 from waits import HUNG_SECONDS
 
+from benchmarks.shared.loaded_models import runner_for
 from outrider.v1 import target_pb2 as pb
 from outrider.v1 import target_pb2_grpc
 from outrider_client.demo.trace_sink import TraceSink
 from target_service.config import TargetConfig
 from target_service.lifecycle import serve_engine
-from target_service.model.runner import runner_for
 from target_service.shared_engine import SharedEngine
 
 SECRET = "swordfish"

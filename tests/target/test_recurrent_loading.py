@@ -13,11 +13,11 @@ from conftest import make_tiny
 from recurrent_models import RECURRENT
 from safetensors.torch import save_file
 
+from benchmarks.shared.loaded_models import runner_for
 from target_service.config import TargetConfig
 from target_service.model.loading.inspection import inspect
 from target_service.model.loading.loader import load_runner
 from target_service.model.loading.self_check import check_runner, own_logits
-from target_service.model.runner import runner_for
 from target_service.model.support import ModelRefused
 from target_service.speculation.policy.step_cost import measure_step_cost
 from tree_models.reference import layers_that_differ, published_tensors

@@ -19,11 +19,12 @@ from structured_forms import SCHEMAS, VOCABULARY, trained_tokenizer
 from torch import Tensor
 from transformers import PreTrainedModel
 
+from benchmarks.shared.loaded_models import runner_for
 from outrider.sampling import FinishReason, SamplingParams, VerificationMode
 from outrider.structured_output import StructuredOutput
 from target_service.core.sequence import SequenceRequest
 from target_service.grammars.compiling import Grammars
-from target_service.model.runner import ModelRunner, runner_for
+from target_service.model.runner import ModelRunner
 
 END = 2
 PROMPT = (5, 9, 14)

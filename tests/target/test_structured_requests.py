@@ -18,6 +18,7 @@ from scripted_service import model_tokenizer
 from structured_forms import VOCABULARY, trained_tokenizer
 from waits import HUNG_SECONDS, wait_until
 
+from benchmarks.shared.loaded_models import runner_for
 from outrider.errors import InvalidField
 from outrider.sampling import FinishReason, SamplingParams
 from outrider.structured_output import StructuredOutput
@@ -28,7 +29,6 @@ from outrider.wire.trees import error_of_rpc, sampling_from_pb, sampling_to_pb
 from target_service.api import structured
 from target_service.core.sequence import SequenceEvent, SequenceFailed, SequenceFinished, SequenceRequest, StepVerdict
 from target_service.engine.engine import Engine
-from target_service.model.runner import runner_for
 
 END = 2
 YES = StructuredOutput(choices=("yes",))

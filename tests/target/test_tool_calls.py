@@ -14,6 +14,7 @@ from llguidance import LLMatcher
 from scripted_service import byte_tokenizer, model_tokenizer
 from tokenizers import AddedToken
 
+from benchmarks.shared.loaded_models import tokenizer_of
 from outrider.answer_parts import ToolCallPart
 from outrider.errors import InvalidField
 from outrider.structured_output import StructuredOutput
@@ -27,7 +28,6 @@ from target_service.grammars.vocabulary import grammar_tokenizer
 from target_service.text.answer_format import AnswerFormat, formats
 from target_service.text.answer_parser import AnswerParser
 from target_service.text.chat_template import ChatTemplate
-from target_service.text.loading import tokenizer_of
 from target_service.text.prompt_encoder import PromptEncoder
 from target_service.text.tokenizer import ModelTokenizer
 from target_service.text.tool_turns import named_results, plain_turns, template_turn

@@ -13,13 +13,14 @@ from engine_harness import DEVICE_SEQUENCES, Outcome, knowing_tree, random_tree,
 from structured_forms import VOCABULARY, trained_tokenizer
 from transformers import PreTrainedModel
 
+from benchmarks.shared.loaded_models import runner_for
 from outrider.sampling import FinishReason, SamplingParams, VerificationMode
 from outrider.structured_output import StructuredOutput
 from outrider.tree import TokenTree
 from target_service.core.sequence import DevicePass, SequenceRequest, TriggeredForm
 from target_service.engine.counted import first_tokens
 from target_service.grammars.compiling import Grammars
-from target_service.model.runner import ModelRunner, runner_for
+from target_service.model.runner import ModelRunner
 from target_service.sampling.verifier import Verified
 from tree_kernels.verification import Walk
 
