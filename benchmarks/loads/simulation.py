@@ -6,8 +6,8 @@ with a clock of its own.
 Loop, scheduler and policies are the engine's own. Passes take what those of an 8B shape take on an H100
 (`benchmarks.host.simulated_prompts`), 3 % more where a draft reads their states, and wait for what they wait for; the
 host's work takes `LoadedShape`'s time. What a pass accepts is drawn from the text's seed (`loads.texts`), so that two
-commits meet the same texts and drafts. Streams send the next prompt when an answer has ended: prompts have the lengths
-of `benchmarks/prompts.jsonl`, answers 128 tokens.
+commits meet the same texts and drafts. Streams send the next prompt shortly after an answer has ended: prompts have the
+lengths of `benchmarks/prompts.jsonl`, answers 128 tokens.
 
 `alone`: one load from a cold start. `changing`: loads follow each other, none of which the engine has met; then all of
 them again with the same texts: the speed of the first eight answers of a load is compared with that of the second time.
@@ -20,6 +20,7 @@ import itertools
 from collections import defaultdict, deque
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
+from statistics import median
 from typing import Any
 
 import numpy as np
@@ -59,6 +60,9 @@ from tree_kernels.verification import Walk
 CHANGING = (8, 64, 1, 32, 128)
 # Sequences that run at most, and places of each in the cache.
 _MOST, _PLACES = 128, 1 << 11
+# Seconds from an answer's last token to the next request of its stream. Chosen: what a client and two ways over HTTP
+# take.
+_CLIENT_SECONDS = 2.5e-3
 # Streams of long prompts, those and their answers in tokens, and answers in all.
 _LONG_STREAMS, _LONG_PROMPT, _LONG_ANSWER, _LONG_ANSWERS = 8, 6000, 32, 32
 # Answers whose speed is compared.
@@ -349,21 +353,36 @@ class SimulatedEngine:
     ) -> dict[str, Any]:
         """Closed loops of so many streams until `answers` have ended, by default with prompts of the usual `lengths`.
         Returns tokens a second while all of them ran, and the seconds until the first eight answers had ended."""
-        lengths, left, begin = lengths or prompt_lengths(seed), answers, self._clock.now
+        lengths, begin = lengths or prompt_lengths(seed), self._clock.now
         tokens, ended, first_ended = 0, 0, 0.0
-        # When each answer was asked for, and the tokens until then.
+        # When each answer was asked for, and the tokens until then; and when the next ones will be.
         asked: list[tuple[float, int]] = []
+        # By sequence: when it was asked for; and of all how long their first tokens took.
+        awaited: dict[int, float] = {}
+        firsts: list[float] = []
+        arrivals = deque([begin] * min(streams, answers))
+
+        def arrive() -> None:
+            while len(asked) < answers and arrivals and arrivals[0] <= self._clock.now:
+                self._ask(next(lengths), 1000 * seed + answers - len(asked), answer_tokens)
+                awaited[self._number] = arrivals.popleft()
+                asked.append((self._clock.now, tokens))
+
+        self.loop.take_arrivals = arrive
         self.counts.totals.clear()
         with self._clock.installed():
-            while left or self.loop.live:
-                while left and len(self.loop.live) < streams:
-                    self._ask(next(lengths), 1000 * seed + left, answer_tokens)
-                    left -= 1
-                    asked.append((self._clock.now, tokens))
-                for event in self.loop.step() or ():
+            while len(asked) < answers or self.loop.live:
+                arrive()
+                events = self.loop.step()
+                if events is None and arrivals:
+                    self._clock.pass_by(arrivals[0] - self._clock.now)
+                for event in events or ():
                     if isinstance(event, StepVerdict):
                         tokens += len(event.token_ids)
+                        if (since := awaited.pop(event.sequence_id, None)) is not None:
+                            firsts.append(self._clock.now - since)
                     elif isinstance(event, SequenceFinished):
+                        arrivals.append(self._clock.now + _CLIENT_SECONDS)
                         ended += 1
                         if ended == _FIRST_ANSWERS:
                             first_ended = self._clock.now - begin
@@ -376,6 +395,7 @@ class SimulatedEngine:
             # Once half of them have been asked for.
             "settled": _rate(asked[len(asked) // 2], asked[-1]),
             "first_eight_seconds": round(first_ended, 4),
+            "first_token_ms": round(1e3 * median(firsts), 2),
             "rows_per_pass": round(totals["rows"] / totals["passes"], 1),
             "accepted_per_row": round(totals["accepted"] / max(1, totals["rows"]), 3),
             "followed": round(totals["followed"] / totals["passes"], 2),

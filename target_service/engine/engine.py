@@ -45,6 +45,7 @@ class Engine(EngineFront):
         super().__init__(config.max_waiting, min(runner.max_context, cache.num_pages * cache.page_size))
         self._runner = runner
         self._loop = EngineLoop(runner, config, step_cost=step_cost, observer=observer)
+        self._loop.take_arrivals = self._run_commands
         for token_ids in shared_prompts:
             self._loop.scheduler.pages.share_between_tenants(token_ids)
         self._pages_observer: PagesObserver | None = observer if isinstance(observer, PagesObserver) else None
@@ -212,8 +213,7 @@ class Engine(EngineFront):
 
     def _iterate(self) -> None:
         """Run the queued commands, then one step, or wait for a command."""
-        while self._commands:
-            self._commands.popleft()()
+        self._run_commands()
         if ended := self._exchange.exchange_when_ready():
             self._emit(ended)
         events = self._loop.step()
@@ -226,6 +226,10 @@ class Engine(EngineFront):
             self.drafting.listen()
         elif events:
             self._emit(events)
+
+    def _run_commands(self) -> None:
+        while self._commands:
+            self._commands.popleft()()
 
     def _beat(self) -> None:
         self.last_beat_ns = time.monotonic_ns()

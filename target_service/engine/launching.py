@@ -201,6 +201,7 @@ class StepLauncher:
             passes=passes,
             own=schedule.own,
             features=features,
+            unread=schedule.unread,
         )
         return self._without(step, late)
 

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import logging
 import time
+from collections.abc import Callable
 from collections.abc import Sequence as SequenceOf
 
 from outrider.errors import OutriderError
@@ -75,6 +76,8 @@ class EngineLoop:
         self._failed: list[SequenceEvent] = []
         # No step may be launched behind the one under way.
         self.settling = False
+        # Adds and removes what was asked for, while a step runs.
+        self.take_arrivals: Callable[[], None] = lambda: None
 
     def make(self, sequence_id: int, request: SequenceRequest) -> LiveSequence:
         """A new sequence, not added yet. Any thread."""
@@ -91,6 +94,7 @@ class EngineLoop:
 
     def add(self, live: LiveSequence) -> None:
         """Queue a sequence, and register it for drafting."""
+        self.speculation.hold.observe_request()
         self.live[live.sequence.sequence_id] = live
         self.scheduler.add(live.sequence)
         self.drafting.add(live.sequence)
@@ -139,10 +143,10 @@ class EngineLoop:
             self._last = LastStep()
             self.steps.use_pause()
             return self._take_failed() or None
-        self._ahead = None if self.settling else self.launcher.launch_behind(step)
+        held_ns = self._launch_behind(step)
         self.launcher.expect_text(step, self._ahead)
         self.drafting.open_added()
-        step.clock.waits_since = time.monotonic_ns()
+        step.clock.waits_since = time.monotonic_ns() - held_ns
         self._feed(step)
         step.launched.wait()
         step.clock.forwarded = time.monotonic_ns()
@@ -178,11 +182,31 @@ class EngineLoop:
             # Otherwise this happens while a step runs, so that a draft in this process does not delay the device.
             self.drafting.open_added()
 
+    def _launch_behind(self, step: Step) -> int:
+        """Launch the step behind one that runs, if it may be, with what has been asked for until shortly before its
+        end. Returns the nanoseconds for which it was held."""
+        runs_ahead, self._ahead = self._ahead is not None, None
+        if self.settling:
+            return 0
+        begun_ns = time.monotonic_ns()
+        held = runs_ahead and self.speculation.hold_launch(step, self._begun_ns(step))
+        held_ns = time.monotonic_ns() - begun_ns if held else 0
+        if held:
+            self.take_arrivals()
+        self._ahead = self.launcher.launch_behind(step)
+        if self._ahead is not None:
+            clock, late = self._ahead.clock, step.launched.ended() if held else None
+            self.speculation.hold.observe_launch((clock.launched - clock.begun) * 1e-9, late=late)
+        return held_ns
+
+    def _begun_ns(self, step: Step) -> int:
+        """When the device began a step."""
+        return max(step.clock.launched, self._last.free_ns)
+
     def _feed(self, step: Step) -> None:
         """While a step runs, publish drafts for the one behind it, if the device chooses the rows of that."""
         feeds = self._ahead is not None and self._ahead.batch.device_rows is not None
-        begun_ns = max(step.clock.launched, self._last.free_ns)
-        self._seen_running = not feeds or self.speculation.publish_until_end(step, begun_ns)
+        self._seen_running = not feeds or self.speculation.publish_until_end(step, self._begun_ns(step))
 
     def _complete_ahead(self, before: CountedOutcomes) -> None:
         """Move the step that was launched ahead by what the one `before` it accepted, and have its rows masked."""

@@ -64,10 +64,11 @@ class PolicyUpdates:
         self, step: Step, stats: StepStats, verdicts: SequenceOf[StepVerdict], period: float, *, seen_running: bool
     ) -> None:
         """Learn from a step, `period` being from the end of the last one to its own, 0 behind a pause."""
+        self.pass_ends.observe_end(*step.timed_as, stats.forward_ns * 1e-9 / step.passes, running=seen_running)
         if stats.prefill_rows:
             self._observe_with_prompts(step, stats, period)
         else:
-            self._observe_forward(step, stats, seen_running=seen_running)
+            self._observe_forward(step, stats)
             if period:
                 self._observe_period(step, stats, verdicts, period)
         if period:
@@ -83,11 +84,10 @@ class PolicyUpdates:
             with_draft = self.gathering.drafting.has_open_sequences
             controller.draft_gate.observe_pass(stats.sequences, rows, period, with_draft=with_draft)
 
-    def _observe_forward(self, step: Step, stats: StepStats, *, seen_running: bool) -> None:
+    def _observe_forward(self, step: Step, stats: StepStats) -> None:
         """Learn from the forward pass of a step that only decoded."""
         seconds = stats.forward_ns * 1e-9 / step.passes
         self.gathering.cutter.observe_step(stats.decode_rows, seconds)
-        self.pass_ends.observe_end(*step.size, seconds, running=seen_running)
         plain = step.gathered.use is LaunchMode.RUN_AHEAD and not step.gathered.has_trees
         if plain and not step.behind_tree and step.launched.can_launch_before_results:
             rows = step.batch.device_rows.rows if step.batch.device_rows is not None else 0

@@ -11,6 +11,7 @@ from outrider.wire.frames import DraftInfo, TreeLimits
 from target_service.config import TargetConfig
 from target_service.core.scheduler import Scheduler
 from target_service.core.sequence import Sequence, StepVerdict
+from target_service.engine.launch_hold import LaunchHold
 from target_service.engine.policy_updates import PolicyUpdates
 from target_service.engine.step import Step
 from target_service.execution.multi_step import MultiStep
@@ -72,6 +73,7 @@ class EngineSpeculation:
             multi_step=MultiStep(passes),
             lookup_baseline=LookupBaseline(lookup_tokens),
         )
+        self.hold = LaunchHold()
         self._draft: DraftInfo | None = None
         in_pass = runner.in_pass
         if in_pass is not None and tables is not None:
@@ -109,7 +111,7 @@ class EngineSpeculation:
         its end."""
         if self.tables is None or not self.drafting.awaits_growth:
             return True
-        ends = begun_ns + int(step.passes * self.updates.pass_ends.earliest(*step.size) * 1e9)
+        ends = self._earliest_end(step, begun_ns)
         self.drafting.listen()
         self.tables.publish()
         seen_running = False
@@ -121,6 +123,26 @@ class EngineSpeculation:
             self.drafting.listen()
             self.tables.publish()
         return seen_running
+
+    def hold_launch(self, step: Step, begun_ns: int) -> bool:
+        """While a step runs, wait until shortly before its end with the launch of the one behind it, so that requests
+        which arrive meanwhile are in that. Publishes drafts as they arrive. Returns whether it waited."""
+        forms = any([item.sequence.request.has_form for item in step.batch.items])
+        due = self._earliest_end(step, begun_ns) * 1e-9 - self.hold.lead
+        # Prompts that are left unread fill the next step, and forms have the host work beside this one.
+        if step.unread or forms or time.monotonic() >= due:
+            return False
+        while time.monotonic() < due:
+            self.drafting.wait_until(due)
+            if self.tables is not None and self.drafting.awaits_growth:
+                self.drafting.listen()
+                self.tables.publish()
+        return True
+
+    def _earliest_end(self, step: Step, begun_ns: int) -> int:
+        """When a step can end that the device began at a time, in monotonic nanoseconds; that time where no like step
+        has ended yet."""
+        return begun_ns + int(step.passes * self.updates.pass_ends.earliest(*step.timed_as) * 1e9)
 
     def observe_tree(self, step: Step, live: LiveSequence, tree: TokenTree, outcome: Verified) -> None:
         """Learn from a sequence's tree before its outcome is committed."""

@@ -25,7 +25,7 @@ class StepClock:
         planned: the step is laid out.
         launched: the host is free again. If it computed the step itself, the forward pass has ended too: `forwarded`
             is set with it.
-        waits_since: the host began to wait for the device.
+        waits_since: the host began to wait for the device, apart from the time in which it held the next launch.
         forwarded: the device's results have arrived.
         verified: every tree's outcome is known.
         committed: tokens are committed, and sent to the draft.
@@ -74,6 +74,8 @@ class Step:
     own: bool
     # Hidden states of its rows, where a drafter reads them.
     features: StepFeatures | None
+    # See `Schedule.unread`.
+    unread: int = 0
 
     @property
     def mode(self) -> LaunchMode:
@@ -89,6 +91,13 @@ class Step:
     def size(self) -> tuple[int, int]:
         """Its sequences, and the rows that the device chose for it (0 if the host did)."""
         return len(self.batch.items), self.batch.device_rows.rows if self.batch.device_rows is not None else 0
+
+    @property
+    def timed_as(self) -> tuple[int, int]:
+        """Steps of about the same time: its size, or with prompts no sequences, and its rows by powers of two."""
+        if not self.batch.prefill_rows:
+            return self.size
+        return 0, max(self.size[1], len(self.batch.input.token_ids)).bit_length()
 
     @property
     def keys(self) -> dict[int, int]:

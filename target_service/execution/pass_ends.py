@@ -22,7 +22,7 @@ class PassEnds:
         return self._earliest.get((sequences, rows), 0.0)
 
     def observe_end(self, sequences: int, rows: int, seconds: float, *, running: bool) -> None:
-        """A pass that only decoded was observed to end after `seconds`; if `running`, it was observed until then, and
+        """A pass was observed to end after `seconds`; if `running`, it was observed until then, and
         still ran at its earliest end."""
         earliest = self._earliest.get((sequences, rows))
         if earliest is None:

@@ -14,6 +14,7 @@ from benchmarks.shared.virtual_clock import VirtualClock
 from outrider.drafting.events import Grown
 from outrider.wire.frames import SequenceGrowth
 from target_service.engine.loop import EngineLoop
+from target_service.engine.step import Step
 from target_service.execution import node_tables
 from target_service.execution.device_executor import DeviceSteps
 from target_service.execution.device_rows import TableStep
@@ -79,18 +80,24 @@ def test_what_comes_while_a_pass_runs_is_published_at_once(
     monkeypatch.setattr(PassEnds, "earliest", lambda *_: known * PASS)
     live = loop.make(1, wanted)
     loop.add(live)
-    tables, feed = steps.tables, EngineLoop._feed
+    tables, launch, feed = steps.tables, EngineLoop._launch_behind, EngineLoop._feed
     assert tables is not None
     node_tables.warm_up()
     # Of every pass that another was launched behind: whether something came for that one, and what it took.
+    begun: list[tuple[list[int], float]] = []
     fed: list[tuple[bool, float]] = []
 
-    def noted(self: EngineLoop, step: object) -> None:
-        before, begun = tables.mail.newest.tolist(), time.monotonic()
-        feed(self, step)  # type: ignore[arg-type]
-        if self._ahead is not None:
-            fed.append((tables.mail.newest.tolist() != before, time.monotonic() - begun))
+    def launched(self: EngineLoop, step: Step) -> int:
+        begun.append((tables.mail.newest.tolist(), time.monotonic()))
+        return launch(self, step)
 
+    def noted(self: EngineLoop, step: Step) -> None:
+        feed(self, step)
+        before, at = begun.pop()
+        if self._ahead is not None:
+            fed.append((tables.mail.newest.tolist() != before, time.monotonic() - at))
+
+    monkeypatch.setattr(EngineLoop, "_launch_behind", launched)
     monkeypatch.setattr(EngineLoop, "_feed", noted)
     while loop.live:
         loop.step()
