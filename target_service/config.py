@@ -124,7 +124,8 @@ class TargetConfig(ServiceSettings):
     kept_states: int = setting(
         32,
         "of models whose layers keep states in place of keys and values, how many states are kept beside shared pages, "
-        "for sequences that begin with the same text; with 0 such models share no pages",
+        "for sequences that begin with the same text; up to half follow sequences that generate, for what comes behind "
+        "their answers; with 0 such models share no pages",
         ge=0,
         le=4096,
         rare=True,

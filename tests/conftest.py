@@ -105,6 +105,7 @@ LONGEST = (
     "e2e/test_eagle_lossless.py",
     "target/test_weights_ahead.py",
     "e2e/test_tune.py",
+    "e2e/test_states_behind_answers.py",
     "e2e/test_recurrent_prefixes.py",
     "e2e/test_windows_lossless.py",
     "e2e/test_eagle_distribution.py",

@@ -2,21 +2,26 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 from engine_harness import engine_config
 
 from target_service.config import TargetConfig
 from target_service.core.sequence import SequenceFinished, SequenceRequest, StepVerdict
 from target_service.engine.loop import EngineLoop
-from target_service.execution.host_executor import HostSteps
+from target_service.execution.host_executor import HostSteps, Steps
 from target_service.model.runner import ModelRunner
 
 
 class Engine:
     """A loop that outlives its requests, as a service's does."""
 
-    def __init__(self, runner: ModelRunner, config: TargetConfig | None = None) -> None:
+    def __init__(
+        self, runner: ModelRunner, config: TargetConfig | None = None, steps: Steps | None = None, **options: Any
+    ) -> None:
+        """`options` as those of `EngineLoop`."""
         self.runner = runner
-        self.loop = EngineLoop(runner, config or engine_config(), steps=HostSteps(runner))
+        self.loop = EngineLoop(runner, config or engine_config(), steps=steps or HostSteps(runner), **options)
         self._ids = iter(range(1, 100))
 
     def answer(self, *requests: SequenceRequest) -> tuple[list[tuple[int, ...]], list[int]]:

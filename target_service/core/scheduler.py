@@ -131,9 +131,9 @@ class Scheduler:
             self._preempt(sequence)
 
     def preempt_all(self) -> None:
-        """Preempt every running sequence; the oldest is read again first: ids rise in order of arrival."""
+        """Preempt every running sequence, and keep no state; the oldest is read first: ids rise in order of arrival."""
         for sequence in sorted(self.running, key=lambda one: one.sequence_id, reverse=True):
-            self._preempt(sequence)
+            self._preempt(sequence, keeps_state=False)
 
     def add(self, sequence: Sequence) -> None:
         if self._held_back is not None:
@@ -453,10 +453,10 @@ class Scheduler:
             and sequence.external_tree is None
         )
 
-    def _preempt(self, sequence: Sequence) -> None:
+    def _preempt(self, sequence: Sequence, *, keeps_state: bool = True) -> None:
         evicted = self._idle(sequence)
         self._stop(sequence)
-        self.pages.release(sequence)
+        self.pages.release(sequence, keeps_state=keeps_state)
         sequence.totals.preemptions += 1
         if evicted:
             sequence.state = SequenceState.EVICTED

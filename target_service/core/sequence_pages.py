@@ -247,10 +247,18 @@ class SequencePages:
         return count if kept is None else kept.rows_until_copy(sequence.sequence_id, sequence.kv_length, count)
 
     def keep_states(self, launched: Schedule) -> None:
-        """Keep the states of sequences that are to be kept where a step ends that was just launched."""
-        if (kept := self.kept) is not None:
-            for sequence, count in ((chunk.sequence, chunk.count) for chunk in launched.chunks):
-                kept.copy_if_requested(sequence.sequence_id, sequence.kv_length + count, sequence.state_slot)
+        """Keep the states of sequences that are to be kept where a step ends that was just launched, and have those
+        that generate keep theirs of page ends."""
+        recurrent = self._cache.recurrent
+        if (kept := self.kept) is None or recurrent is None:
+            return
+        for chunk in launched.chunks:
+            sequence, count = chunk.sequence, chunk.count
+            kept.copy_if_requested(sequence.sequence_id, sequence.kv_length + count, sequence.state_slot)
+            if chunk.reaches_root:
+                # Rows that are no more than a tree has are not part of the state yet.
+                of_state = sequence.kv_length + (count if count > recurrent.window else 0)
+                kept.follow(sequence.sequence_id, sequence.state_slot, of_state)
 
     def can_wait_for(self, other: Sequence, pages: int) -> bool:
         """Whether a sequence that begins with the same pages can go on from them once the other has filled these."""
@@ -297,16 +305,8 @@ class SequencePages:
             return nodes
         return skipped
 
-    def folded_behind(self, start: int, known: int, drafted: int) -> int:
-        """Tokens that layers with states hold behind a pass of a sequence: its rows are none of them yet, unless they
-        are more than a tree has."""
-        recurrent = self._cache.recurrent
-        return start + known if recurrent is not None and known + drafted > recurrent.window else start
-
-    def publish(self, sequence: Sequence, computed: int, folded: int | None = None) -> None:
-        """Let others share the pages whose `computed` keys are final, where the token behind a page is known. Layers
-        with states hold `folded` of these, and what they need of the others; None where a pass under way changes
-        that."""
+    def publish(self, sequence: Sequence, computed: int) -> None:
+        """Let others share the pages whose `computed` keys are final, where the token behind a page is known."""
         if self.prefixes is None:
             return
         size, tokens = self._cache.page_size, sequence.token_ids
@@ -330,15 +330,15 @@ class SequencePages:
             sequence.prefix, sequence.prefix_pages = node, place + 1
             if self.kept is not None:
                 self.kept.attach(sequence.sequence_id, node, start + size)
-        ends = sequence.prefix_pages * size
-        if self.kept is not None and sequence.prefix is not None and folded is not None and folded <= ends <= computed:
-            self.kept.keep_latest(sequence.sequence_id, sequence.prefix, sequence.state_slot)
 
-    def release(self, sequence: Sequence) -> None:
+    def release(self, sequence: Sequence, *, keeps_state: bool = True) -> None:
+        """Take all that the sequence holds. Its state behind the last page in the tree is kept, unless passes have left
+        it unusable."""
         if self.prefixes is not None and sequence.prefix is not None:
             self.prefixes.use(sequence.prefix)
         if self.kept is not None:
-            self.kept.forget_sequence(sequence.sequence_id)
+            node, tokens = sequence.prefix if keeps_state else None, sequence.prefix_pages * self._cache.page_size
+            self.kept.forget_sequence(sequence.sequence_id, sequence.state_slot, node, tokens)
         if self._cache.recurrent is not None and sequence.state_slot:
             self._cache.recurrent.release_slot(sequence.state_slot)
             sequence.state_slot = 0

@@ -108,21 +108,14 @@ def publish_pages(
     outcomes: SequenceOf[Verified | None],
     live: Mapping[int, LiveSequence],
     pages: SequencePages,
-    *,
-    alone: bool,
 ) -> None:
-    """Let other sequences share the pages that `step` filled, and windows leave theirs. `alone`: no pass behind it is
-    under way, which would have taken its tokens into states."""
+    """Let other sequences share the pages that `step` filled, and windows leave theirs."""
     for item, outcome in zip(step.batch.items, outcomes, strict=True):
         sequence = item.sequence
         if item.kept and sequence.sequence_id in live:
             # A chunk that did not reach the root has no outcome; behind a commit all keys but the root's are final.
             computed = item.start + item.known if outcome is None else len(sequence.token_ids) - 1
-            folded = None
-            if alone and step.passes == 1:
-                drafted = item.tree.drafted if item.tree is not None else 0
-                folded = pages.folded_behind(item.start, item.known, drafted)
-            pages.publish(sequence, computed, folded)
+            pages.publish(sequence, computed)
             pages.leave_windows(sequence, computed)
 
 

@@ -158,7 +158,7 @@ class EngineLoop:
         self._complete_ahead(counted)
         trim_pages(step, self.scheduler.pages, {} if self._ahead is None else self._ahead.keys)
         self.drafting.collect(step.batch.items, step.features, counted.outcomes)
-        publish_pages(step, counted.outcomes, self.live, self.scheduler.pages, alone=self._ahead is None)
+        publish_pages(step, counted.outcomes, self.live, self.scheduler.pages)
         self._begin_forms(counted.forms)
         # The draft works while the events go out.
         self.drafting.send_commits(

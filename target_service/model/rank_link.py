@@ -66,6 +66,21 @@ class CopyState(ProcessMessage, frozen=True):
     target: int
 
 
+class PairSlots(ProcessMessage, frozen=True):
+    """Give a sequence a second slot of recurrent states, as `RecurrentStates.pair_slots` does."""
+
+    slot: int
+    second: int
+
+
+class PartSlots(ProcessMessage, frozen=True):
+    """Take it away, as `RecurrentStates.part_slots` does."""
+
+    slot: int
+    second: int
+    tokens: int
+
+
 class MoveNodes(ProcessMessage, frozen=True):
     """Move inputs of nodes, as `RecurrentStates.move_nodes` does."""
 
@@ -128,6 +143,8 @@ PassMessage = (
     RunPass
     | MoveRows
     | CopyState
+    | PairSlots
+    | PartSlots
     | MoveNodes
     | MoveAccepted
     | CapturePass
@@ -182,6 +199,14 @@ class LinkedStates:
     def copy_slot(self, source: int, target: int) -> None:
         """See `StatesMirror.copy_slot`."""
         self._link.send(CopyState(source, target))
+
+    def pair_slots(self, slot: int, second: int) -> None:
+        """See `StatesMirror.pair_slots`."""
+        self._link.send(PairSlots(slot, second))
+
+    def part_slots(self, slot: int, second: int, tokens: int) -> None:
+        """See `StatesMirror.part_slots`."""
+        self._link.send(PartSlots(slot, second, tokens))
 
     def move_nodes(self, slot: int, source_keys: Sequence[int], target_keys: Sequence[int]) -> None:
         """See `StatesMirror.move_nodes`."""

@@ -380,7 +380,7 @@ def runner_over(
     recurrent, of_network = None, (network.dtype, network.device)
     if network.recurrent_layers is not None:
         count, shape = network.recurrent_layers
-        recurrent = RecurrentStates(count, state_slots, largest_tree, shape, *of_network, kept_states)
+        recurrent = RecurrentStates(count, state_slots, largest_tree, shape, *of_network, kept_states, page_size)
     windows, windowed = {layer: window for layer, window in enumerate(network.windows) if window is not None}, None
     if windows and window_share is not None:
         windowed = WindowedLayers(tuple(windows), max(windows.values()), window_share, window_rows)

@@ -31,7 +31,8 @@ VOCABULARY, MAX_TOKENS = 211, 14
     ],
 )
 def test_layers_of_other_kinds(kind: str, ranks: int, tmp_path: Path) -> None:
-    """Accepted inputs move on every rank, by the host or behind the pass; states are copied where texts part."""
+    """Accepted inputs move on every rank, by the host or behind the pass; states are copied where texts part, and kept
+    behind answers."""
     model_type, settings = (RECURRENT | WINDOWED)[kind]
     model = make_tiny(model_type, **settings)
     model.save_pretrained(tmp_path)
@@ -43,7 +44,7 @@ def test_layers_of_other_kinds(kind: str, ranks: int, tmp_path: Path) -> None:
         kv_tokens=256,
         page_size=4,
         max_running=4,
-        kept_states=4,
+        kept_states=16,
     )
     divided, link = load_ranks(config)
     try:
@@ -51,14 +52,25 @@ def test_layers_of_other_kinds(kind: str, ranks: int, tmp_path: Path) -> None:
         sampling = SamplingParams(temperature=0.8, top_p=0.9, seed=99, ignore_eos=True)
         prompts = [[rng.randrange(3, VOCABULARY) for _ in range(length)] for length in (5, 17)]
         wanted = [request(prompt, MAX_TOKENS, sampling=sampling) for prompt in (*prompts, prompts[0] * 6)]
-        expected = plain_each(model, wanted)
-        whole = [(*one.token_ids, *output) for one, output in zip(wanted, expected, strict=True)]
+        said = plain_each(model, wanted)
+        # What comes behind each answer.
+        asked = [
+            request([*one.token_ids, *output, 4], MAX_TOKENS, sampling=sampling)
+            for one, output in zip(wanted, said, strict=True)
+        ]
+        requests = [*wanted, *wanted, *asked]
+        expected = plain_each(model, requests)
+        whole = [(*one.token_ids, *output) for one, output in zip(requests, expected, strict=True)]
         propose = knowing_tree(whole, VOCABULARY, 12, right=0.8)
         for on_device in (False, True):
             settings = {"config": engine_config(max_running=4), "on_device": on_device, "stagger": 9}
-            outcomes = run(divided, wanted * 2, propose=propose, **settings)
-            assert [outcome.token_ids for outcome in outcomes] == expected * 2
+            outcomes = run(divided, requests, propose=propose, **settings)
+            assert [outcome.token_ids for outcome in outcomes] == expected
             assert sum(outcome.finished.totals.accepted_tokens for outcome in outcomes) > 5
-            assert sum(outcome.finished.totals.cached_tokens for outcome in outcomes) > 0
+            cached = [outcome.finished.totals.cached_tokens for outcome in outcomes]
+            assert kind in WINDOWED or all(
+                one > len(before.token_ids) for one, before in zip(cached[-len(asked) :], wanted, strict=True)
+            ), cached
+            assert sum(cached) > 0
     finally:
         link.close()

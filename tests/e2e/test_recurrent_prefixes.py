@@ -13,7 +13,6 @@ from lasting_engine import Engine
 from recurrent_models import RECURRENT
 from transformers import PreTrainedModel
 
-from outrider.sampling import SamplingParams
 from target_service.core import sequence_pages
 
 SHARED = [(7 * i) % 200 + 3 for i in range(40)]
@@ -29,21 +28,6 @@ def made(name: str) -> PreTrainedModel:
 
 def engine_of(name: str = "lfm2", config: Any = None, **sizes: int) -> Engine:
     return Engine(make_runner(made(name), **sizes), config)
-
-
-@pytest.mark.parametrize("name", ["lfm2", "qwen3_next", "bamba"])
-@pytest.mark.parametrize("temperature", [0.0, 0.8])
-def test_a_conversation_goes_on_from_its_last_answer(name: str, temperature: float) -> None:
-    engine, sampling = engine_of(name), SamplingParams(temperature=temperature, seed=5, ignore_eos=True)
-    text, found = LONG, []
-    for _ in range(3):
-        wanted = request([*text, 4, 5], 30, sampling=sampling)
-        (said,), (cached,) = engine.answer(wanted)
-        assert said == plain(made(name), wanted)
-        found.append(cached)
-        text = [*wanted.token_ids, *said]
-    # All but an answer's last token was computed, and whole pages of that are kept.
-    assert found == [0, (82 + 29) // 16 * 16, (82 + 32 + 29) // 16 * 16]
 
 
 @pytest.mark.parametrize(

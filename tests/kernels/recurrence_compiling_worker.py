@@ -22,7 +22,7 @@ OTHERS |= {"skip": "*fp32", "values_stride": "i32", "gate_stride": "i32"}
 
 def kernels() -> Iterator[tuple[str, Any, dict[str, Any]]]:
     """Name, kernel and constants."""
-    yield "plan", triton_kernels.plan_kernel, {"WINDOW": 64, "BLOCK": 64}
+    yield "plan", triton_kernels.plan_kernel, {"PAGE": 16, "WINDOW": 64, "BLOCK": 64}
     delta = {"WINDOW": 64, "CHANNELS": 8192, "HEADS": 32, "GROUP": 2, "DK": 128, "DV": 128, "QUERY_AT": 0}
     delta |= {"KEY_AT": 2048, "VALUE_AT": 4096, "NORMED": True, "SCALING": 128**-0.5, "BLOCK_K": 128}
     delta |= {"FEW": 16, "PRECISION": "tf32x3"}

@@ -31,6 +31,8 @@ DEVICE = torch.device("cpu" if INTERPRETED else "cuda")
 TINY = StateShape(channels=2 * 2 * 5 + 4 * 3, taps=4, heads=4, key_width=5, value_width=3)
 # Without a convolution, as lightning attention is.
 ONE_TAP = replace(TINY, taps=1)
+# Of layers without states of heads, as in LFM2.
+SHORT = StateShape(channels=40, taps=3)
 # Of selective scans, with more channels than a program has.
 SELECTIVE = StateShape(channels=40, taps=3, heads=40, key_width=5, value_width=1, selective=True)
 # A key and a query for each half of the channels, and of recurrences that have one number for each channel.
@@ -40,8 +42,12 @@ CHANNELS = replace(SELECTIVE, key_width=1, key_groups=40)
 KEYED = StateShape(channels=2 * (5 + 5 + 40), taps=3, heads=2, key_width=5, value_width=40, keyed=True)
 # Of Qwen3.5, with fewer heads.
 REAL = StateShape(channels=2 * 4 * 128 + 8 * 128, taps=4, heads=8, key_width=128, value_width=128)
+# By slot of a sequence its second one, of those that are kept.
+SECONDS = {1: 4, 2: 6}
 # A pass is the rows of each of three sequences: a number for a chain, a negative one for a random tree.
 PASSES = ((5, 70, -1), (-6, 3, 0), (1, -1, 21), (-40, -17, 9), (1, 1, -2))
+# Of sequences that generate behind the first.
+TURNS = ((5, 14, 3), (1, -5, 1), (-6, 3, -2), (1, 1, 1), (-9, 2, 1), (4, -8, 0), (1, 1, 1))
 
 
 @dataclass(frozen=True)
@@ -55,6 +61,8 @@ class Case:
     # A node of the second pass is not finite.
     broken: bool = False
     passes: tuple[tuple[int, int, int], ...] = PASSES
+    # Two of the sequences leave page ends of so many tokens.
+    page_size: int = 0
 
 
 CASES = {
@@ -69,6 +77,11 @@ CASES = {
     # Products of bf16 are not interpreted.
     "16 bits": Case(StateRule.DELTA, TINY, 40, torch.float16 if INTERPRETED else torch.bfloat16),
     "broken node": Case(StateRule.DELTA, TINY, 40, broken=True),
+    "page ends": Case(StateRule.DELTA, TINY, 9, passes=TURNS, page_size=4),
+    "page ends, sum": Case(StateRule.SUM, ONE_TAP, 9, passes=TURNS, page_size=4),
+    "page ends, selective": Case(StateRule.SUM, SELECTIVE, 6, passes=TURNS, page_size=4),
+    "page ends, keyed": Case(StateRule.DELTA, KEYED, 6, passes=TURNS, page_size=4),
+    "page ends, convolution": Case(StateRule.SUM, SHORT, 9, passes=TURNS, page_size=4),
 }
 if not INTERPRETED:
     CASES |= {
@@ -86,11 +99,18 @@ class Compared:
         keys = (shape.channels - shape.heads * shape.value_width) // 2
         self.decay = -torch.rand(shape.heads, shape.key_width, generator=self.generator).to(DEVICE)
         self.layout = HeadsLayout(
-            case.rule, keys // shape.key_width, 0, keys, 2 * keys, normed=case.rule is StateRule.DELTA, scaling=0.5
+            case.rule,
+            keys // max(1, shape.key_width),
+            0,
+            keys,
+            2 * keys,
+            normed=case.rule is StateRule.DELTA,
+            scaling=0.5,
         )
         bias = None if case.rule is StateRule.SUM else self.draw(shape.channels)
         self.convolution = ShortConvolution(self.draw(shape.channels, shape.taps) * 0.5, bias, silu=True)
-        self.states = [RecurrentStates(2, 3, case.window, shape, case.dtype, DEVICE) for _ in range(2)]
+        sizes = 2, 3, case.window, shape, case.dtype, DEVICE, 4, case.page_size or 1
+        self.states = [RecurrentStates(*sizes) for _ in range(2)]
         for states in self.states:
             for pool in (states.states, states.windows, states.inputs, states.gates):
                 pool.fill_(math.nan)
@@ -111,7 +131,23 @@ class Compared:
                 tree = (0, *(self.random.randrange(row) for row in range(1, small)))
                 forms.append(tree if rows < 0 else small)
             found += self.pass_errors(forms, broken=self.case.broken and number == 1)
-        return found
+            if self.case.page_size and not number:
+                for states in self.states:
+                    for slot in SECONDS:
+                        states.pair_slots(slot, SECONDS[slot])
+        return found + (self.errors_behind_page_ends() if self.case.page_size else [])
+
+    def errors_behind_page_ends(self) -> list[float]:
+        """Of rows that follow what two sequences have left, in slots of theirs."""
+        page = self.case.page_size
+        for place, (slot, second) in enumerate(SECONDS.items()):
+            end = self.prefixes[place] // page * page
+            lengths = [states.part_slots(slot, second, end).read() for states in self.states]
+            assert lengths[0] == lengths[1] and 0 <= lengths[0] <= end, lengths
+            for states in self.states:
+                states.copy_slot(second, slot)
+            self.prefixes[place] = end
+        return self.pass_errors([1, 3, 1], broken=False)
 
     def pass_errors(self, forms: list[tuple[int, ...] | int], *, broken: bool) -> list[float]:
         counts = [one if isinstance(one, int) else len(one) for one in forms]
@@ -131,11 +167,12 @@ class Compared:
             plan = form.plan(batch, (1, 2, 3), states)
             early = gates[:, : self.case.shape.early_gates]
             convolved = form.convolve(plan, states, 1, inputs, early, self.convolution)
+            mixed = convolved.rows
             if self.case.shape.selective:
                 mixed = form.scan(plan, states, 1, convolved, gates, queries, self.decay)
             elif self.case.shape.keyed:
                 mixed = form.mix_keyed(plan, states, 1, convolved, gates, self.layout)
-            else:
+            elif self.case.shape.heads:
                 mixed = form.mix(plan, states, 1, convolved, gates, self.layout)
             made.append((convolved.rows.float(), mixed.float(), plan.node_slots))
         for place, (form_, count) in enumerate(zip(forms, counts, strict=True)):

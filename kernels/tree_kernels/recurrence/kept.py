@@ -7,7 +7,16 @@ from collections import OrderedDict
 from dataclasses import dataclass, field
 
 from tree_kernels.prefix_tree import PrefixNode
-from tree_kernels.recurrence.states import RecurrentStates
+from tree_kernels.recurrence.states import RecurrentStates, SlotLength
+
+
+@dataclass(slots=True)
+class _KeptState:
+    """A slot with the state behind a page."""
+
+    slot: int
+    # Where the host has not seen it yet: whether there is such a state hangs on the passes before.
+    length: SlotLength | None = None
 
 
 @dataclass(slots=True)
@@ -18,42 +27,48 @@ class _Marks:
     wanted: dict[int, bool] = field(default_factory=dict)
     # Slots of those that are copied already, likewise: their pages are not in the tree yet.
     copied: dict[int, tuple[int, bool]] = field(default_factory=dict)
-    # The page of the latest state behind its output.
-    latest: PrefixNode | None = None
+    # Its second slot, 0 where it has none, and the tokens that its state was of when it got it.
+    second: int = 0
+    begins: int = 0
 
 
 class KeptStates:
-    """Copies of sequences' states in slots of their own, each behind a page of the tree of prefixes.
+    """States behind pages of the tree of prefixes, each in a slot of its own.
 
     A state cannot be cut back to fewer tokens, so it is copied when its sequence is there: where texts part, which is
-    known once the second of them comes, at the end of what the operator lists and of long prompts, and behind the last
-    page of a sequence's output. The least recently used is replaced; of those that several sequences have, half of
-    the slots are safe from those that one alone has.
+    known once the second of them comes, and at the end of what the operator lists and of long prompts. Where an answer
+    ends is not known before. So a sequence has one of the slots while it generates, in which its passes leave the last
+    page end that its state has gone past, and it stays there when the sequence gives its pages back. Up to half of the
+    slots are given so, the others hold what earlier sequences left.
+
+    The least recently used is replaced; of those that several sequences have, half of the slots are safe from those
+    that one alone has.
     """
 
     def __init__(self, states: RecurrentStates) -> None:
         self._states = states
         self._free = list(states.kept_slots)
         # The least recently used first: those that one sequence alone has, and up to half of the slots that several do.
-        self._unused: OrderedDict[PrefixNode, int] = OrderedDict()
-        self._used: OrderedDict[PrefixNode, int] = OrderedDict()
+        self._unused: OrderedDict[PrefixNode, _KeptState] = OrderedDict()
+        self._used: OrderedDict[PrefixNode, _KeptState] = OrderedDict()
         self._marks: dict[int, _Marks] = {}
+        self._pairs = 0  # sequences with a second slot
 
     def __len__(self) -> int:
         """States behind pages."""
         return len(self._unused) + len(self._used)
 
     def usable(self, nodes: list[PrefixNode]) -> list[PrefixNode]:
-        """As many of the first nodes as have a state behind the last of them."""
+        """As many of a text's first nodes as have a state behind the last of them."""
         count = len(nodes)
-        while count and nodes[count - 1] not in self._unused and nodes[count - 1] not in self._used:
+        while count and not self._has(nodes[count - 1], count * self._states.page_size):
             count -= 1
         return nodes[:count]
 
     def restore(self, node: PrefixNode, slot: int) -> None:
         """Copy the state behind a page, which is used now, into a sequence's slot."""
-        kept = self._slot_of(node)
-        self._states.copy_slot(kept, slot)
+        kept = self._unused.pop(node, None) or self._used.pop(node)
+        self._states.copy_slot(kept.slot, slot)
         self._keep_used(node, kept)
 
     def request_copy(self, sequence: int, tokens: int, *, shared: bool = True) -> None:
@@ -76,6 +91,7 @@ class KeptStates:
         marks = self._marks.get(sequence)
         if marks is None or tokens not in marks.wanted:
             return
+        assert not marks.second, "a sequence that generates has read all that is known of its text"
         shared, kept = marks.wanted.pop(tokens), self._free_slot()
         if kept is not None:
             self._states.copy_slot(slot, kept)
@@ -89,62 +105,81 @@ class KeptStates:
         if copied is None:
             return
         slot, shared = copied
-        if self._has(node):
+        if self._has(node, tokens):
             self._free.append(slot)
         elif shared:
-            self._keep_used(node, slot)
+            self._keep_used(node, _KeptState(slot))
         else:
-            self._unused[node] = slot
+            self._unused[node] = _KeptState(slot)
 
-    def keep_latest(self, sequence: int, node: PrefixNode, slot: int) -> None:
-        """Keep a sequence's state, of its slot, behind this page, in place of the one behind an earlier page. The state
-        holds no token behind the page, and the slot the inputs of those up to it that the state lacks."""
+    def follow(self, sequence: int, slot: int, tokens: int) -> None:
+        """Have a sequence, whose state in its slot is of so many tokens or more behind the pass that was launched last,
+        leave the page ends that it goes past from now on, if a slot can be given for that and it has none."""
         marks = self._marks.setdefault(sequence, _Marks())
-        if self._has(node):
+        if marks.second or 2 * self._pairs >= len(self._states.kept_slots) or not (self._free or self._unused):
             return
-        if marks.latest is not None and marks.latest in self._unused and len(marks.latest.children) < 2:
-            self._free.append(self._unused.pop(marks.latest))
-        kept = self._free_slot()
-        if kept is not None:
-            self._states.copy_slot(slot, kept)
-            self._unused[node] = kept
-            marks.latest = node
+        second = self._free_slot()
+        assert second is not None, "one is free or unused"
+        self._states.pair_slots(slot, second)
+        marks.second, marks.begins = second, tokens
+        self._pairs += 1
 
-    def forget_sequence(self, sequence: int) -> None:
-        """A sequence gives its pages back."""
+    def forget_sequence(self, sequence: int, slot: int, node: PrefixNode | None, tokens: int) -> None:
+        """A sequence gives its slot and its pages back. The last of them that is in the tree is `node`, which ends
+        behind so many tokens: its state is kept if it is in the sequence's slots. None keeps nothing."""
         marks = self._marks.pop(sequence, None)
-        if marks is not None:
-            self._free += [slot for slot, _ in marks.copied.values()]
+        if marks is None:
+            return
+        self._free += [copied for copied, _ in marks.copied.values()]
+        if not marks.second:
+            return
+        self._pairs -= 1
+        if node is not None and tokens >= marks.begins and not self._has(node, tokens):
+            length = self._states.part_slots(slot, marks.second, tokens)
+            self._unused[node] = _KeptState(marks.second, length)
+        else:
+            self._states.pair_slots(slot, slot)
+            self._free.append(marks.second)
 
     def forget_page(self, node: PrefixNode) -> None:
         """The page leaves the tree, and the state behind it goes."""
-        for kept in (self._unused, self._used):
-            slot = kept.pop(node, None)
-            if slot is not None:
-                self._free.append(slot)
+        for states in (self._unused, self._used):
+            kept = states.pop(node, None)
+            if kept is not None:
+                self._free.append(kept.slot)
 
     def check_integrity(self) -> None:
-        """Raise AssertionError unless every slot is free or holds one state."""
-        copied = [slot for marks in self._marks.values() for slot, _ in marks.copied.values()]
-        held = [*self._free, *self._unused.values(), *self._used.values(), *copied]
-        assert sorted(held) == list(self._states.kept_slots), "a kept state's slot was lost or has two owners"
+        """Raise AssertionError unless every slot is free, holds one state, or is one sequence's second."""
+        marks = self._marks.values()
+        given = [one.second for one in marks if one.second]
+        copied = [slot for one in marks for slot, _ in one.copied.values()]
+        kept = [one.slot for one in (*self._unused.values(), *self._used.values())]
+        assert sorted([*self._free, *kept, *copied, *given]) == list(self._states.kept_slots), (
+            "a kept state's slot was lost or has two owners"
+        )
+        assert len(given) == self._pairs, "second slots were miscounted"
 
-    def _has(self, node: PrefixNode) -> bool:
-        return node in self._unused or node in self._used
+    def _has(self, node: PrefixNode, tokens: int) -> bool:
+        """Whether there is a state behind a page, which ends behind so many tokens."""
+        kept = self._unused.get(node) or self._used.get(node)
+        if kept is None:
+            return False
+        length, kept.length = kept.length, None
+        if length is not None and not 0 <= length.read() <= tokens:
+            self.forget_page(node)
+            return False
+        return True
 
-    def _slot_of(self, node: PrefixNode) -> int:
-        slot = self._unused.pop(node, None)
-        return self._used.pop(node) if slot is None else slot
-
-    def _keep_used(self, node: PrefixNode, slot: int) -> None:
-        self._used[node] = slot
+    def _keep_used(self, node: PrefixNode, kept: _KeptState) -> None:
+        self._used[node] = kept
         if 2 * len(self._used) > max(2, len(self._states.kept_slots)):
             oldest, of_oldest = self._used.popitem(last=False)
             self._unused[oldest] = of_oldest
 
     def _free_slot(self) -> int | None:
-        """A slot for one more state, perhaps the least recently used one's; None where all are being copied to."""
+        """A slot for one more state, perhaps the least recently used one's; None where all are being copied to or are
+        given."""
         if self._free:
             return self._free.pop()
-        kept = self._unused or self._used
-        return kept.popitem(last=False)[1] if kept else None
+        states = self._unused or self._used
+        return states.popitem(last=False)[1].slot if states else None

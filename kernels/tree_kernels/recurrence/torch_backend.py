@@ -37,7 +37,8 @@ class SpanOfRows:
 
     start: int
     end: int
-    slot: int
+    source: int  # slot of the state before
+    slot: int  # of the one behind
     prefix: int
     folded: int  # keys that the state holds already
     mask: Tensor | None  # [n, n] bool, of nodes that may be dropped; None where all rows are known
@@ -79,16 +80,21 @@ class TorchRecurrence:
             if not rows:
                 continue
             start, prefix, parents = batch.query_starts[b], batch.prefix_lengths[b], batch.parents[b]
-            mask, slot = None, slots[b]
+            mask, source = None, states.current(slots[b])
+            slot, length = source, int(states.lengths[source])
             if rows <= window:
                 mask = ancestor_mask(parents, rows).to(self._device)
+                page_end = max(0, prefix - 1) // states.page_size * states.page_size
+                if 0 < page_end >= length:
+                    # The state goes past it, and so to the other slot.
+                    slot = slots[b] + int(states.seconds[slots[b]]) - source
                 places[start : start + rows] = [slot * window + key % window for key in range(prefix, prefix + rows)]
             elif parents is not None:
                 raise ValueError(f"expected trees of at most {window} rows, got {rows}")
             # Of a sequence that begins, and of a pass that is of none, nothing is left to fold.
-            folded = max(prefix - window, min(prefix, int(states.lengths[slot]))) if prefix else 0
+            folded = max(prefix - window, min(prefix, length)) if prefix else 0
             states.lengths[slot] = prefix + rows if mask is None else prefix
-            spans.append(SpanOfRows(start, start + rows, slot, prefix, max(0, folded), mask, parents))
+            spans.append(SpanOfRows(start, start + rows, source, slot, prefix, max(0, folded), mask, parents))
         return TorchRecurrencePlan(batch, torch.tensor(places, dtype=torch.int32, device=self._device), spans)
 
     def convolve(
@@ -106,7 +112,7 @@ class TorchRecurrence:
             before = self._known(states, layer, span)
             own = inputs[span.start : span.end]
             window = states.windows[layer, span.slot]
-            read = torch.cat([window, before.rows, own])
+            read = torch.cat([states.windows[layer, span.source], before.rows, own])
             kept = len(window) + len(before.rows)
             previous = None
             if span.parents is not None:
@@ -139,9 +145,7 @@ class TorchRecurrence:
         shape, rows = states.shape, convolved.rows
         output = rows.new_zeros(len(rows), shape.heads, shape.value_width)
         for span, before in zip(plan.spans, convolved.folded, strict=True):
-            state = states.states[layer, span.slot]
-            if not span.prefix:
-                state.zero_()
+            state = _state_before(states, layer, span)
             if len(before.rows):
                 _, keys, values = split_heads(before.rows.float(), shape, layout)
                 _fold(state, keys, values, before.gates, layout.rule)
@@ -175,9 +179,7 @@ class TorchRecurrence:
         values = convolved.rows.float()
         output = torch.zeros_like(values)
         for span, before in zip(plan.spans, convolved.folded, strict=True):
-            state = states.states[layer, span.slot, :, :, 0]
-            if not span.prefix:
-                state.zero_()
+            state = _state_before(states, layer, span)[..., 0]
             fold_tokens(state, before.rows.float(), before.gates, decay)
             rows = slice(span.start, span.end)
             own = values[rows], gates[rows], queries[rows], decay
@@ -203,9 +205,7 @@ class TorchRecurrence:
         shape, rows = states.shape, convolved.rows
         output = rows.new_zeros(len(rows), shape.heads, shape.value_width)
         for span, before in zip(plan.spans, convolved.folded, strict=True):
-            state = states.states[layer, span.slot]
-            if not span.prefix:
-                state.zero_()
+            state = _state_before(states, layer, span)
             _, keys, values = split_heads(before.rows.float(), shape, layout)
             for token in zip(keys, values, before.gates, strict=True):
                 state.copy_(keyed_behind(state, *token))
@@ -236,9 +236,17 @@ class TorchRecurrence:
     def _known(self, states: RecurrentStates, layer: int, span: SpanOfRows) -> KnownTokens:
         """The inputs of tokens that are committed and not folded yet. A sequence that begins has none."""
         if not span.prefix:
-            states.windows[layer, span.slot].zero_()
+            states.windows[layer, span.source].zero_()
         places = torch.arange(span.folded, span.prefix, device=states.inputs.device) % states.window
-        return KnownTokens(states.inputs[layer, span.slot, places, 0], states.gates[layer, span.slot, places, 0])
+        return KnownTokens(states.inputs[layer, span.source, places, 0], states.gates[layer, span.source, places, 0])
+
+
+def _state_before(states: RecurrentStates, layer: int, span: SpanOfRows) -> Tensor:
+    """The state that a pass begins with, in the slot where it goes on."""
+    state = states.states[layer, span.slot]
+    if not span.prefix:
+        return state.zero_()
+    return state if span.source == span.slot else state.copy_(states.states[layer, span.source])
 
 
 def _convolved(read: Tensor, previous: Tensor | None, skipped: int, convolution: ShortConvolution) -> Tensor:

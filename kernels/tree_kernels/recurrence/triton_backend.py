@@ -62,6 +62,8 @@ class TritonRecurrencePlan(RecurrencePlan):
 
     tensors: PassTensors
     pending: Tensor  # [B] int32, keys that are not in the state yet
+    sources: Tensor  # [B] int32, slots of states before the pass
+    targets: Tensor  # [B] int32, and behind it
     words: Tensor  # [R] int64, ancestors of each node and itself
     depths: Tensor  # [R] int32
     most_rows: int  # of one sequence
@@ -118,15 +120,16 @@ class TritonRecurrence:
         if states.window > MOST_NODES:
             raise ValueError(f"expected trees of at most {MOST_NODES} rows, got {states.window}")
         count, rows = batch.sequences, len(tensors.parents)
-        pending, depths, node_slots = (
-            torch.empty(size, dtype=torch.int32, device=self._device) for size in (count, rows, rows)
+        pending, sources, targets, depths, node_slots = (
+            torch.empty(size, dtype=torch.int32, device=self._device) for size in (count, count, count, rows, rows)
         )
         words = torch.empty(rows, dtype=torch.int64, device=self._device)
         plan_kernel[(count,)](
             tensors.query_starts, tensors.prefix_lengths, tensors.slots, tensors.causal, tensors.parents,
-            states.lengths, pending, words, depths, node_slots, WINDOW=states.window, BLOCK=MOST_NODES, num_warps=2,
+            states.lengths, states.seconds, pending, sources, targets, words, depths, node_slots, PAGE=states.page_size,
+            WINDOW=states.window, BLOCK=MOST_NODES, num_warps=2,
         )  # fmt: skip
-        return TritonRecurrencePlan(batch, node_slots, tensors, pending, words, depths, rows)
+        return TritonRecurrencePlan(batch, node_slots, tensors, pending, sources, targets, words, depths, rows)
 
     def convolve(
         self,
@@ -148,7 +151,7 @@ class TritonRecurrence:
         grid = count, triton.cdiv(shape.channels, _CHANNELS), triton.cdiv(plan.most_rows + states.window, _ROWS)
         convolve_kernel[grid](
             inputs, states.inputs[layer], states.gates[layer], states.windows[layer], convolution.weight, bias, output,
-            folded, folded_gates, tensors.query_starts, tensors.prefix_lengths, tensors.slots, tensors.causal,
+            folded, folded_gates, tensors.query_starts, tensors.prefix_lengths, plan.sources, tensors.causal,
             tensors.parents, plan.pending, inputs.stride(0), WINDOW=states.window, CHANNELS=shape.channels,
             TAPS=shape.taps, GATES=shape.early_gates, SILU=convolution.silu, BIAS=convolution.bias is not None,
             BLOCK_R=_ROWS, BLOCK_C=_CHANNELS, BLOCK_G=triton.next_power_of_2(max(1, shape.early_gates)), num_warps=4,
@@ -157,8 +160,8 @@ class TritonRecurrence:
             # Behind what reads the pending keys.
             keep_kernel[(count, triton.cdiv(shape.channels, _KEPT_CHANNELS))](
                 inputs, states.inputs[layer], states.windows[layer], tensors.query_starts, tensors.prefix_lengths,
-                tensors.slots, plan.pending, inputs.stride(0), WINDOW=states.window, CHANNELS=shape.channels,
-                TAPS=shape.taps, BLOCK_R=_ROWS, BLOCK_C=_KEPT_CHANNELS,
+                plan.sources, plan.targets, plan.pending, inputs.stride(0), WINDOW=states.window,
+                CHANNELS=shape.channels, TAPS=shape.taps, BLOCK_R=_ROWS, BLOCK_C=_KEPT_CHANNELS,
                 BLOCK_T=triton.next_power_of_2(max(1, shape.taps - 1)), num_warps=4,
             )  # fmt: skip
         return TritonConvolved(output, inputs, folded, folded_gates)
@@ -185,8 +188,8 @@ class TritonRecurrence:
             inputs, states.inputs[layer], states.windows[layer], rows, convolved.folded, convolved.folded_gates, gates,
             states.gates[layer], states.states[layer], output, prepared.queries, prepared.keys, prepared.reading,
             prepared.values, prepared.scores, prepared.reached, tensors.query_starts, tensors.prefix_lengths,
-            tensors.slots, plan.pending, plan.words, plan.depths, inputs.stride(0), MOST=most, TAPS=shape.taps,
-            BLOCK_V=_COLUMNS, STAGES=2 if rows.element_size() == 2 else 1, KEPT=kept, BLOCK_R=_ROWS,
+            plan.sources, plan.targets, plan.pending, plan.words, plan.depths, inputs.stride(0), MOST=most,
+            TAPS=shape.taps, BLOCK_V=_COLUMNS, STAGES=2 if rows.element_size() == 2 else 1, KEPT=kept, BLOCK_R=_ROWS,
             BLOCK_C=triton.next_power_of_2(kept), BLOCK_T=triton.next_power_of_2(max(1, shape.taps - 1)),
             BLOCK_G=triton.next_power_of_2(shape.gates), num_warps=4, **self._constants(shape, layout, states.window),
         )  # fmt: skip
@@ -216,13 +219,13 @@ class TritonRecurrence:
         parts = triton.cdiv(shape.channels, _SCANNED_CHANNELS)
         scan_kernel[(count, parts, chunks)](
             rows, gates, queries, decay, convolved.folded, ring, states.states[layer], output, ends, steps,
-            tensors.query_starts, tensors.prefix_lengths, tensors.slots, tensors.causal, plan.pending, plan.words,
-            **sizes,
+            tensors.query_starts, tensors.prefix_lengths, plan.sources, plan.targets, tensors.causal, plan.pending,
+            plan.words, **sizes,
         )  # fmt: skip
         if chunks > 1:
             scan_later_kernel[(count, parts, chunks - 1)](
                 rows, gates, queries, decay, states.states[layer], output, ends, steps, tensors.query_starts,
-                tensors.slots, **sizes,
+                plan.targets, **sizes,
             )  # fmt: skip
         self._keep_gates(plan, states, layer, gates)
         return output
@@ -244,8 +247,8 @@ class TritonRecurrence:
         mix_keyed_kernel[(plan.batch.sequences, shape.heads, triton.cdiv(shape.value_width, _COLUMNS))](
             rows, gates, convolved.folded, states.gates[layer], states.states[layer], output, prepared.queries,
             prepared.keys, prepared.reading, prepared.values, prepared.scores, prepared.reached, tensors.query_starts,
-            tensors.prefix_lengths, tensors.slots, tensors.causal, plan.pending, plan.words, PROMPTS=prompts,
-            BLOCK_V=_COLUMNS, STAGES=2 if rows.element_size() == 2 else 1, num_warps=4,
+            tensors.prefix_lengths, plan.sources, plan.targets, tensors.causal, plan.pending, plan.words,
+            PROMPTS=prompts, BLOCK_V=_COLUMNS, STAGES=2 if rows.element_size() == 2 else 1, num_warps=4,
             **self._keyed_constants(shape, layout, states.window),
         )  # fmt: skip
         self._keep_gates(plan, states, layer, gates)
@@ -254,7 +257,7 @@ class TritonRecurrence:
     def _keep_gates(self, plan: TritonRecurrencePlan, states: RecurrentStates, layer: int, gates: Tensor) -> None:
         tensors, size = plan.tensors, states.shape.gates
         keep_gates_kernel[(plan.batch.sequences, triton.cdiv(size, _KEPT_GATES))](
-            gates, states.gates[layer], tensors.query_starts, tensors.prefix_lengths, tensors.slots,
+            gates, states.gates[layer], tensors.query_starts, tensors.prefix_lengths, plan.targets,
             WINDOW=states.window, GATES=size, BLOCK=_KEPT_GATES, num_warps=4,
         )  # fmt: skip
 

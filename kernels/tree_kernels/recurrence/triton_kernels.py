@@ -1,7 +1,8 @@
 """Triton: the plan of a pass over layers with states, their convolution, and what is kept of its inputs.
 
 Sequence b of a step has rows `query_starts[b]` to `query_starts[b + 1]` behind `prefix_lengths[b]` keys. Tokens are
-counted from its first row on: 0 is that row, -1 the last key. The last `pending[b]` keys are not in the state yet.
+counted from its first row on: 0 is that row, -1 the last key. The last `pending[b]` keys are not in the state yet,
+which is read from slot `sources[b]`, with what is kept of them, and written to slot `targets[b]`, as their rows are.
 """
 
 from __future__ import annotations
@@ -12,28 +13,36 @@ import triton.language as tl
 
 @triton.jit
 def plan_kernel(  # type: ignore[no-untyped-def]
-    query_starts, prefix_lengths, slots, causal, parents, lengths, pending, words, depths, node_slots,
-    WINDOW: tl.constexpr, BLOCK: tl.constexpr,
+    query_starts, prefix_lengths, slots, causal, parents, lengths, seconds, pending, sources, targets, words, depths,
+    node_slots, PAGE: tl.constexpr, WINDOW: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
-    """One sequence a program: its pending keys, its rows' ancestors as bits, their depths and places of their inputs.
-    Takes the pass into the state's length."""
+    """One sequence a program: its pending keys, the slots of its state before and behind, its rows' ancestors as bits,
+    their depths and places of their inputs. Takes the pass into the state's length. Of two slots the one with the
+    longer state is read, and the other is written where that goes past a page end; see `RecurrentStates`."""
     b = tl.program_id(0)
     start = tl.load(query_starts + b)
     count = tl.load(query_starts + b + 1) - start
     if count > 0:
         prefix, slot = tl.load(prefix_lengths + b), tl.load(slots + b)
-        length = tl.load(lengths + slot)
+        second = tl.load(seconds + slot)
+        length, of_second = tl.load(lengths + slot), tl.load(lengths + second)
+        source, length = tl.where(of_second > length, second, slot), tl.maximum(length, of_second)
+        page_end = tl.maximum(prefix - 1, 0) // PAGE * PAGE
+        leaves = (count <= WINDOW) & (page_end > 0) & (page_end >= length)
+        target = tl.where(leaves, slot + second - source, source)
+        tl.store(sources + b, source)
+        tl.store(targets + b, target)
         tl.store(pending + b, tl.minimum(tl.minimum(tl.maximum(prefix - length, 0), WINDOW), prefix))
         known = count > WINDOW
         tl.debug_barrier()
-        tl.store(lengths + slot, tl.where(known, prefix + count, prefix))
+        tl.store(lengths + target, tl.where(known, prefix + count, prefix))
         i = tl.arange(0, BLOCK)
         if known:
             for first in range(0, count, BLOCK):
                 tl.store(node_slots + start + first + i, tl.full([BLOCK], -1, tl.int32), mask=first + i < count)
         else:
             there = i < count
-            tl.store(node_slots + start + i, slot * WINDOW + (prefix + i) % WINDOW, mask=there)
+            tl.store(node_slots + start + i, target * WINDOW + (prefix + i) % WINDOW, mask=there)
             word, depth = tl.full([BLOCK], 1, tl.int64) << i.to(tl.int64), tl.zeros([BLOCK], tl.int32)
             if tl.load(causal + b) != 0:
                 word = (word - 1) | word
@@ -74,8 +83,8 @@ def _inputs_at(  # type: ignore[no-untyped-def]
 
 @triton.jit(do_not_specialize=["stride"])
 def convolve_kernel(  # type: ignore[no-untyped-def]
-    inputs, ring, ring_gates, windows, weight, bias, output, folded, folded_gates, query_starts, prefix_lengths, slots,
-    causal, parents, pending_keys, stride, WINDOW: tl.constexpr, CHANNELS: tl.constexpr, TAPS: tl.constexpr,
+    inputs, ring, ring_gates, windows, weight, bias, output, folded, folded_gates, query_starts, prefix_lengths,
+    sources, causal, parents, pending_keys, stride, WINDOW: tl.constexpr, CHANNELS: tl.constexpr, TAPS: tl.constexpr,
     GATES: tl.constexpr, SILU: tl.constexpr, BIAS: tl.constexpr, BLOCK_R: tl.constexpr, BLOCK_C: tl.constexpr,
     BLOCK_G: tl.constexpr,
 ):  # fmt: skip
@@ -88,7 +97,7 @@ def convolve_kernel(  # type: ignore[no-untyped-def]
     pending = tl.load(pending_keys + b)
     first = tl.program_id(2) * BLOCK_R - pending
     if (count > 0) & (first < count):
-        prefix, slot = tl.load(prefix_lengths + b), tl.load(slots + b).to(tl.int64)
+        prefix, slot = tl.load(prefix_lengths + b), tl.load(sources + b).to(tl.int64)
         token, channel = first + tl.arange(0, BLOCK_R), tl.program_id(1) * BLOCK_C + tl.arange(0, BLOCK_C)
         there, chain = token < count, tl.load(causal + b) + tl.zeros_like(token)
         within = channel < CHANNELS
@@ -123,7 +132,7 @@ def convolve_kernel(  # type: ignore[no-untyped-def]
 
 @triton.jit
 def keep_rows(  # type: ignore[no-untyped-def]
-    inputs, gates, ring, ring_gates, windows, start, count, prefix, slot, pending, channel, own_gates, stride,
+    inputs, gates, ring, ring_gates, windows, start, count, prefix, source, target, pending, channel, own_gates, stride,
     WINDOW: tl.constexpr, CHANNELS: tl.constexpr, TAPS: tl.constexpr, GATES: tl.constexpr, BLOCK_R: tl.constexpr,
     BLOCK_T: tl.constexpr, BLOCK_G: tl.constexpr,
 ):  # fmt: skip
@@ -134,17 +143,17 @@ def keep_rows(  # type: ignore[no-untyped-def]
     # Of a part of a prompt all rows are known.
     behind = tl.where(count > WINDOW, count, 0)
     last = _inputs_at(
-        inputs, ring, windows, behind - TAPS + 1 + tap, channel, kept, start, stride, prefix, slot, pending, WINDOW,
-        CHANNELS, TAPS,
+        inputs, ring, windows, behind - TAPS + 1 + tap, channel, kept, start, stride, prefix, source, pending,
+        WINDOW, CHANNELS, TAPS,
     )  # fmt: skip
     tl.debug_barrier()
-    at = (slot * (TAPS - 1) + tap)[:, None] * CHANNELS + channel[None, :]
+    at = (target * (TAPS - 1) + tap)[:, None] * CHANNELS + channel[None, :]
     tl.store(windows + at, last, mask=kept[:, None] & within[None, :])
     if count <= WINDOW:
         for first in range(0, count, BLOCK_R):
             row = first + tl.arange(0, BLOCK_R)
             there = row < count
-            place, of_row = slot * WINDOW + (prefix + row) % WINDOW, (start + row).to(tl.int64)
+            place, of_row = target * WINDOW + (prefix + row) % WINDOW, (start + row).to(tl.int64)
             here = there[:, None] & within[None, :]
             own = tl.load(inputs + of_row[:, None] * stride + channel[None, :], mask=here)
             tl.store(ring + place[:, None] * CHANNELS + channel[None, :], own, mask=here)
@@ -158,7 +167,7 @@ def keep_rows(  # type: ignore[no-untyped-def]
 
 @triton.jit(do_not_specialize=["stride"])
 def keep_kernel(  # type: ignore[no-untyped-def]
-    inputs, ring, windows, query_starts, prefix_lengths, slots, pending_keys, stride, WINDOW: tl.constexpr,
+    inputs, ring, windows, query_starts, prefix_lengths, sources, targets, pending_keys, stride, WINDOW: tl.constexpr,
     CHANNELS: tl.constexpr, TAPS: tl.constexpr, BLOCK_R: tl.constexpr, BLOCK_C: tl.constexpr, BLOCK_T: tl.constexpr,
 ):  # fmt: skip
     """Program (sequence, channels): `keep_rows` of layers without heads, and so without gates."""
@@ -168,7 +177,7 @@ def keep_kernel(  # type: ignore[no-untyped-def]
     if count > 0:
         keep_rows(
             inputs, inputs, ring, ring, windows, start, count, tl.load(prefix_lengths + b),
-            tl.load(slots + b).to(tl.int64), tl.load(pending_keys + b),
+            tl.load(sources + b).to(tl.int64), tl.load(targets + b).to(tl.int64), tl.load(pending_keys + b),
             tl.program_id(1) * BLOCK_C + tl.arange(0, BLOCK_C), False, stride, WINDOW, CHANNELS, TAPS, 0, BLOCK_R,
             BLOCK_T, 1,
         )  # fmt: skip

@@ -156,7 +156,7 @@ def _keyed_behind(  # type: ignore[no-untyped-def]
 @triton.jit
 def mix_keyed_kernel(  # type: ignore[no-untyped-def]
     rows, gates, folded, ring_gates, states, output, queries, keys, reading, values, scores, reached, query_starts,
-    prefix_lengths, slots, causal, pending_keys, words, PROMPTS: tl.constexpr, WINDOW: tl.constexpr,
+    prefix_lengths, sources, targets, causal, pending_keys, words, PROMPTS: tl.constexpr, WINDOW: tl.constexpr,
     CHANNELS: tl.constexpr, HEADS: tl.constexpr, DK: tl.constexpr, DV: tl.constexpr, QUERY_AT: tl.constexpr,
     KEY_AT: tl.constexpr, VALUE_AT: tl.constexpr, NORMED: tl.constexpr, SCALING: tl.constexpr, BLOCK_K: tl.constexpr,
     BLOCK_V: tl.constexpr, STAGES: tl.constexpr, PRECISION: tl.constexpr,
@@ -168,15 +168,17 @@ def mix_keyed_kernel(  # type: ignore[no-untyped-def]
     start = tl.load(query_starts + b)
     count = tl.load(query_starts + b + 1) - start
     if count > 0:
-        prefix, slot = tl.load(prefix_lengths + b), tl.load(slots + b).to(tl.int64)
+        prefix = tl.load(prefix_lengths + b)
+        source, target = tl.load(sources + b).to(tl.int64), tl.load(targets + b).to(tl.int64)
         pending, first, size = tl.load(pending_keys + b), start.to(tl.int64), HEADS * DK + HEADS
         k, column = tl.arange(0, BLOCK_K), tl.program_id(2) * BLOCK_V + tl.arange(0, BLOCK_V)
         here = (k < DK)[:, None] & (column < DV)[None, :]
-        at = states + (slot * HEADS + head) * DK * DV + k[:, None] * DV + column[None, :]
+        of_slot = head * DK * DV + k[:, None] * DV + column[None, :]
+        before, at = states + source * HEADS * DK * DV + of_slot, states + target * HEADS * DK * DV + of_slot
         # Of a sequence that begins, the slot holds what another left.
-        state = tl.load(at, mask=here & (prefix + tl.zeros_like(k) > 0)[:, None], other=0.0)
+        state = tl.load(before, mask=here & (prefix + tl.zeros_like(k) > 0)[:, None], other=0.0)
         for t in range(pending):
-            place = slot * WINDOW + (prefix - pending + t) % WINDOW
+            place = source * WINDOW + (prefix - pending + t) % WINDOW
             of_key = folded + (b.to(tl.int64) * WINDOW + t) * CHANNELS
             state = _keyed_behind(
                 state, of_key, ring_gates + place * size, head, column, HEADS, DK, DV, KEY_AT, VALUE_AT, NORMED, BLOCK_K

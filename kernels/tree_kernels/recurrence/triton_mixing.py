@@ -232,7 +232,7 @@ def _solve_few(  # type: ignore[no-untyped-def]
 @triton.jit(do_not_specialize=["stride"])
 def mix_kernel(  # type: ignore[no-untyped-def]
     inputs, ring, windows, rows, folded, folded_gates, gates, ring_gates, states, output, queries, keys, reading,
-    values, scores, reached, query_starts, prefix_lengths, slots, pending_keys, words, depths, stride,
+    values, scores, reached, query_starts, prefix_lengths, sources, targets, pending_keys, words, depths, stride,
     MOST: tl.constexpr, WINDOW: tl.constexpr, CHANNELS: tl.constexpr, TAPS: tl.constexpr, HEADS: tl.constexpr,
     GROUP: tl.constexpr, DK: tl.constexpr, DV: tl.constexpr, QUERY_AT: tl.constexpr, KEY_AT: tl.constexpr,
     VALUE_AT: tl.constexpr, NORMED: tl.constexpr, SCALING: tl.constexpr, DELTA: tl.constexpr, BLOCK_K: tl.constexpr,
@@ -249,13 +249,14 @@ def mix_kernel(  # type: ignore[no-untyped-def]
     start = tl.load(query_starts + b)
     count = tl.load(query_starts + b + 1) - start
     if count > 0:
-        prefix, slot = tl.load(prefix_lengths + b), tl.load(slots + b).to(tl.int64)
-        pending = tl.load(pending_keys + b)
+        prefix, pending = tl.load(prefix_lengths + b), tl.load(pending_keys + b)
+        source, target = tl.load(sources + b).to(tl.int64), tl.load(targets + b).to(tl.int64)
         k, column = tl.arange(0, BLOCK_K), part * BLOCK_V + tl.arange(0, BLOCK_V)
         of_key, of_value = head // GROUP * DK, VALUE_AT + head * DV + column
         here = (k < DK)[:, None] & (column < DV)[None, :]
-        at = states + (slot * HEADS + head) * DK * DV + k[:, None] * DV + column[None, :]
-        state = tl.load(at, mask=here & (prefix + tl.zeros_like(k) > 0)[:, None], other=0.0)
+        of_slot = head * DK * DV + k[:, None] * DV + column[None, :]
+        before, at = states + source * HEADS * DK * DV + of_slot, states + target * HEADS * DK * DV + of_slot
+        state = tl.load(before, mask=here & (prefix + tl.zeros_like(k) > 0)[:, None], other=0.0)
         for t in range(pending):
             place = b.to(tl.int64) * WINDOW + t
             decay = tl.exp(tl.load(folded_gates + place * 2 * HEADS + head))
@@ -294,7 +295,7 @@ def mix_kernel(  # type: ignore[no-untyped-def]
         program = head * tl.num_programs(2) + part
         channel = program * KEPT + tl.arange(0, BLOCK_C)
         keep_rows(
-            inputs, gates, ring, ring_gates, windows, start, count, prefix, slot, pending,
+            inputs, gates, ring, ring_gates, windows, start, count, prefix, source, target, pending,
             tl.where(tl.arange(0, BLOCK_C) < KEPT, channel, CHANNELS), program == 0, stride, WINDOW, CHANNELS, TAPS,
             2 * HEADS, BLOCK_R, BLOCK_T, BLOCK_G,
         )  # fmt: skip

@@ -44,8 +44,8 @@ def _place_of_chunk(start, b, chunk):  # type: ignore[no-untyped-def]
 
 @triton.jit
 def scan_kernel(  # type: ignore[no-untyped-def]
-    rows, gates, queries, decay, folded, ring_gates, states, output, ends, steps, query_starts, prefix_lengths, slots,
-    causal, pending_keys, words, WINDOW: tl.constexpr, CHANNELS: tl.constexpr, WIDTH: tl.constexpr,
+    rows, gates, queries, decay, folded, ring_gates, states, output, ends, steps, query_starts, prefix_lengths, sources,
+    targets, causal, pending_keys, words, WINDOW: tl.constexpr, CHANNELS: tl.constexpr, WIDTH: tl.constexpr,
     GROUPS: tl.constexpr, BLOCK_C: tl.constexpr, BLOCK_N: tl.constexpr,
 ):  # fmt: skip
     """Program (sequence, channels, chunk): `folded` [B, window, C] and `rows` [R, C] are outputs of the convolution,
@@ -60,18 +60,20 @@ def scan_kernel(  # type: ignore[no-untyped-def]
     count = tl.load(query_starts + b + 1) - start
     known = count > WINDOW
     if (count > 0) & ((chunk == 0) | (known & ((chunk + 1) * SCANNED < count))):
-        prefix, slot = tl.load(prefix_lengths + b), tl.load(slots + b).to(tl.int64)
+        prefix = tl.load(prefix_lengths + b)
+        source, target = tl.load(sources + b).to(tl.int64), tl.load(targets + b).to(tl.int64)
         pending, first = tl.where(chunk == 0, tl.load(pending_keys + b), 0), start.to(tl.int64)
         channel, index = tl.program_id(1) * BLOCK_C + tl.arange(0, BLOCK_C), tl.arange(0, BLOCK_N)
         within, size = channel < CHANNELS, CHANNELS + GROUPS * WIDTH
         here = within[:, None] & (index < WIDTH)[None, :]
         rates = tl.load(decay + channel[:, None] * WIDTH + index[None, :], mask=here, other=0.0)
-        at = states + (slot * CHANNELS + channel)[:, None] * WIDTH + index[None, :]
+        of_slot = channel[:, None] * WIDTH + index[None, :]
+        before, at = states + source * CHANNELS * WIDTH + of_slot, states + target * CHANNELS * WIDTH + of_slot
         # Of a sequence that begins, the slot holds what another left.
         begun = tl.where(chunk == 0, prefix, 0) + tl.zeros_like(channel) > 0
-        state = tl.load(at, mask=here & begun[:, None], other=0.0)
+        state = tl.load(before, mask=here & begun[:, None], other=0.0)
         for t in range(pending):
-            place = slot * WINDOW + (prefix - pending + t) % WINDOW
+            place = source * WINDOW + (prefix - pending + t) % WINDOW
             of_key = folded + (b.to(tl.int64) * WINDOW + t) * CHANNELS
             value = tl.load(of_key + channel, mask=within, other=0.0).to(tl.float32)
             state = _behind(state, rates, ring_gates + place * size, value, channel, index, CHANNELS, WIDTH, GROUPS)
@@ -109,7 +111,7 @@ def scan_kernel(  # type: ignore[no-untyped-def]
 
 @triton.jit
 def scan_later_kernel(  # type: ignore[no-untyped-def]
-    rows, gates, queries, decay, states, output, ends, steps, query_starts, slots, WINDOW: tl.constexpr,
+    rows, gates, queries, decay, states, output, ends, steps, query_starts, targets, WINDOW: tl.constexpr,
     CHANNELS: tl.constexpr, WIDTH: tl.constexpr, GROUPS: tl.constexpr, BLOCK_C: tl.constexpr, BLOCK_N: tl.constexpr,
 ):  # fmt: skip
     """Program (sequence, channels, chunk from the second on) of prompts: the state behind the chunks before it, then
@@ -118,7 +120,7 @@ def scan_later_kernel(  # type: ignore[no-untyped-def]
     start = tl.load(query_starts + b)
     count = tl.load(query_starts + b + 1) - start
     if (count > WINDOW) & (chunk * SCANNED < count):
-        first, slot = start.to(tl.int64), tl.load(slots + b).to(tl.int64)
+        first, target = start.to(tl.int64), tl.load(targets + b).to(tl.int64)
         channel, index = tl.program_id(1) * BLOCK_C + tl.arange(0, BLOCK_C), tl.arange(0, BLOCK_N)
         within, size = channel < CHANNELS, CHANNELS + GROUPS * WIDTH
         here = within[:, None] & (index < WIDTH)[None, :]
@@ -137,12 +139,12 @@ def scan_later_kernel(  # type: ignore[no-untyped-def]
             query = _of_groups(queries + row * GROUPS * WIDTH, channel, index, CHANNELS, WIDTH, GROUPS)
             tl.store(output + row * CHANNELS + channel, tl.sum(state * query, 1), mask=within)
         if last == count:
-            tl.store(states + (slot * CHANNELS + channel)[:, None] * WIDTH + index[None, :], state, mask=here)
+            tl.store(states + (target * CHANNELS + channel)[:, None] * WIDTH + index[None, :], state, mask=here)
 
 
 @triton.jit
 def keep_gates_kernel(  # type: ignore[no-untyped-def]
-    gates, ring_gates, query_starts, prefix_lengths, slots, WINDOW: tl.constexpr, GATES: tl.constexpr,
+    gates, ring_gates, query_starts, prefix_lengths, targets, WINDOW: tl.constexpr, GATES: tl.constexpr,
     BLOCK: tl.constexpr,
 ):  # fmt: skip
     """Program (sequence, gates): those of nodes into the ring. Behind the launch that reads the old ones."""
@@ -150,9 +152,9 @@ def keep_gates_kernel(  # type: ignore[no-untyped-def]
     start = tl.load(query_starts + b)
     count = tl.load(query_starts + b + 1) - start
     if (count > 0) & (count <= WINDOW):
-        prefix, slot = tl.load(prefix_lengths + b), tl.load(slots + b).to(tl.int64)
+        prefix, target = tl.load(prefix_lengths + b), tl.load(targets + b).to(tl.int64)
         gate = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
         for i in range(count):
             own = tl.load(gates + (start + i).to(tl.int64) * GATES + gate, mask=gate < GATES)
-            place = slot * WINDOW + (prefix + i) % WINDOW
+            place = target * WINDOW + (prefix + i) % WINDOW
             tl.store(ring_gates + place * GATES + gate, own, mask=gate < GATES)

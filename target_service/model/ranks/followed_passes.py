@@ -23,6 +23,8 @@ from target_service.model.rank_link import (
     MoveAccepted,
     MoveNodes,
     MoveRows,
+    PairSlots,
+    PartSlots,
     PassMessage,
     ReplayPass,
     RunPass,
@@ -67,6 +69,10 @@ class FollowedPasses:
                 runner.move_rows(sources, targets)
             case CopyState(source, target):
                 self._states.copy_slot(source, target)
+            case PairSlots(slot, second):
+                self._states.pair_slots(slot, second)
+            case PartSlots(slot, second, tokens):
+                self._states.part_slots(slot, second, tokens)
             case MoveNodes(slot, sources, targets):
                 self._states.move_nodes(slot, sources, targets)
             case CapturePass(rows, sequences):

@@ -1,0 +1,178 @@
+"""A conversation on a model whose layers keep states goes on behind its last answer, however passes are launched, and
+says the same as without (fp32)."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from functools import cache
+from typing import NamedTuple
+
+import pytest
+import torch
+from conftest import make_tiny
+from engine_harness import ScriptedDraft, engine_config, knowing_tree, make_runner, plain, request
+from lasting_engine import Engine
+from recurrent_models import RECURRENT
+from rerun_graphs import CPU, ROWS, SEQUENCES, ReadBack, ReadBackRecurrence, RerunRunner, without_gpu
+from transformers import PreTrainedModel
+
+from outrider.sampling import SamplingParams
+from target_service.core.sequence import SequenceRequest, SequenceTotals, StepStats
+from target_service.execution.device_executor import DeviceSteps
+from target_service.execution.host_executor import HostSteps, Steps
+from target_service.model.cuda_graphs.capturing import capture_steps
+from target_service.model.cuda_graphs.runner import CaptureOptions
+from target_service.model.runner import ModelRunner, runner_over
+from target_service.model.support import description_of
+from tree_models.building import build
+from tree_models.fused.preparing import LayerOptions
+from tree_models.layers.placing import Placement
+from tree_models.reference import published_tensors
+
+__all__ = ["without_gpu"]
+
+PAGE_SIZE, LIMIT = 16, 7
+PROMPT = [(11 * i) % 190 + 5 for i in range(40)]
+# With two tokens between, page ends are at 48, 80 and 96, and those that passes behind an answer's end go past later.
+ANSWERS = (20, 22, 24)
+# Fewer rows than a chunk of a prompt has, which so becomes part of the states at once.
+TREE = 20
+SAMPLINGS = {
+    "greedy": SamplingParams(ignore_eos=True),
+    "seeded": SamplingParams(temperature=0.8, top_p=0.9, seed=5, ignore_eos=True),
+}
+NAMES = ["lfm2", "qwen3_next", "bamba", "jamba", "kimi_linear"]
+# By the kernels of those.
+ALIKE = [pytest.param(name, marks=pytest.mark.full) for name in ("minimax", "recurrent_gemma", "mamba")]
+CONFIG = engine_config(max_step_rows=ROWS, max_running=SEQUENCES, prefill_chunk=ROWS // 2)
+
+
+class Way(NamedTuple):
+    """How passes are launched: ahead of the results of the last one, on a device that chooses rows, as captured ones,
+    and several at once."""
+
+    ahead: bool = False
+    device: bool = False
+    captured: bool = False
+    passes: int = 1
+
+
+WAYS = {
+    "one by one": Way(),
+    "ahead": Way(ahead=True),
+    "on a device": Way(True, True),
+    "captured": Way(True, True, captured=True),
+    "several at once": Way(True, True, passes=4),
+    "several captured": Way(True, True, True, 4),
+}
+
+
+class Figures:
+    """Counts rows of prompts, and drafted tokens that were accepted."""
+
+    def __init__(self) -> None:
+        self.read = self.accepted = 0
+
+    def on_step(self, stats: StepStats) -> None:
+        self.read += stats.prefill_rows
+        self.accepted += stats.accepted_tokens
+
+    def on_finished(self, sequence_id: int, request: SequenceRequest, totals: SequenceTotals, outcome: str) -> None:
+        pass
+
+    def on_speculation(self, active: bool) -> None:
+        pass
+
+
+@cache
+def made(name: str) -> PreTrainedModel:
+    model_type, settings = RECURRENT[name]
+    return make_tiny(model_type, **settings)
+
+
+def captured(model: PreTrainedModel) -> ModelRunner:
+    """A runner whose steps are captured, by running them."""
+    description = description_of(model.config)
+    assert description is not None
+    decoder = build(description, published_tensors(model), Placement(CPU, torch.float32))
+    runner = runner_over(decoder, None, num_pages=64, page_size=PAGE_SIZE, end_token_ids=())
+    runner.attention = ReadBack()
+    runner.enable_device_row_selection(SEQUENCES, LIMIT)
+    found = RerunRunner(runner, CaptureOptions(ROWS, SEQUENCES, LayerOptions(compiled=False), few_outputs=6))
+    found._recurrence = ReadBackRecurrence()
+    capture_steps(found, seconds=60.0, memory_share=0.0)
+    return found
+
+
+class Conversation(Engine):
+    """An engine, the rows of prompts that it reads, and the passes that it launches ahead."""
+
+    def __init__(self, name: str, way: Way) -> None:
+        if way.captured:
+            # Sizes are captured with trees that fill them.
+            runner = captured(made(name))
+        else:
+            runner = make_runner(made(name), PAGE_SIZE, largest_tree=TREE)
+            if way.device:
+                runner.enable_device_row_selection(SEQUENCES, LIMIT)
+        steps: Steps = HostSteps(runner, can_launch_before_results=way.ahead)
+        if way.device:
+            steps = DeviceSteps(runner, backend="torch", max_sequences=SEQUENCES, max_rows=ROWS)
+        self.figures, self.ahead = Figures(), 0
+        super().__init__(runner, CONFIG, steps, observer=self.figures, passes=way.passes)
+
+    def check(self) -> None:
+        super().check()
+        self.ahead += self.loop._ahead is not None
+
+
+@cache
+def turns_of(name: str, kind: str) -> list[tuple[SequenceRequest, tuple[int, ...]]]:
+    """What is asked, with all that was said before, and what the model answers."""
+    text, turns = PROMPT, []
+    for count in ANSWERS:
+        wanted = request([*text, 4, 5], count, sampling=SAMPLINGS[kind], max_draft_nodes=TREE - 1)
+        turns.append((wanted, plain(made(name), wanted)))
+        text = [*wanted.token_ids, *turns[-1][1]]
+    return turns
+
+
+@pytest.mark.pairs
+@pytest.mark.parametrize("name", [*NAMES, *ALIKE])
+@pytest.mark.parametrize("way", WAYS)
+@pytest.mark.parametrize("kind", SAMPLINGS)
+@pytest.mark.parametrize("drafts", [False, True])
+@pytest.mark.usefixtures("without_gpu")
+def test_a_conversation_goes_on_behind_its_last_answer(name: str, way: str, kind: str, drafts: bool) -> None:
+    turns, talk, of_way = turns_of(name, kind), Conversation(name, WAYS[way]), WAYS[way]
+    if drafts and not of_way.device:
+        texts = [(*wanted.token_ids, *answer) for wanted, answer in turns]
+        talk.loop.drafting.attach(ScriptedDraft(talk.loop.drafting, knowing_tree(texts, 211, TREE - 1, right=0.8)))
+        talk.loop.drafting.listen()
+    with torch.inference_mode():
+        for (wanted, answer), expected in zip(turns, (0, 48, 80), strict=True):
+            read, predicted = talk.figures.read, answer if drafts and of_way.device else ()
+            said, (cached,) = talk.answer(replace(wanted, prediction=predicted, speculate=drafts))
+            assert said == [answer]
+            # Passes that were launched with the last one of an answer may have gone past another page end.
+            assert cached == expected or (drafts and of_way.passes > 1 and cached in (0, 48))
+            # The last row makes the first token.
+            assert talk.figures.read - read == len(wanted.token_ids) - cached - 1
+    assert bool(talk.figures.accepted) == drafts and bool(talk.ahead) == of_way.ahead
+
+
+@pytest.mark.parametrize("passes", [1, 4])
+def test_no_state_is_taken_that_is_behind_an_answer_s_end(passes: int) -> None:
+    """Answers that end about a page end with a token that the device does not stop at."""
+    talk, kind = Conversation("qwen3_next", Way(True, True, passes=passes)), SAMPLINGS["seeded"]
+    whole = plain(made("qwen3_next"), request(PROMPT, 30, sampling=kind))
+    ends = [place for place in range(19, 30) if whole.index(whole[place]) == place]
+    assert len(ends) > 5
+    for number, end in enumerate(ends):
+        sampling = replace(kind, stop_token_ids=(whole[end],))
+        wanted = request(PROMPT, 30, sampling=sampling, tenant=str(number))
+        assert talk.answer(wanted) == ([whole[: end + 1]], [0])
+        following = replace(wanted, token_ids=(*PROMPT, *whole[: end + 1], 4, 5), max_tokens=4)
+        said, (cached,) = talk.answer(following)
+        assert said == [plain(made("qwen3_next"), replace(following, sampling=kind))]
+        assert cached == (len(PROMPT) + end) // PAGE_SIZE * PAGE_SIZE or (cached == 0 and passes > 1)
