@@ -32,14 +32,14 @@ OnStarted = Callable[[int, Started], None]
 @dataclass(slots=True)
 class Dispatcher:
     """The answers to one request. `on_chunk` and `on_result` are awaited as they come, in order for each index.
-    `arrived` is when the request came, on `perf_counter`; `timeout` are the seconds from then on that it may take,
-    however many targets are tried."""
+    `arrived` is when the request came, on `perf_counter`; `request_seconds` are those from then on that it may take,
+    however many targets are tried, and 0 for any."""
 
     _targets: Targets
     _metrics: GatewayMetrics
     request: GenerationRequest
     _caller: HttpCaller
-    _timeout: float | None
+    _request_seconds: float
     _arrived: float
     _first_token_seen: bool = False
     _at_once: AtOnce | None = None
@@ -114,16 +114,18 @@ class Dispatcher:
                 special_tokens=request.special_tokens,
                 answer_parts=request.chat,
                 model=request.model,
-                timeout=self._left(),
+                timeout=seconds_left(self._arrived, self._request_seconds),
             )
         finally:
             detach(previous)
 
-    def _left(self) -> float | None:
-        """Seconds of the request's time that are left. Raises `DeadlineExceeded` where none are."""
-        if self._timeout is None:
-            return None
-        left = self._arrived + self._timeout - perf_counter()
-        if left <= 0:
-            raise DeadlineExceeded(f"the request took longer than {self._timeout:g} s")
-        return left
+
+def seconds_left(arrived: float, request_seconds: float) -> float | None:
+    """What is left of the seconds that a request may take since it has `arrived`; None where it may take any, which is
+    0. Raises `DeadlineExceeded` where nothing is left."""
+    if not request_seconds:
+        return None
+    left = arrived + request_seconds - perf_counter()
+    if left <= 0:
+        raise DeadlineExceeded(f"the request took longer than {request_seconds:g} s")
+    return left

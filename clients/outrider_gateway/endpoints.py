@@ -43,8 +43,8 @@ class GenerationEndpoint(Endpoint, Generic[Request, Built]):
         """Note a complete answer, before its end is sent."""
 
     async def _answer(self, call: HttpCall, request: Request, builder: Built) -> list[Result]:
-        timeout = self._config.request_seconds or None
-        dispatcher = Dispatcher(self._targets, self._metrics, request, call.caller, timeout, call.arrived)
+        seconds = self._config.request_seconds
+        dispatcher = Dispatcher(self._targets, self._metrics, request, call.caller, seconds, call.arrived)
         write = self._stream if request.stream else self._whole
         try:
             with self._admission.answers(call.holder, request.answers):

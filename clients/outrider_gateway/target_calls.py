@@ -5,17 +5,17 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from functools import partial
-from time import perf_counter
 from typing import Any, Protocol
 
 from outrider.admission.prompt_limits import check_bytes, check_tokens
-from outrider.errors import DeadlineExceeded, OutriderError
+from outrider.errors import OutriderError
 from outrider_client.client import Client
 from outrider_client.failures import AWAY, ServiceUnreachable
 from outrider_client.messages import ChatOptions, ChatTurn
 from outrider_client.results import TargetInfo
 from outrider_gateway.bodies import DetokenizeFields, TemplateFields, TokenId, TokenizeFields
 from outrider_gateway.chat_messages import chat_turns
+from outrider_gateway.dispatch import seconds_left
 from outrider_gateway.endpoint import Endpoint, HttpCall
 from outrider_gateway.failures import BadField, refusal
 from outrider_gateway.fields import Fields, converted
@@ -66,20 +66,12 @@ class CallEndpoint(Endpoint):
             target = self._targets.pick(call.caller.key(""), asked.model, tried)
             client = target.client.acting_for(token=call.caller.token, tenant=call.caller.tenant)
             try:
-                return await asked.ask(client, target.info, self._left(call))
+                return await asked.ask(client, target.info, seconds_left(call.arrived, self._config.request_seconds))
             except AWAY as error:
                 target.leave_out(error)
                 tried.append(target)
                 if len(tried) == len(self._targets.all):
                     raise
-
-    def _left(self, call: HttpCall) -> float | None:
-        if not self._config.request_seconds:
-            return None
-        left = call.arrived + self._config.request_seconds - perf_counter()
-        if left <= 0:
-            raise DeadlineExceeded(f"the request took longer than {self._config.request_seconds:g} s")
-        return left
 
 
 @dataclass(frozen=True, slots=True)
