@@ -5,6 +5,7 @@ Its own code runs, with our attention over the paged cache in place of its own.
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING, Any, cast
 
@@ -13,7 +14,6 @@ from torch import Tensor, nn
 
 from outrider.errors import NotSupported
 from target_service.model.cache_shape import cache_shape
-from target_service.model.current_pass import computing, current_pass
 from target_service.model.rotary import hold_frequencies
 from target_service.model.support import ModelRefused, longest_context
 from tree_kernels.attention import TreeAttention
@@ -28,6 +28,8 @@ if TYPE_CHECKING:
     from transformers import PreTrainedModel
 
 ATTENTION = "outrider_tree"
+# The `step` that a thread computes, for models whose layers do not hand keyword arguments on to their attention.
+_computing = threading.local()
 
 
 # Not compiled: layers differ in it, and not in the parts around it.
@@ -48,7 +50,7 @@ def attend(
     """transformers' attention interface: query [1, Hq, R, D], key and value [1, Hkv, R, D], rotary applied."""
     if attention_mask is not None or softcap is not None or s_aux is not None:
         raise ModelRefused("a mask of its own, capped scores or attention sinks are not served")
-    outrider_step = outrider_step or current_pass()
+    outrider_step = outrider_step or getattr(_computing, "step", None)
     assert outrider_step is not None, "attention runs in a pass"
     scaling = query.shape[-1] ** -0.5 if scaling is None else scaling
     step, layer = outrider_step, int(module.layer_idx)  # type: ignore[arg-type]
@@ -119,8 +121,11 @@ class TransformersNetwork:
 
     def __call__(self, token_ids: Tensor, positions: Tensor, step: PagedPass, rows: Tensor | int = 0) -> Tensor:
         inputs = {"input_ids": token_ids[None], "position_ids": positions[None]}
-        with computing(step):
+        _computing.step = step
+        try:
             output = self.model(**inputs, use_cache=False, logits_to_keep=rows, outrider_step=step)
+        finally:
+            _computing.step = None
         return cast(Tensor, output.logits[0])
 
     def tap(self, layer: int, keep: Tap) -> Callable[[], None]:
