@@ -63,19 +63,11 @@ _PROSPECTS_BLOCK = tl.constexpr(triton.next_power_of_2(len(layout.PROSPECTS)))
 _MOST_COST, _KEYS_PER_COST = tl.constexpr(layout.MOST_COST), tl.constexpr(layout.KEYS_PER_COST)
 _COSTS_PER_CHANCE = tl.constexpr(layout.COSTS_PER_CHANCE)
 _LOOKUP_COSTS = tl.constexpr(layout.LONGEST + 1)
-_ACCEPTED, _ACCEPTED_FROM_TABLE = (
-    tl.constexpr(int(ReportField.ACCEPTED)),
-    tl.constexpr(int(ReportField.ACCEPTED_FROM_TABLE)),
-)
-_DRAFTED, _DRAFTED_FROM_TABLE = (
-    tl.constexpr(int(ReportField.DRAFTED)),
-    tl.constexpr(int(ReportField.DRAFTED_FROM_TABLE)),
-)
-_EXPECTED, _EXPECTED_FROM_TABLE = (
-    tl.constexpr(int(ReportField.EXPECTED)),
-    tl.constexpr(int(ReportField.EXPECTED_FROM_TABLE)),
-)
-_FIRST_ROW, _FIRST_PROSPECT = tl.constexpr(int(ReportField.FIRST_ROW)), tl.constexpr(int(ReportField.FIRST_PROSPECT))
+# In the order of `ReportField`.
+(
+    _ACCEPTED, _DRAFTED, _DRAFTED_FROM_TABLE, _EXPECTED, _FIRST_ROW, _ACCEPTED_FROM_TABLE, _EXPECTED_FROM_TABLE,
+    _FIRST_PROSPECT,
+) = (tl.constexpr(int(field)) for field in ReportField)  # fmt: skip
 _REPORT, _REPORT_TOKENS = tl.constexpr(layout.REPORT), tl.constexpr(layout.REPORT_TOKENS)
 _REPORT_ROWS = tl.constexpr(layout.REPORT_ROWS)
 
