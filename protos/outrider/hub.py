@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from pathlib import Path
 
 from outrider.runtime import in_daemon_thread
@@ -39,16 +40,26 @@ def model_folder(source: str) -> Path:
     if Path(source).is_dir():
         return Path(source)
     check_fetchable(source)
+    return downloaded(source)
+
+
+def downloaded(
+    name: str,
+    revision: str | None = None,
+    patterns: Sequence[str] = MODEL_PATTERNS,
+    ignored: Sequence[str] = IGNORED_PATTERNS,
+) -> Path:
+    """The folder of the cache that now has a hub id's files of these patterns. Raises what the hub's library does."""
     from huggingface_hub import constants, snapshot_download
 
-    return Path(
-        snapshot_download(
-            source,
-            endpoint=constants.ENDPOINT,
-            allow_patterns=list(MODEL_PATTERNS),
-            ignore_patterns=list(IGNORED_PATTERNS),
-        )
+    folder = snapshot_download(
+        name,
+        revision=revision,
+        endpoint=constants.ENDPOINT,
+        allow_patterns=list(patterns),
+        ignore_patterns=list(ignored),
     )
+    return Path(folder)
 
 
 def reach_hub() -> None:

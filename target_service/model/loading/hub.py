@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import re
 import shutil
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from fnmatch import fnmatch
@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from outrider.checkpoints.folder import GGUF, missing_weights
-from outrider.hub import IGNORED_PATTERNS, MODEL_PATTERNS, HubUnreachable, check_fetchable, reach_hub
+from outrider.hub import IGNORED_PATTERNS, MODEL_PATTERNS, HubUnreachable, check_fetchable, downloaded, reach_hub
 from target_service.model.loading.inspection import Inspected, in_words, inspect, refusal_of
 
 if TYPE_CHECKING:
@@ -82,7 +82,8 @@ def fetch(model: HubId) -> Path:
         config = hf_hub_download(name, "config.json", revision=revision, endpoint=constants.ENDPOINT)
     if refusal := refusal_of(Path(config).parent):
         raise PullFailed(f"{model} is not fetched, for it cannot be served: {refusal}")
-    return _download(model, MODEL_PATTERNS, IGNORED_PATTERNS)
+    with _asking_for(model):
+        return downloaded(name, revision)
 
 
 def fetch_head(name: str) -> None:
@@ -93,7 +94,8 @@ def fetch_head(name: str) -> None:
     if whole_snapshot(head) is None:
         check_fetchable(name)
         # What the target reads of a draft's head.
-        _download(head, ("*.json", "*.safetensors"))
+        with _asking_for(head):
+            downloaded(name, patterns=("*.json", "*.safetensors"), ignored=())
 
 
 def cached_models() -> Iterator[tuple[str, Inspected]]:
@@ -113,21 +115,6 @@ def check_space(model: str, needed: int, folder: Path) -> None:
     free = shutil.disk_usage(existing).free
     if needed > free:
         raise PullFailed(f"{model} takes {in_words(needed)} more, and {folder} has {in_words(free)} free")
-
-
-def _download(model: HubId, patterns: Sequence[str], ignored: Sequence[str] = ()) -> Path:
-    """The folder of the cache that now has the model's files of these patterns."""
-    from huggingface_hub import constants, snapshot_download
-
-    with _asking_for(model):
-        folder = snapshot_download(
-            model.name,
-            revision=model.revision,
-            endpoint=constants.ENDPOINT,
-            allow_patterns=list(patterns),
-            ignore_patterns=list(ignored),
-        )
-    return Path(folder)
 
 
 def _check_files(model: HubId, listed: ModelInfo) -> None:
