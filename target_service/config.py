@@ -184,7 +184,8 @@ class TargetConfig(ServiceSettings):
     prompt_wait_ms: float = setting(
         0,
         "longest step that reads prompts while others decode, whose tokens come no sooner; prompts are read in pieces "
-        "that fit. Never less than two steps without prompts; 0 takes 24 on a GPU and 200 elsewhere",
+        "that fit. Never less than two steps without prompts; 0 takes 24 on a GPU, up to 60 where many prompts are "
+        "unread and few others decode, and 200 elsewhere",
         ge=0,
         le=60_000,
     )
@@ -347,12 +348,15 @@ class TargetConfig(ServiceSettings):
         return max(0, min(_MOST_COMPILERS, int(usable_cores()) - _OTHER_CORES))
 
     @property
-    def longest_prompt_wait(self) -> float:
-        """`prompt_wait_ms`, 0 resolved, in seconds."""
+    def prompt_waits(self) -> tuple[float, float]:
+        """`prompt_wait_ms`, 0 resolved, in seconds; and for few sequences behind which many prompts are unread."""
+        if self.prompt_wait_ms:
+            return self.prompt_wait_ms / 1e3, self.prompt_wait_ms / 1e3
         # Longest steps with prompts. On a GPU between vLLM's longest gaps of 64 streams at 8B size on an H100 (p99, 21
         # ms plain and 29 with a head): of the waits simulated by `benchmarks/host/simulated_prompts.py` 22 to 25 make
-        # most tokens. On two cores a step of 24 ms would read no rows beside a decoding one of 34.
-        return (self.prompt_wait_ms or (200.0 if self.device == "cpu" else 24.0)) / 1e3
+        # most tokens, and of long prompts those of 60 (`benchmarks/results/2026-11-29-cpu-longer-waits.md`). On two
+        # cores a step of 24 ms would read no rows beside a decoding one of 34.
+        return (0.2, 0.2) if self.device == "cpu" else (0.024, 0.06)
 
     @property
     def chunk_rows(self) -> int:

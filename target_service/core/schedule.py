@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import bisect
+import math
 from collections.abc import Callable
 from collections.abc import Sequence as SequenceOf
 from dataclasses import dataclass, field
@@ -16,6 +17,9 @@ LEAST_READ = 16
 # How much longer than one without prompts a step may be that reads some, whatever the bound of waits. Chosen: where
 # decoding alone takes that long, prompts have as much time as it.
 _TWICE = 2.0
+# Steps of the usual length that it takes to read all prompts, above which fewer sequences than these wait for longer
+# ones, by the root of their share. Chosen: eight long prompts are read a third sooner, and short ones as before.
+_BACKLOG, _MANY = 4.0, 16
 
 
 @dataclass(slots=True)
@@ -87,11 +91,16 @@ class PromptRows:
     """How many rows of prompts a step reads."""
 
     def __init__(
-        self, longest_wait: float, chunk_rows: int, pass_sizes: Callable[[int], SequenceOf[int]], times: StepTimes
+        self,
+        waits: tuple[float, float],
+        chunk_rows: int,
+        pass_sizes: Callable[[int], SequenceOf[int]],
+        times: StepTimes,
     ) -> None:
-        """`longest_wait`: seconds that decoding sequences may wait for a step that reads. `chunk_rows`: most rows of a
-        sequence. `pass_sizes` are those of the runner, see `ModelRunner.pass_sizes`."""
-        self._longest_wait, self._chunk_rows = longest_wait, chunk_rows
+        """`waits`: seconds that decoding sequences may wait for a step that reads, usually and where prompts are many
+        and they are few. `chunk_rows`: most rows of a sequence. `pass_sizes` are those of the runner, see
+        `ModelRunner.pass_sizes`."""
+        self._waits, self._chunk_rows = waits, chunk_rows
         self._pass_sizes, self._times = pass_sizes, times
         # Drafted rows of the last step that only decoded.
         self._drafted = 0
@@ -112,7 +121,7 @@ class PromptRows:
         decoding = len(decodes)
         read, beside, sizes = sum(due), decoding, self._pass_sizes(decoding + len(due))
         if decoding:
-            longest = max(self._longest_wait, _TWICE * self._times.decoding_seconds(decoding, self._drafted))
+            longest = self._longest_wait(decoding, rows, unread)
             whole = decoding + self._times.prefill_within(decoding, longest, rows)
             beside += (drafted := self.drafted_beside(decodes, rows_that_fill(whole, 0, sizes), unread))
             within = max(LEAST_READ, self._times.prefill_within(decoding, longest, rows, drafted))
@@ -120,3 +129,10 @@ class PromptRows:
         if read <= rows and max(due) < self._chunk_rows:
             return rows
         return rows_that_fill(min(rows, read), beside, sizes)
+
+    def _longest_wait(self, decoding: int, rows: int, unread: int) -> float:
+        """Seconds that a step of at most `rows` may take which reads of `unread` rows beside decoding sequences."""
+        usual = max(self._waits[0], _TWICE * self._times.decoding_seconds(decoding, self._drafted))
+        if unread <= _BACKLOG * self._times.prefill_within(decoding, usual, rows):
+            return usual
+        return max(usual, min(self._waits[1], self._waits[0] * math.sqrt(_MANY / decoding)))

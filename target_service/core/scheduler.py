@@ -63,7 +63,7 @@ class Scheduler:
         self.pages = SequencePages(cache, shares=config.prefix_cache, records=config.kv_events > 0)
         self._prefix_waits = PrefixWaits(self.pages, cache.page_size)
         self.times = StepTimes(cost)  # observed by the engine; without any, time is not shared
-        self.prompt_rows = PromptRows(config.longest_prompt_wait, self._prefill_chunk, pass_sizes, self.times)
+        self.prompt_rows = PromptRows(config.prompt_waits, self._prefill_chunk, pass_sizes, self.times)
         self._waiting: dict[str, deque[Sequence]] = {}
         self._evicted: dict[int, Sequence] = {}
         self._held_back: list[Sequence] | None = None  # new ones, until `release`; None unless `hold_back` was called

@@ -45,6 +45,24 @@ def test_an_arrival_takes_little_of_the_others_time() -> None:
     assert late.times[0] - late.arrived < 0.13
 
 
+@pytest.mark.parametrize(("asked", "longest"), [(DEFAULT, 0.06), (24.0, 0.024)])
+def test_few_wait_longer_for_many_prompts_unless_a_bound_is_set(asked: float, longest: float) -> None:
+    """Two streams, and six prompts of 3,000 tokens."""
+    played = SimulatedPrompts(asked)
+    for _ in range(2):
+        played.ask(20)
+    for _ in range(5):
+        played.run_pass()
+    begun, long = len(played.timeline), [played.ask(3000) for _ in range(6)]
+    while not long[-1].times:
+        played.run_pass()
+    reading = [one for one in played.timeline[begun:] if one[2] and one[1]]
+    assert sum(one[2] for one in reading) == 18_000
+    assert max(one[4] for one in reading[:5]) == pytest.approx(longest, rel=0.2)
+    # Once little is left, nobody waits for longer than usual.
+    assert max(one[4] for one in reading[-3:]) <= 0.024
+
+
 def test_prompts_that_arrive_together_are_read_together() -> None:
     played = SimulatedPrompts(DEFAULT)
     for _ in range(4):
