@@ -33,13 +33,12 @@ from outrider.errors import NotSupported
 from outrider.hub import model_folder
 from outrider.model_store import model_source
 from outrider.settings import SettingsError, setting
-from tree_kernels.attention import AttentionVariant
-from tree_kernels.attention.variant import PLAIN
 from tree_models.building import build
 from tree_models.families import Description, describe
+from tree_models.foreign_attention import SeenShapes, attend_foreign
 from tree_models.fused.preparing import LayerOptions, prepare_decoder
 from tree_models.layers.decoder import Decoder
-from tree_models.layers.paged import CacheShape, PagedPass, UncachedPass, attend
+from tree_models.layers.paged import CacheShape, PagedPass, UncachedPass
 from tree_models.reference import layers_that_differ
 from tree_models.spec import FamilyRefused
 from tree_models.weights.checkpoint import TensorSource, TextPart, WeightsRefused, WholeNames
@@ -61,20 +60,6 @@ class ModelConfig(NeuralConfig):
     )
 
 
-@dataclass(frozen=True, slots=True)
-class _Scaling:
-    scaling: float
-
-
-@dataclass(slots=True)
-class _Layer:
-    """One of transformers' layers, as `tree_models.layers.paged.attend` takes it."""
-
-    cache_layer: int
-    spec: _Scaling
-    variant: AttentionVariant = PLAIN
-
-
 def _attend(
     module: torch.nn.Module,
     query: Tensor,
@@ -86,12 +71,10 @@ def _attend(
     outrider_step: PagedPass | UncachedPass | None = None,
     **_: Any,
 ) -> tuple[Tensor, None]:
-    """transformers' attention interface: query [1, Hq, R, D], key and value [1, Hkv, R, D], after rotary embedding."""
+    """transformers' attention interface; see `attend_foreign`."""
     if outrider_step is None:
         raise NotSupported("a model that does not hand arguments on to its attention cannot draft")
-    query, key, value = (part[0].transpose(0, 1) for part in (query, key, value))
-    layer = _Layer(int(module.layer_idx), _Scaling(scaling or query.shape[-1] ** -0.5))  # type: ignore[arg-type]
-    return attend(layer, query, key, value, outrider_step).unsqueeze(0), None
+    return attend_foreign(module, query, key, value, scaling, outrider_step), None
 
 
 AttentionInterface.register(_ATTENTION, _attend)
@@ -146,8 +129,8 @@ class ModelNetwork:
 
     @torch.inference_mode()
     def _shapes(self, layers: int) -> list[CacheShape]:
-        """Of every layer: configurations name heads and widths in many ways, or not at all."""
-        token, seen = torch.zeros(1, dtype=torch.int64, device=self.device), _SeenShapes()
+        """Of every layer."""
+        token, seen = torch.zeros(1, dtype=torch.int64, device=self.device), SeenShapes()
         self.forward_rows(token, None, token, seen)
         if seen.by_layer.keys() != set(range(layers)):
             raise NotSupported(
@@ -158,17 +141,6 @@ class ModelNetwork:
     def logits(self, lm_input: Tensor) -> Tensor:
         logits: Tensor = self._lm_head(lm_input)
         return logits
-
-
-class _SeenShapes(UncachedPass):
-    """Shapes of keys and values by layer, of a pass that attends to nothing."""
-
-    def __init__(self) -> None:
-        self.by_layer: dict[int, CacheShape] = {}
-
-    def attend(self, layer: int, query: Tensor, key: Tensor, value: Tensor, scaling: float) -> Tensor:  # noqa: ARG002
-        self.by_layer[layer] = CacheShape(key.shape[1], key.shape[2], value.shape[2])
-        return query.new_zeros(*query.shape[:-1], value.shape[-1])
 
 
 class ModelDrafter(CachingDrafter):

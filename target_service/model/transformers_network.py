@@ -13,15 +13,13 @@ import torch
 from torch import Tensor, nn
 
 from outrider.errors import NotSupported
-from target_service.model.cache_shape import cache_shape
 from target_service.model.rotary import hold_frequencies
-from target_service.model.support import ModelRefused, longest_context
-from tree_kernels.attention import TreeAttention
+from target_service.model.support import ModelRefused, kv_shape, longest_context
 from tree_kernels.compiled_layers import compile_layer, uncompiled
-from tree_kernels.paging import write_kv
+from tree_models.foreign_attention import SeenShapes, attend_foreign
 from tree_models.layers.decoder import Tap
 from tree_models.layers.linear import PackedWeight
-from tree_models.layers.paged import CacheShape, PagedPass
+from tree_models.layers.paged import CacheShape, PagedPass, UncachedPass
 from tree_models.slots import Copy, TensorSpec, WeightSlot, in_place
 
 if TYPE_CHECKING:
@@ -42,24 +40,17 @@ def attend(
     attention_mask: Tensor | None,
     scaling: float | None = None,
     *,
-    outrider_step: PagedPass | None = None,
+    outrider_step: PagedPass | UncachedPass | None = None,
     softcap: float | None = None,
     s_aux: Tensor | None = None,
     **_: Any,
 ) -> tuple[Tensor, None]:
-    """transformers' attention interface: query [1, Hq, R, D], key and value [1, Hkv, R, D], rotary applied."""
+    """transformers' attention interface; see `attend_foreign`."""
     if attention_mask is not None or softcap is not None or s_aux is not None:
         raise ModelRefused("a mask of its own, capped scores or attention sinks are not served")
     outrider_step = outrider_step or getattr(_computing, "step", None)
     assert outrider_step is not None, "attention runs in a pass"
-    scaling = query.shape[-1] ** -0.5 if scaling is None else scaling
-    step, layer = outrider_step, int(module.layer_idx)  # type: ignore[arg-type]
-    keys, values = step.cache.keys[layer], step.cache.values[layer]
-    write_kv(key[0].transpose(0, 1), value[0].transpose(0, 1), keys, values, step.slots)
-    # Its cache has no latents.
-    attention = cast(TreeAttention, step.attention)
-    out = attention.run(step.plan, query[0].transpose(0, 1), keys, values, scaling)
-    return out.unsqueeze(0), None
+    return attend_foreign(module, query, key, value, scaling, outrider_step), None
 
 
 class TransformersNetwork:
@@ -68,12 +59,30 @@ class TransformersNetwork:
     def __init__(self, model: PreTrainedModel) -> None:
         self.model = model.eval()
         hold_frequencies(model)
-        self._cache_shape = cache_shape(model)
         # Its import takes seconds, which models with layers of ours do not need.
         from transformers import AttentionInterface
 
         AttentionInterface.register(ATTENTION, attend)
         model.set_attn_implementation(ATTENTION)
+        self._cache_shape = self._seen_shape()
+
+    @torch.inference_mode()
+    def _seen_shape(self) -> CacheShape:
+        """What one layer caches of a token; of the configuration, where the model does not hand keys to our attention.
+        Raises `ModelRefused` where layers differ."""
+        seen, token = SeenShapes(), torch.zeros(1, dtype=torch.int64, device=self.device)
+        try:
+            self(token, token, seen)
+        except torch.OutOfMemoryError:
+            raise
+        # The check at load reports what else is wrong with it.
+        except Exception:
+            seen.by_layer.clear()
+        shapes = set(seen.by_layer.values())
+        if len(shapes) > 1:
+            kind = self.model.config.model_type
+            raise ModelRefused(f"{kind}: layers with keys and values of several widths are not served")
+        return shapes.pop() if shapes else kv_shape(self.model.config)
 
     @property
     def device(self) -> torch.device:
@@ -119,7 +128,9 @@ class TransformersNetwork:
     def cache_shapes(self) -> Sequence[CacheShape]:
         return [self._cache_shape] * self.layer_count
 
-    def __call__(self, token_ids: Tensor, positions: Tensor, step: PagedPass, rows: Tensor | int = 0) -> Tensor:
+    def __call__(
+        self, token_ids: Tensor, positions: Tensor, step: PagedPass | UncachedPass, rows: Tensor | int = 0
+    ) -> Tensor:
         inputs = {"input_ids": token_ids[None], "position_ids": positions[None]}
         _computing.step = step
         try:
