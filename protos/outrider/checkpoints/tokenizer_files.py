@@ -13,6 +13,8 @@ from typing import Any
 
 from tokenizers import AddedToken, Tokenizer
 
+from outrider.checkpoints.refusal import first_line
+
 TOKENIZER_FILE = "tokenizer.json"
 TOKENIZER_SETTINGS = "tokenizer_config.json"
 
@@ -104,8 +106,7 @@ def _converted(folder: Path) -> Tokenizer:
         found = AutoTokenizer.from_pretrained(str(folder))
     # A broken file makes transformers raise anything.
     except Exception as error:
-        (reason, *_) = str(error).strip().splitlines() or [type(error).__name__]
-        raise TokenizerRefused(f"{missing}, and its other files cannot be read: {reason}") from None
+        raise TokenizerRefused(f"{missing}, and its other files cannot be read: {first_line(error)}") from None
     backend = getattr(found, "backend_tokenizer", None)
     if backend is None:
         raise TokenizerRefused(f"{missing}, and a {type(found).__name__} cannot be converted to one")

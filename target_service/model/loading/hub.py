@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from outrider.checkpoints.folder import GGUF, missing_weights
+from outrider.checkpoints.refusal import first_line
 from outrider.hub import IGNORED_PATTERNS, MODEL_PATTERNS, HubUnreachable, check_fetchable, downloaded, reach_hub
 from target_service.model.loading.inspection import Inspected, in_words, inspect, refusal_of
 
@@ -174,6 +175,5 @@ def _asking_for(model: HubId) -> Iterator[None]:
     except errors.RevisionNotFoundError:
         reason = f"is not there: {model.name} has no revision {model.revision}"
     except (httpx.HTTPError, OSError) as error:
-        first = next(iter(str(error).strip().splitlines()), type(error).__name__)
-        reason = f"could not be fetched: {first} (complete files are kept; pull it again)"
+        reason = f"could not be fetched: {first_line(error)} (complete files are kept; pull it again)"
     raise PullFailed(f"{model} {reason}") from None

@@ -24,6 +24,7 @@ from rich.table import Table
 from rich.text import Text
 
 from outrider.checkpoints.names import check_model_name
+from outrider.checkpoints.refusal import first_line
 from outrider.consoles import error_console, output_console
 from outrider.processes.python import module_command
 from outrider.settings import CommandParser
@@ -277,7 +278,7 @@ def main(arguments: list[str] | None = None) -> int:
         if folder is None:
             raise FileNotFoundError(f"it is not pulled; `outrider model pull {options.name}` fetches it")
     except (OSError, ValueError) as error:
-        _errors().print(f"{options.name}: {str(error).strip().splitlines()[0]}", markup=False)
+        _errors().print(f"{options.name}: {first_line(error)}", markup=False)
         return 1
     except KeyboardInterrupt:
         _errors().print("interrupted; what came whole is kept, and the next pull goes on from there")
