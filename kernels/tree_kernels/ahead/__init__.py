@@ -6,6 +6,6 @@ cache on disk, so that the launches that follow find it there.
 """
 
 from tree_kernels.ahead.compiling import AheadCompiler
-from tree_kernels.ahead.processes import CHILD, CompilerProcesses
+from tree_kernels.ahead.processes import CHILD
 
-__all__ = ["CHILD", "AheadCompiler", "CompilerProcesses"]
+__all__ = ["CHILD", "AheadCompiler"]

@@ -6,7 +6,7 @@ from torch import Tensor
 from tree_kernels.linear.forms import NO_ACTIVATION, PLAIN_SUM, Activation, ActivationKind, GateForm, HeadForm, SumForm
 from tree_kernels.linear.int8_weight import Int8Weight, Weight
 from tree_kernels.linear.layers import RowLinears
-from tree_kernels.linear.rows import HeadInput, HeadInputs, HeadRows, Norm, ScaledRows
+from tree_kernels.linear.rows import HeadInputs, HeadRows, Norm, ScaledRows
 from tree_kernels.linear.vector_tiling import choose_vector_tiling
 
 __all__ = [
@@ -16,7 +16,6 @@ __all__ = [
     "ActivationKind",
     "GateForm",
     "HeadForm",
-    "HeadInput",
     "HeadInputs",
     "HeadRows",
     "Int8Weight",
