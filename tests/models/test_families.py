@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import itertools
 import random
+import re
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -23,6 +25,7 @@ from tree_kernels.latent_attention import LatentAttention
 from tree_kernels.recurrence import RecurrentPass, RecurrentStates, TreeRecurrence
 from tree_models.building import build
 from tree_models.families import FAMILIES, describe
+from tree_models.fused.forms import parts_of
 from tree_models.layers.decoder import Decoder
 from tree_models.layers.paged import PagedPass
 from tree_models.layers.placing import Placement
@@ -261,6 +264,20 @@ def test_the_check_at_load_finds_no_layer_that_differs(pair: tuple[Any, Decoder]
     """Or a model of the family would be computed by transformers' layers, or be refused."""
     model, decoder = pair
     assert layers_that_differ(decoder, model.config, published_tensors(model)) == []
+
+
+def test_the_page_says_which_layers_are_fused(pair: tuple[Any, Decoder], request: pytest.FixtureRequest) -> None:
+    """Where some layers have it, it depends on a checkpoint's settings."""
+    _, decoder = pair
+    model_type = TINY_MODELS[request.node.callspec.params["pair"]][0]
+    said = (Path(__file__).parents[2] / "docs" / "models.md").read_text().partition("Some layers have it of ")[2]
+    parts = said.partition("\n")[0].partition("None has it of ")[::2]
+    some, none = (re.findall(r"`([a-z0-9_-]+)`", part) for part in parts)
+    fused = [parts_of(layer) is not None for layer in decoder.layers]
+    if model_type in none:
+        assert not any(fused)
+    elif model_type not in some:
+        assert all(fused)
 
 
 # Where logits are equal, so are they.
