@@ -3,6 +3,7 @@ says the same as without (fp32)."""
 
 from __future__ import annotations
 
+import random
 from dataclasses import replace
 from functools import cache
 from typing import NamedTuple
@@ -17,7 +18,7 @@ from rerun_graphs import CPU, ROWS, SEQUENCES, ReadBack, ReadBackRecurrence, Rer
 from transformers import PreTrainedModel
 
 from outrider.sampling import SamplingParams
-from target_service.core.sequence import SequenceRequest, SequenceTotals, StepStats
+from target_service.core.sequence import SequenceFinished, SequenceRequest, SequenceTotals, StepStats, StepVerdict
 from target_service.execution.device_executor import DeviceSteps
 from target_service.execution.host_executor import HostSteps, Steps
 from target_service.model.cuda_graphs.capturing import capture_steps
@@ -90,12 +91,12 @@ def made(name: str) -> PreTrainedModel:
     return make_tiny(model_type, **settings)
 
 
-def captured(model: PreTrainedModel) -> ModelRunner:
+def captured(model: PreTrainedModel, page_size: int, kv_tokens: int) -> ModelRunner:
     """A runner whose steps are captured, by running them."""
     description = description_of(model.config)
     assert description is not None
     decoder = build(description, published_tensors(model), Placement(CPU, torch.float32))
-    runner = runner_over(decoder, None, num_pages=64, page_size=PAGE_SIZE, end_token_ids=())
+    runner = runner_over(decoder, None, num_pages=kv_tokens // page_size, page_size=page_size, end_token_ids=())
     runner.attention = ReadBack()
     runner.enable_device_row_selection(SEQUENCES, LIMIT)
     found = RerunRunner(runner, CaptureOptions(ROWS, SEQUENCES, LayerOptions(compiled=False), few_outputs=6))
@@ -107,12 +108,12 @@ def captured(model: PreTrainedModel) -> ModelRunner:
 class Conversation(Engine):
     """An engine, the rows of prompts that it reads, and the passes that it launches ahead."""
 
-    def __init__(self, name: str, way: Way) -> None:
+    def __init__(self, name: str, way: Way, page_size: int = PAGE_SIZE, kv_tokens: int = 1024) -> None:
         if way.captured:
             # Sizes are captured with trees that fill them.
-            runner = captured(made(name))
+            runner = captured(made(name), page_size, kv_tokens)
         else:
-            runner = make_runner(made(name), PAGE_SIZE, largest_tree=TREE)
+            runner = make_runner(made(name), page_size, kv_tokens, largest_tree=TREE)
             if way.device:
                 runner.enable_device_row_selection(SEQUENCES, LIMIT)
         steps: Steps = HostSteps(runner, can_launch_before_results=way.ahead)
@@ -124,6 +125,11 @@ class Conversation(Engine):
     def check(self) -> None:
         super().check()
         self.ahead += self.loop._ahead is not None
+
+    def draft(self, texts: list[tuple[int, ...]]) -> None:
+        """Have trees proposed that go on as these, now and then."""
+        self.loop.drafting.attach(ScriptedDraft(self.loop.drafting, knowing_tree(texts, 211, TREE - 1, right=0.8)))
+        self.loop.drafting.listen()
 
 
 @cache
@@ -146,9 +152,7 @@ def turns_of(name: str, kind: str) -> list[tuple[SequenceRequest, tuple[int, ...
 def test_a_conversation_goes_on_behind_its_last_answer(name: str, way: str, kind: str, drafts: bool) -> None:
     turns, talk, of_way = turns_of(name, kind), Conversation(name, WAYS[way]), WAYS[way]
     if drafts and not of_way.device:
-        texts = [(*wanted.token_ids, *answer) for wanted, answer in turns]
-        talk.loop.drafting.attach(ScriptedDraft(talk.loop.drafting, knowing_tree(texts, 211, TREE - 1, right=0.8)))
-        talk.loop.drafting.listen()
+        talk.draft([(*wanted.token_ids, *answer) for wanted, answer in turns])
     with torch.inference_mode():
         for (wanted, answer), expected in zip(turns, (0, 48, 80), strict=True):
             read, predicted = talk.figures.read, answer if drafts and of_way.device else ()
@@ -176,3 +180,76 @@ def test_no_state_is_taken_that_is_behind_an_answer_s_end(passes: int) -> None:
         said, (cached,) = talk.answer(following)
         assert said == [plain(made("qwen3_next"), replace(following, sampling=kind))]
         assert cached == (len(PROMPT) + end) // PAGE_SIZE * PAGE_SIZE or (cached == 0 and passes > 1)
+
+
+class Branching:
+    """Requests for what comes behind any part of a few texts, which end, are cancelled and are preempted at any time,
+    of an engine with few pages and states."""
+
+    def __init__(self, name: str, way: Way, seed: int) -> None:
+        self.random, kind = random.Random(seed), SAMPLINGS["seeded" if seed % 2 else "greedy"]
+        prompts = [PROMPT[:24], [*PROMPT[:12], 7, 8, 9]]
+        asked = [request(prompt, 40, sampling=kind, max_draft_nodes=TREE - 1) for prompt in prompts]
+        self.texts = [(*one.token_ids, *plain(made(name), one)) for one in asked]
+        # What is sampled depends on the place in the text, and not on where a request begins.
+        self.asked, self.begins = asked, [len(prompt) for prompt in prompts]
+        self.ends: list[list[int]] = [[] for _ in prompts]
+        self.talk, self.device = Conversation(name, way, 4, 192), way.device
+        self.expected, self.said = dict[int, tuple[int, ...]](), dict[int, list[int]]()
+        self.cached = self.preempted = 0
+        if not self.device:
+            self.talk.draft(self.texts)
+
+    def run(self, turns: int) -> None:
+        for _ in range(turns):
+            match self.random.randrange(12):
+                case 0 | 1 | 2:
+                    self.submit()
+                case 3 if self.expected:
+                    ended = self.random.choice([*self.expected])
+                    self.talk.loop.end(ended, "cancelled")
+                    del self.expected[ended]
+                case 4 if self.talk.loop.scheduler.running:
+                    self.talk.loop._read_again(self.random.choice(self.talk.loop.scheduler.running))
+                    self.preempted += 1
+                case _:
+                    self.step()
+            self.talk.check()
+        while self.expected:
+            self.step()
+
+    def submit(self) -> None:
+        number = self.random.randrange(len(self.texts))
+        text, asked = self.texts[number], self.asked[number]
+        start, count = self.random.randint(self.begins[number], len(text) - 1), self.random.randint(1, 25)
+        if self.ends[number] and self.random.random() < 0.7:
+            start = min(self.random.choice(self.ends[number]) + self.random.randrange(4), len(text) - 1)
+        expected = text[start : start + count]
+        self.ends[number].append(start + len(expected))
+        predicted = expected if self.device and self.random.random() < 0.5 else ()
+        wanted = replace(asked, token_ids=text[:start], max_tokens=len(expected), prediction=predicted)
+        sequence_id = self.talk.add(wanted)
+        self.expected[sequence_id], self.said[sequence_id] = expected, []
+
+    def step(self) -> None:
+        for event in self.talk.loop.step() or ():
+            if isinstance(event, StepVerdict):
+                said = self.said[event.sequence_id]
+                said += event.token_ids
+                assert tuple(said) == self.expected[event.sequence_id][: len(said)]
+            elif isinstance(event, SequenceFinished):
+                assert len(self.said[event.sequence_id]) == len(self.expected.pop(event.sequence_id))
+                self.cached += event.totals.cached_tokens
+        self.talk.check()
+
+
+@pytest.mark.values
+@pytest.mark.parametrize("name", ["qwen3_next", "jamba"])
+@pytest.mark.parametrize("way", WAYS)
+@pytest.mark.parametrize("seed", range(8))
+@pytest.mark.usefixtures("without_gpu")
+def test_whatever_ends_and_when_answers_are_the_same(name: str, way: str, seed: int) -> None:
+    branching = Branching(name, WAYS[way], seed)
+    with torch.inference_mode():
+        branching.run(120)
+    assert branching.cached > 100 and branching.preempted and branching.talk.figures.accepted
