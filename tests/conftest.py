@@ -20,6 +20,8 @@ if TYPE_CHECKING:
 pytest_plugins = ("left_behind", "rerun", "seeds", "warm_workers")
 # As the commands have it (`prepare_grpc`), before anything imports gRPC.
 os.environ.setdefault("GRPC_ENABLE_FORK_SUPPORT", "0")
+# Inductor compiles little here, in the process itself: each worker started another that imports PyTorch for it.
+os.environ.setdefault("TORCHINDUCTOR_COMPILE_THREADS", "1")
 # The same examples on every machine, however fast it is. `make test-full` looks for others.
 settings.register_profile(
     "same",

@@ -20,9 +20,10 @@ FOLDER = Path(__file__).with_name("kernels")
 INTERPRETED = {"TRITON_INTERPRET": "1", "CUDA_VISIBLE_DEVICES": "", "OMP_NUM_THREADS": "1"}
 
 
-def work(script: str, **environment: str) -> dict[str, Any]:
-    """What the script wrote to standard output, as JSON."""
-    command = [sys.executable, "-W", "ignore"]
+def work(script: str, *, forked: bool = False, **environment: str) -> dict[str, Any]:
+    """What the script wrote to standard output, as JSON. `forked`: from a process that has imported PyTorch and Triton,
+    for what no GPU runs."""
+    command = [str(shared_python("workers") / "python") if forked else sys.executable, "-Wignore"]
     if environment.get("TRITON_INTERPRET") == "1":
         # Forked from one that has imported Triton with its interpreter.
         command = [str(shared_python("interpreter") / "python"), str(FOLDER.with_name("interpreted.py"))]

@@ -8,6 +8,7 @@ from pathlib import Path
 
 import pytest
 from waits import HUNG_SECONDS
+from warm_python import shared_python
 
 from outrider_client.local import supervisor
 from outrider_client.local.supervisor import ServiceCommand
@@ -64,7 +65,9 @@ class Lines:
 
 def service(name: str, folder: Path) -> ServiceCommand:
     address = f"unix:{folder / name}.sock"
-    return ServiceCommand(name, (sys.executable, "-c", SERVICE, address, f"hello from {name}"), address)
+    # Forked from one that has imported gRPC.
+    python = str(shared_python("services") / "python")
+    return ServiceCommand(name, (python, "-c", SERVICE, address, f"hello from {name}"), address)
 
 
 def failing(name: str, status: int) -> ServiceCommand:

@@ -15,6 +15,7 @@ import pytest
 from draft_process import Service
 from scripted_drafter import VOCABULARY, Listener, opening, step
 from waits import HUNG_SECONDS
+from warm_python import shared_python
 
 from outrider.drafting.link import GrpcDraftLink, LinkOptions
 
@@ -171,7 +172,8 @@ def test_settings_come_from_flags_environment_and_file(tmp_path: Path, service: 
     ids=lambda value: " ".join(value) if isinstance(value, list) else "",
 )
 def test_settings_that_cannot_work_end_the_process_with_a_word(arguments: list[str], message: str) -> None:
-    command = [sys.executable, "-m", "draft_service", "--drafter", "random", *arguments]
+    python = str(shared_python("services") / "python")
+    command = [python, "-m", "draft_service", "--drafter", "random", *arguments]
     done = subprocess.run(command, capture_output=True, text=True, timeout=HUNG_SECONDS)
     assert done.returncode == 2 and message in done.stderr
     assert "Traceback" not in done.stderr

@@ -10,6 +10,7 @@ import pytest
 from conftest import make_tiny
 from draft_process import Service
 from transformers import PreTrainedModel
+from warm_python import shared_python, warm_executable
 
 
 @pytest.fixture(scope="session")
@@ -18,6 +19,13 @@ def teacher() -> PreTrainedModel:
     model = make_tiny()
     model.set_attn_implementation("eager")
     return model
+
+
+@pytest.fixture
+def started_in_a_moment() -> Iterator[None]:
+    """What a test starts as `sys.executable` is forked from a process that has imported everything."""
+    with warm_executable(shared_python("services")):
+        yield
 
 
 @pytest.fixture

@@ -80,6 +80,7 @@ def test_output_is_plain_decoding(
 
 
 @pytest.mark.parametrize("head", ["eagle-3.1"], indirect=True)
+@pytest.mark.usefixtures("started_in_a_moment")
 def test_a_target_of_two_ranks_sends_whole_states(
     head: EagleHead, teacher: PreTrainedModel, tiny_model: PreTrainedModel, tmp_path: Path
 ) -> None:

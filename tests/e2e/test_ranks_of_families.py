@@ -19,6 +19,7 @@ from target_service.model.ranks.leading import load_ranks
 VOCABULARY, MAX_TOKENS = 211, 14
 
 
+@pytest.mark.usefixtures("started_in_a_moment")
 @pytest.mark.parametrize(
     ("kind", "ranks"),
     [

@@ -20,7 +20,8 @@ pytest.importorskip("triton")
 @pytest.fixture(scope="module")
 def found(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
     cache = tmp_path_factory.mktemp("triton")
-    return work("ahead_worker.py", TRITON_INTERPRET="0", TRITON_CACHE_DIR=str(cache), OMP_NUM_THREADS="1")
+    own = {"TRITON_INTERPRET": "0", "TRITON_CACHE_DIR": str(cache), "OMP_NUM_THREADS": "1"}
+    return work("ahead_worker.py", forked=True, **own)
 
 
 def test_what_is_compiled_ahead_is_found_by_its_launch(found: dict[str, Any]) -> None:

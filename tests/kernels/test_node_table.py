@@ -682,7 +682,7 @@ def test_the_kernels_choose_the_same() -> None:
 def test_the_kernels_compile_for_a_gpu() -> None:
     """With what steps of one and of 256 sequences are launched with; a program has 227 KB of shared memory."""
     pytest.importorskip("triton")
-    found = work("node_table_compiling_worker.py", TRITON_INTERPRET="0")
+    found = work("node_table_compiling_worker.py", forked=True, TRITON_INTERPRET="0")
     needed = found["needed"]
     assert len(needed) > 12 and max(needed.values()) < 227 << 10
     # Nothing is left for the first pass but what keeps its tokens and what follows them, which is captured with it.

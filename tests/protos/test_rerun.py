@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import os
 import subprocess
-import sys
 from pathlib import Path
 
 import pytest
+from warm_python import shared_python
 
 TESTS = """
 import os, pytest
@@ -23,15 +23,14 @@ def test_broken(): assert os.environ["BROKEN"] == "no"
 """
 
 
-@pytest.mark.parametrize(
-    ("broken", "status", "summary"), [("yes", 1, "1 failed, 3 passed in"), ("no", 0, "4 passed in")]
-)
+@pytest.mark.parametrize(("broken", "status", "summary"), [("yes", 1, "1 failed, 3 passed"), ("no", 0, "4 passed")])
 def test_what_failed_is_run_once_more(tmp_path: Path, broken: str, status: int, summary: str) -> None:
     (tmp_path / "conftest.py").write_text('pytest_plugins = ("rerun",)\n')
     (tmp_path / "test_some.py").write_text(TESTS)
     environment = {name: value for name, value in os.environ.items() if not name.startswith("PYTEST_")}
     environment |= {"BROKEN": broken, "PYTHONPATH": str(Path(__file__).parents[1])}
-    command = [sys.executable, "-m", "pytest", "-n", "1", "--rerun-failed-alone", str(tmp_path)]
+    python = str(shared_python("services") / "python")
+    command = [python, "-m", "pytest", "-n", "1", "--rerun-failed-alone", str(tmp_path)]
     done = subprocess.run(command, cwd=tmp_path, env=environment, capture_output=True, text=True)
     *lines, last = done.stdout.splitlines()
     assert (done.returncode, summary in last) == (status, True), done.stdout
