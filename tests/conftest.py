@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import atexit
 import gc
 import os
 from pathlib import Path
@@ -123,17 +124,14 @@ LONGEST = (
 # Tests make few cycles, and the collector would look at millions of objects of libraries. `left_behind` has it look
 # behind each file.
 collect_seldom()
+# Libraries count at their end what is left of theirs. Not before, since pytest collects several times when it ends.
+atexit.register(gc.unfreeze)
 
 
 def pytest_collection_finish() -> None:
     """Tests and libraries stay: the collector need not look at them again."""
     gc.collect()
     gc.freeze()
-
-
-def pytest_unconfigure() -> None:
-    # Libraries count at their end what is left of theirs.
-    gc.unfreeze()
 
 
 @pytest.hookimpl(tryfirst=True)

@@ -74,7 +74,7 @@ async def test_sink_receives_what_the_exporter_sends(running: Any) -> None:
 async def test_the_demo_itself(start_with: Any) -> None:
     """It starts three services, which would import for longer than they serve."""
     python = str(shared_python("services") / "python")
-    status, out, err = await start_with("demo", "--max-tokens", "24", python=python)
+    status, out, err = await start_with("demo", "--max-tokens", "8", python=python)
     assert status == 0, out + err
     assert "yes, all" in out
     for service in ("client", "target", "draft"):

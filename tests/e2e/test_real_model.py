@@ -26,7 +26,7 @@ GREEDY = SamplingParams(ignore_eos=True)
 SEEDED = SamplingParams(temperature=0.8, top_p=0.9, seed=11, ignore_eos=True)
 PENALTIES = SamplingParams(temperature=0.6, repetition_penalty=1.1, frequency_penalty=0.2, seed=12, ignore_eos=True)
 # Longer prompts say no more about equality, and cost their prefill for plain decoding and once for every draft.
-SHORT, LONGEST = 100, 400
+SHORT, LONGEST = 90, 400
 
 
 @pytest.fixture(scope="module")
@@ -69,7 +69,7 @@ def check(
 
 def test_a_handful_of_prompts(runner: ModelRunner) -> None:
     # Trees that nothing is accepted of are those of small models, everywhere else.
-    check(runner, wanted(runner, 1, 10, GREEDY), ("trie",))
+    check(runner, wanted(runner, 1, 8, GREEDY), ("trie",))
 
 
 @pytest.mark.full
