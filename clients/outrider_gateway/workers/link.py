@@ -4,15 +4,13 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Callable
-from typing import TypeVar, cast
+from typing import Any, cast
 
 from outrider.processes.framing import FrameCutter
 from outrider.telemetry.registry import Figures
 from outrider_gateway.metrics import GatewayMetrics
 from outrider_gateway.stored_responses import StoredResponse
 from outrider_gateway.workers import messages
-
-Wanted = TypeVar("Wanted", bound=messages.Answer)
 
 
 class ParentLink(asyncio.Protocol):
@@ -24,7 +22,7 @@ class ParentLink(asyncio.Protocol):
         self._frames = FrameCutter()
         self._transport: asyncio.Transport | None = None
         self._calls = 0
-        self._waiting: dict[int, asyncio.Future[messages.Answer]] = {}
+        self._waiting: dict[int, asyncio.Future[Any]] = {}
         self._figures: Callable[[], Figures] | None = None
 
     def send(self, message: messages.FromWorker) -> None:
@@ -40,26 +38,27 @@ class ParentLink(asyncio.Protocol):
             self.send(messages.Counted(figures()))
 
     async def put(self, tenant: str, response_id: str, response: StoredResponse) -> bool:
-        kept = await self._ask(lambda call: messages.Keep(call, tenant, response_id, response), messages.Kept)
-        return kept.kept
+        return bool(await self._ask(lambda call: messages.Keep(call, tenant, response_id, response)))
 
     async def get(self, tenant: str, response_id: str) -> StoredResponse | None:
-        return (await self._ask(lambda call: messages.Find(call, tenant, response_id), messages.Found)).response
+        found: StoredResponse | None = await self._ask(lambda call: messages.Find(call, tenant, response_id))
+        return found
 
     async def delete(self, tenant: str, response_id: str) -> bool:
-        return (await self._ask(lambda call: messages.Delete(call, tenant, response_id), messages.Deleted)).deleted
+        return bool(await self._ask(lambda call: messages.Delete(call, tenant, response_id)))
 
     async def metrics_page(self, _own: GatewayMetrics) -> bytes:
         """The text of /metrics, of all workers together."""
-        return (await self._ask(messages.AskPage, messages.Page)).page
+        page: bytes = await self._ask(messages.AskPage)
+        return page
 
-    async def _ask(self, question: Callable[[int], messages.FromWorker], _answer: type[Wanted]) -> Wanted:
+    async def _ask(self, question: Callable[[int], messages.FromWorker]) -> Any:
         self._calls += 1
         call = self._calls
         self._waiting[call] = future = asyncio.get_running_loop().create_future()
         try:
             self.send(question(call))
-            return cast(Wanted, await future)
+            return await future
         finally:
             self._waiting.pop(call, None)
 
@@ -75,10 +74,10 @@ class ParentLink(asyncio.Protocol):
             elif isinstance(message, messages.AskFigures):
                 if self._figures is not None:
                     self.send(messages.Counted(self._figures(), asked=True))
-            elif not isinstance(message, messages.ConfigureWorker):
+            elif isinstance(message, messages.ParentAnswer):
                 future = self._waiting.get(message.call)
                 if future is not None and not future.done():
-                    future.set_result(message)
+                    future.set_result(message.value)
 
     def connection_lost(self, _exc: Exception | None) -> None:
         self._on_drain(True)

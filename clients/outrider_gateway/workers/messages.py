@@ -33,32 +33,12 @@ class AskFigures(ProcessMessage, frozen=True):
     """Answered by `Counted`."""
 
 
-class Kept(ProcessMessage, frozen=True):
-    """The answer to `Keep`: whether the response is kept."""
+class ParentAnswer(ProcessMessage, frozen=True):
+    """The answer to a call: of `Keep` and `Delete` whether it was done, of `Find` the response if there is such a one,
+    of `AskPage` the text of /metrics."""
 
     call: int
-    kept: bool
-
-
-class Found(ProcessMessage, frozen=True):
-    """The answer to `Find`."""
-
-    call: int
-    response: StoredResponse | None
-
-
-class Deleted(ProcessMessage, frozen=True):
-    """The answer to `Delete`: whether there was such a response."""
-
-    call: int
-    deleted: bool
-
-
-class Page(ProcessMessage, frozen=True):
-    """The answer to `AskPage`: the text of /metrics."""
-
-    call: int
-    page: bytes
+    value: bool | bytes | StoredResponse | None
 
 
 # From a worker.
@@ -112,8 +92,7 @@ class AskPage(ProcessMessage, frozen=True):
     call: int
 
 
-Answer = Kept | Found | Deleted | Page
-ToWorker = ConfigureWorker | Drain | AskFigures | Answer
+ToWorker = ConfigureWorker | Drain | AskFigures | ParentAnswer
 FromWorker = Serving | WorkerRefused | Counted | Keep | Find | Delete | AskPage
 
 _to_worker: MessageCodec[ToWorker] = MessageCodec(ToWorker)

@@ -18,7 +18,7 @@ from outrider_client.terminal.options import AccessOptions
 from outrider_gateway.config import GatewayConfig
 from outrider_gateway.peers import peer_name
 from outrider_gateway.server import address_of, listen, raise_file_limit
-from outrider_gateway.stored_responses import StoredResponses
+from outrider_gateway.stored_responses import StoredResponse, StoredResponses
 from outrider_gateway.workers import messages
 from outrider_gateway.workers.child import WorkerChild
 from outrider_gateway.workers.places import PlacesInMemory, memory_bytes
@@ -151,15 +151,16 @@ class GatewayParent:
     async def _answer(
         self, child: WorkerChild, message: messages.Keep | messages.Find | messages.Delete | messages.AskPage
     ) -> None:
-        call, kept = message.call, self._responses
+        value: bool | bytes | StoredResponse | None
         if isinstance(message, messages.Keep):
-            child.send(messages.Kept(call, await kept.put(message.tenant, message.response_id, message.response)))
+            value = await self._responses.put(message.tenant, message.response_id, message.response)
         elif isinstance(message, messages.Find):
-            child.send(messages.Found(call, await kept.get(message.tenant, message.response_id)))
+            value = await self._responses.get(message.tenant, message.response_id)
         elif isinstance(message, messages.Delete):
-            child.send(messages.Deleted(call, await kept.delete(message.tenant, message.response_id)))
+            value = await self._responses.delete(message.tenant, message.response_id)
         else:
-            child.send(messages.Page(call, await self._page()))
+            value = await self._page()
+        child.send(messages.ParentAnswer(message.call, value))
 
     async def _page(self) -> bytes:
         """What all have counted by now."""
