@@ -76,6 +76,34 @@ def test_the_least_recently_used_state_goes_and_shared_ones_last() -> None:
     assert kept is not None and len(kept) == 4
 
 
+def test_half_of_the_states_follow_sequences_that_generate() -> None:
+    """The others stay for what earlier ones left, however many generate."""
+    engine = engine_of(kept_states=6)
+    engine.answer(request(SHARED, 20))
+    others = [request([place + 5] * 20, 20) for place in range(5)]
+    assert engine.answer(*others) == (plain_each(made("lfm2"), others), [0] * 5)
+    kept = engine.loop.scheduler.pages.kept
+    assert kept is not None and len(kept) == 4
+    following = request([*SHARED, *plain(made("lfm2"), request(SHARED, 20)), 4], 3)
+    assert engine.answer(following) == ([plain(made("lfm2"), following)], [48])
+
+
+@pytest.mark.parametrize("broken", [False, True])
+def test_behind_a_pass_that_ended_in_its_middle_no_state_is_kept(broken: bool) -> None:
+    """Some layers may have taken its tokens into their states, and others not."""
+    engine, wanted = engine_of(), request(SHARED, 40)
+    running, scheduler = engine.add(wanted), engine.loop.scheduler
+    # Past a page end.
+    for _ in range(15):
+        engine.loop.step()
+    if broken:
+        scheduler.restart_states()
+    else:
+        scheduler.preempt(engine.loop.live[running].sequence)
+    engine.check()
+    assert scheduler.pages.kept is not None and len(scheduler.pages.kept) == (not broken)
+
+
 def test_without_kept_states_nothing_is_shared() -> None:
     engine = engine_of(kept_states=0)
     assert [engine.answer(request(SHARED, 20))[1] for _ in range(2)] == [[0], [0]]
