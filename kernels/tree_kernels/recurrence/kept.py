@@ -115,12 +115,15 @@ class KeptStates:
     def follow(self, sequence: int, slot: int, tokens: int) -> None:
         """Have a sequence, whose state in its slot is of so many tokens or more behind the pass that was launched last,
         leave the page ends that it goes past from now on, if a slot can be given for that and it has none."""
-        marks = self._marks.setdefault(sequence, _Marks())
-        if marks.second or 2 * self._pairs >= len(self._states.kept_slots) or not (self._free or self._unused):
+        # Asked for every sequence of every step.
+        if (marks := self._marks.get(sequence)) is not None and marks.second:
+            return
+        if 2 * self._pairs >= len(self._states.kept_slots) or not (self._free or self._unused):
             return
         second = self._free_slot()
         assert second is not None, "one is free or unused"
         self._states.pair_slots(slot, second)
+        marks = self._marks.setdefault(sequence, _Marks())
         marks.second, marks.begins = second, tokens
         self._pairs += 1
 
