@@ -235,6 +235,8 @@ def test_what_cannot_draft_is_refused(tmp_path: Path) -> None:
     [
         ("gpt_bigcode", {"n_embd": 48, "n_layer": 2, "n_head": 4, "n_positions": 256, "multi_query": True}),
         ("jetmoe", {"kv_channels": 12, "num_local_experts": 4, "num_experts_per_tok": 2}),
+        ("bloom", {"n_head": 4, "n_layer": 2}),
+        ("falcon", {"multi_query": True, "parallel_attn": True}),
     ],
 )
 def test_keys_are_as_wide_as_the_models_own(family: str, changes: dict[str, Any], tmp_path: Path) -> None:

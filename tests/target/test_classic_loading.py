@@ -11,6 +11,7 @@ import torch
 from classic_models import CLASSIC
 from conftest import make_tiny
 from safetensors.torch import save_file
+from windowed_models import WINDOWED
 
 from target_service.config import TargetConfig
 from target_service.model.loading.inspection import inspect
@@ -31,13 +32,17 @@ from tree_models.reference import published_tensors
         ("gptj", "", ["transformer.h.0.attn.bias", "transformer.h.0.attn.masked_bias"]),
         ("falcon", "", []),
         ("opt", "", []),
+        ("biogpt", "", []),
+        ("mpt", "", []),
+        ("persimmon", "", []),
+        ("modernbert", "", []),
         ("bloom", "transformer.", []),
     ],
 )
 def test_published_folders_are_served(
     name: str, prefix: str, masks: list[str], tmp_path: Path, byte_tokenizer: Any
 ) -> None:
-    model_type, settings = CLASSIC[name]
+    model_type, settings = (CLASSIC | WINDOWED)[name]
     model = make_tiny(model_type, **settings | {"vocab_size": 300})
     published = published_tensors(model)
     tensors = {own.removeprefix(prefix): published.read(own).clone() for own in published.stored}

@@ -15,6 +15,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import torch
+from huggingface_hub.errors import StrictDataclassError
 from transformers import AutoConfig, GenerationConfig, PretrainedConfig
 from transformers.models.auto.configuration_auto import CONFIG_MAPPING_NAMES
 
@@ -86,7 +87,11 @@ def _configuration(named: Mapping[str, Any]) -> PretrainedConfig:
             del entries["text_config"]["model_type"]
     config: PretrainedConfig = AutoConfig.for_model(family, **entries)
     # A family's own may be outside of the vocabulary too.
-    config.pad_token_id = None
+    try:
+        config.pad_token_id = None
+    except StrictDataclassError:
+        # It always is a number there.
+        config.pad_token_id = 0
     return config
 
 
@@ -109,7 +114,7 @@ def _check_architecture(config: PretrainedConfig) -> None:
     if not named or not isinstance(usual, str) or config.get_text_config() is not config:
         return
     # Names of the same classes, in older configurations and in those of `_SAME_AS`.
-    if named[0] not in (usual, "LLaMAForCausalLM", "KimiK2ForCausalLM", "MiMoForCausalLM"):
+    if named[0] not in (usual, "LLaMAForCausalLM", "KimiK2ForCausalLM", "MiMoForCausalLM", "MPTForCausalLM"):
         raise CheckpointRefused(f"{named[0]} is no causal language model that is served: a {kind} is a {usual}")
 
 
