@@ -28,7 +28,8 @@ class PrefixWaits:
     def hold(self, sequence: Sequence, running: Iterable[Sequence]) -> bool:
         """Whether the sequence, which holds no pages, has to wait for one of `running`: for the one that is about to
         fill most of the pages that it needs."""
-        if self._pages.prefixes is None or sequence.pending is not None:
+        reuses = self._pages.prefixes is not None and sequence.request.reuses_pages
+        if not reuses or sequence.pending is not None:
             return False
         known = self._pages.cached_pages(sequence)
         # A pass makes the next token of the last one.

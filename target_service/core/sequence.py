@@ -64,6 +64,8 @@ class SequenceRequest:
     prediction: tuple[int, ...] = ()
     # The client drafts: each step waits for `Engine.verify`.
     external: bool = False
+    # Whether it may begin with pages that others have filled.
+    reuses_pages: bool = True
     # Verdicts include the verified trees.
     trees: bool = False
     # Of an answer that may call tools.

@@ -48,6 +48,22 @@ def test_without_the_cache_nothing_is_shared() -> None:
     assert engine.runner.cache.spare_pages == 0
 
 
+@pytest.mark.parametrize("page_size", [1, 16])
+def test_a_request_may_pass_over_what_is_cached(page_size: int) -> None:
+    """It reads its whole prompt, beside others that do not, and leaves its pages to later ones."""
+    model, engine = make_tiny(), Engine(make_runner(make_tiny(), page_size))
+    passing = request([*SHARED, 5], 20, reuses_pages=False)
+    expected = plain(model, passing)
+    for _ in range(2):
+        assert engine.answer(passing) == ([expected], [0])
+    together = engine.answer(replace(passing, reuses_pages=True), passing)
+    assert together == ([expected] * 2, [len(SHARED) // page_size * page_size, 0])
+    # Two of them beside each other: neither waits for the other's pages.
+    fresh = request([9, *SHARED], 20, reuses_pages=False)
+    assert engine.answer(fresh, fresh) == ([plain(model, fresh)] * 2, [0, 0])
+    assert engine.answer(replace(fresh, reuses_pages=True))[1] == [len(SHARED) // page_size * page_size]
+
+
 def test_a_conversation_finds_its_own_answers() -> None:
     model = make_tiny()
     engine = Engine(make_runner(make_tiny()))
