@@ -26,6 +26,7 @@ logger = logging.getLogger(__name__)
 # Pages of one message of a snapshot. Chosen: less than the 4 MiB that clients of gRPC take by default, with pages of 64
 # tokens and five bytes a token.
 _SNAPSHOT_PAGES = 8192
+_NOT_KEPT = "events of that batch are not kept any more"
 
 
 class KvEventLog:
@@ -68,12 +69,14 @@ class KvEventLog:
         if not whole:
             if following > self._last + 1:
                 raise PositionOutOfRange("that batch is still to come", next=self._last + 1)
+            if following < first:
+                raise PositionOutOfRange(_NOT_KEPT, oldest=first)
             yield pb.SubscribeKvEventsResponse(sequence=following - 1, timestamp_ns=time.time_ns())
         while True:
             came, oldest = self._came, self._last + 1 - len(self._batches)
             if whole or following < oldest:
                 if not snapshot:
-                    raise PositionOutOfRange("events of that batch are not kept any more", oldest=oldest)
+                    raise PositionOutOfRange(_NOT_KEPT, oldest=oldest)
                 whole, following = False, self._last + 1
                 for batch in self._snapshot():
                     yield batch
