@@ -6,6 +6,9 @@ PIP_INSTALL := $(BIN)/pip install --disable-pip-version-check --constraint const
 PROTO_TOOLS := grpcio-tools==1.75.1 protobuf==6.31.1 mypy-protobuf==3.6.0 setuptools==75.8.0
 PROTOC := PATH=$(CURDIR)/.venv-proto/bin:$$PATH $(CURDIR)/.venv-proto/bin/python -m grpc_tools.protoc -I . -I third_party
 PROTO_FILES := outrider/v1/tree.proto outrider/v1/draft.proto outrider/v1/target.proto
+# In a package of ours: the name openengine is that of the official bindings.
+OPENENGINE := outrider/openengine
+OPENENGINE_FILES := -I third_party/openengine/v1 openengine.proto
 PROMPTS ?= benchmarks/prompts.jsonl
 # Prompts of the benchmark, spread over the tasks.
 LIMIT ?= 14
@@ -117,15 +120,19 @@ lint-proto: install check-proto
 .PHONY: proto
 proto: .venv-proto/.installed
 	cd protos && $(PROTOC) --python_out=. --grpc_python_out=. --mypy_out=. --mypy_grpc_out=. $(PROTO_FILES)
+	cd protos && $(PROTOC) --python_out=$(OPENENGINE) --mypy_out=$(OPENENGINE) $(OPENENGINE_FILES)
 
 # Generated code is checked in; this fails when it is not what the contract gives.
 .PHONY: check-proto
 check-proto: .venv-proto/.installed
-	rm -rf build/proto && mkdir -p build/proto
+	rm -rf build/proto && mkdir -p build/proto/$(OPENENGINE)
 	cd protos && out=$(CURDIR)/build/proto && \
-		$(PROTOC) --python_out=$$out --grpc_python_out=$$out --mypy_out=$$out --mypy_grpc_out=$$out $(PROTO_FILES)
-	diff -rq -x '*.proto' -x '__init__.py' -x '__pycache__' build/proto/outrider/v1 protos/outrider/v1 || \
-		{ echo 'protos/outrider/v1: generated code is not current, run `make proto`' >&2; exit 1; }
+		$(PROTOC) --python_out=$$out --grpc_python_out=$$out --mypy_out=$$out --mypy_grpc_out=$$out $(PROTO_FILES) && \
+		$(PROTOC) --python_out=$$out/$(OPENENGINE) --mypy_out=$$out/$(OPENENGINE) $(OPENENGINE_FILES)
+	for package in outrider/v1 $(OPENENGINE); do \
+		diff -rq -x '*.proto' -x '__init__.py' -x '__pycache__' build/proto/$$package protos/$$package || \
+			{ echo "protos/$$package: generated code is not current, run \`make proto\`" >&2; exit 1; }; \
+	done
 
 .venv-proto/.installed:
 	$(PYTHON) -m venv .venv-proto

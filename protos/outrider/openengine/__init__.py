@@ -1,0 +1,1 @@
+"""Generated code of `third_party/openengine/v1/openengine.proto`."""
