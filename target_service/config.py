@@ -136,6 +136,11 @@ class TargetConfig(ServiceSettings):
         "Events hold tokens of all tenants: with tokens of callers only operators read them",
         ge=0,
     )
+    openengine: bool = setting(
+        False,
+        "serve OpenEngine's gRPC services too (openengine.v1, experimental), as for Dynamo's sidecar; where callers "
+        "need no token, each may then drain the target",
+    )
     shared_prompts: str = setting(
         "",
         "file of JSON lines with what prompts of all tenants begin with, so that they share its pages: "

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import logging
 import time
+from collections.abc import Sequence
 from contextlib import AsyncExitStack
 from dataclasses import dataclass
 from typing import Protocol
@@ -24,6 +25,7 @@ from target_service.api.server import SERVICE_NAME, TargetServicer
 from target_service.config import TargetConfig
 from target_service.core.events import EngineObserver, Sequences, ServingEngine
 from target_service.core.quotas import TenantQuotas
+from target_service.openengine.services import OpenEngineServices
 from target_service.telemetry.metrics import PrometheusObserver
 
 logger = logging.getLogger(__name__)
@@ -62,8 +64,10 @@ class EngineWorker:
             await asyncio.sleep(0.02)
 
 
-def _make_server(config: TargetConfig, quotas: TenantQuotas, calls: RpcMetricsInterceptor) -> GrpcServer:
-    """A server, whose servicer is added once there is an engine."""
+def _make_server(
+    config: TargetConfig, quotas: TenantQuotas, calls: RpcMetricsInterceptor, others: Sequence[Service]
+) -> GrpcServer:
+    """A server, whose servicer is added once there is an engine, with `others` beside it."""
 
     def read_tokens() -> Authenticator:
         """Read tokens and tenants' limits from the same file; if it cannot be read, neither changes."""
@@ -74,7 +78,7 @@ def _make_server(config: TargetConfig, quotas: TenantQuotas, calls: RpcMetricsIn
     # Twice what the engine takes; the rest is for health, information, and refusals with a reason.
     most = 2 * (config.max_running + config.max_waiting) + 64
     options = ServingOptions.of(config, config.listen, read_tokens, most)
-    return GrpcServer(options, [Service(SERVICE_NAME)], [calls])
+    return GrpcServer(options, [Service(SERVICE_NAME), *others], [calls])
 
 
 async def serve_engine(config: TargetConfig, host: EngineHost, stopping: asyncio.Event | None = None) -> int:
@@ -91,7 +95,8 @@ async def serve_engine(config: TargetConfig, host: EngineHost, stopping: asyncio
         stack.push_async_callback(host.stop)
         # Their table is read with the tokens.
         quotas = TenantQuotas()
-        server = _make_server(config, quotas, calls)
+        openengine = OpenEngineServices() if config.openengine else None
+        server = _make_server(config, quotas, calls, openengine.services if openengine is not None else ())
         # At first with the metrics of the process only.
         metrics = MetricsServer(config.metrics_listen) if config.metrics_listen else None
         if metrics is not None:
@@ -111,6 +116,8 @@ async def serve_engine(config: TargetConfig, host: EngineHost, stopping: asyncio
             stack.enter_context(settled())
             await host.start(sequences)
             server.provide(SERVICE_NAME, lambda to: target_pb2_grpc.add_TargetServiceServicer_to_server(servicer, to))
+            if openengine is not None:
+                openengine.serve(server, servicer)
             logger.info("ready: %s on %s", served.name, server.address)
             return EngineWorker(engine, config.heartbeat_seconds)
 

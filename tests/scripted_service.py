@@ -28,6 +28,7 @@ from target_service.api.server import SERVICE_NAME, TargetServicer
 from target_service.config import TargetConfig
 from target_service.core.events import Sequences
 from target_service.core.quotas import TenantQuotas
+from target_service.openengine.services import OpenEngineServices
 from target_service.speculation_state import SpeculationState
 from target_service.text.processes import TextProcess
 from target_service.text.tokenizer import ModelTokenizer
@@ -124,8 +125,10 @@ async def target_over(
             patched.setattr(admission, "TextProcess", lambda _: _shared_encoder())
         servicer = ScriptedServicer(config, served, sequences, tracing or Tracing(), kv_events)
     service = Service(SERVICE_NAME, lambda to: target_pb2_grpc.add_TargetServiceServicer_to_server(servicer, to))
-    server = GrpcServer(serving, [service])
+    openengine = OpenEngineServices()
+    server = GrpcServer(serving, [service, *openengine.services])
     await server.start()
+    openengine.serve(server, servicer)
     server.health.set_serving(True)
     try:
         async with grpc.aio.insecure_channel(server.address) as channel:

@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING
 
 from outrider.answer_parts import AnswerPart
 from outrider.errors import OutriderError
+from outrider.sampling import FinishReason
 from target_service.api import replies
 from target_service.api.event_queue import joined
 from target_service.core.sequence import (
@@ -33,9 +34,11 @@ class AnswerReader:
         parser: AnswerParser | None,
         *,
         show_special: bool,
+        shows_stop: bool = False,
     ) -> None:
-        """`parser` splits the answer into parts; without one the text stays whole."""
-        self._parser = parser
+        """`parser` splits the answer into parts; without one the text stays whole. With `shows_stop` a stop of the
+        request's stays in the text."""
+        self._parser, self._shows_stop = parser, shows_stop
         # Special tokens that mark parts are read as text, whether the reader sees others or not.
         marks = () if parser is None else tokenizer.special_in(parser.answer_format)
         self._text = tokenizer.answer(request.token_ids, request.sampling.stop, show_special=show_special, shown=marks)
@@ -52,13 +55,15 @@ class AnswerReader:
         return parts
 
     def _certain(self, verdict: StepVerdict) -> str:
-        """Text that is certain with a verdict. A stop or end token has no text."""
+        """Text that is certain with a verdict. An end token has no text."""
         finish, token_ids = verdict.finish, verdict.token_ids
         if finish is None:
             return self._text.push(token_ids)
-        if finish.stop_token_id is not None:
+        shown = self._shows_stop and finish.reason is FinishReason.STOP
+        if finish.stop_token_id is not None and not shown:
             token_ids = token_ids[:-1]
-        return self._text.push(token_ids) + self._text.finish()
+        text = self._text.push(token_ids) + self._text.finish()
+        return text + (finish.stop_string or "") if shown else text
 
 
 class AnswerReplies:

@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator, Iterator
-from contextlib import contextmanager
+from collections.abc import AsyncGenerator, AsyncIterator, Iterator
+from contextlib import aclosing, contextmanager
 from dataclasses import dataclass
 from typing import Any
 
@@ -57,7 +57,7 @@ class TargetServicer(target_pb2_grpc.TargetServiceServicer):
     kv_events: KvEventLog | None = None
 
     def __post_init__(self) -> None:
-        self._admission = Admission(self.served, self.sequences.quotas)
+        self.admission = Admission(self.served, self.sequences.quotas)
         self._weights = WeightUpdates(self.sequences.engine, self.config)
 
     def speculation(self) -> SpeculationState:
@@ -70,8 +70,8 @@ class TargetServicer(target_pb2_grpc.TargetServiceServicer):
     ) -> None:
         logs, tenant = self.config.log_requests, current_tenant()
         trace = RequestTrace(self.tracing, context.invocation_metadata(), logs=logs)
-        with _ending(trace, context), self.sequences.quotas.counted(tenant, "streams"):
-            admitted, parser = await self._admission.generation(request, tenant, trace.traceparent)
+        with ending(trace, context), self.sequences.quotas.counted(tenant, "streams"):
+            admitted, parser = await self.admission.generation(request, tenant, trace.traceparent)
             queue = EventQueue(UNREAD_STEPS, self.sequences.cancel)
             sequence_id = self.sequences.submit(admitted, queue.put)
             try:
@@ -103,7 +103,7 @@ class TargetServicer(target_pb2_grpc.TargetServiceServicer):
             session = VerifyStream(
                 self.config,
                 self.sequences,
-                self._admission,
+                self.admission,
                 tenant,
                 lambda: RequestTrace(
                     self.tracing, context.invocation_metadata(), VERIFY_SEQUENCE, logs=self.config.log_requests
@@ -120,11 +120,11 @@ class TargetServicer(target_pb2_grpc.TargetServiceServicer):
                 await end_tasks(reader, reaper)
 
     async def Tokenize(self, request: target_pb2.TokenizeRequest, _context: Any) -> target_pb2.TokenizeResponse:
-        token_ids = await self._admission.tokens(request, current_tenant())
+        token_ids = await self.admission.tokens(request, current_tenant())
         return replies.tokenized(token_ids, self.served.tokenizer if request.token_texts else None)
 
     async def Detokenize(self, request: target_pb2.DetokenizeRequest, _context: Any) -> target_pb2.DetokenizeResponse:
-        return target_pb2.DetokenizeResponse(text=await self._admission.text(request, current_tenant()))
+        return target_pb2.DetokenizeResponse(text=await self.admission.text(request, current_tenant()))
 
     async def GetTargetInfo(
         self, _request: target_pb2.GetTargetInfoRequest, _context: Any
@@ -150,13 +150,22 @@ class TargetServicer(target_pb2_grpc.TargetServiceServicer):
     async def SubscribeKvEvents(  # type: ignore[override]
         self, request: target_pb2.SubscribeKvEventsRequest, context: EventsContext
     ) -> None:
+        async with aclosing(self.followed_kv_events(request.from_sequence, snapshot=request.snapshot)) as batches:
+            async for batch in batches:
+                await context.write(batch)
+
+    async def followed_kv_events(
+        self, from_sequence: int, *, snapshot: bool
+    ) -> AsyncGenerator[target_pb2.SubscribeKvEventsResponse, None]:
+        """Batches of KV events for the caller, as `KvEventLog.follow` has them. Raises `NotSupported`,
+        `PermissionDenied`, and what that does."""
         if self.kv_events is None:
             raise NotSupported("this server keeps no KV events: see kv_events")
         if self.config.auth_tokens and not current_caller.get().operator:
             raise PermissionDenied("the token is no operator's, and KV events hold tokens of all tenants")
         with self.sequences.quotas.counted(current_tenant(), "streams"):
-            async for batch in self.kv_events.follow(request.from_sequence, snapshot=request.snapshot):
-                await context.write(batch)
+            async for batch in self.kv_events.follow(from_sequence, snapshot=snapshot):
+                yield batch
 
 
 async def _stream(answer: AnswerReplies, queue: EventQueue, context: GenerateContext) -> None:
@@ -173,7 +182,7 @@ async def _stream(answer: AnswerReplies, queue: EventQueue, context: GenerateCon
 
 
 @contextmanager
-def _ending(trace: RequestTrace, context: GenerateContext) -> Iterator[None]:
+def ending(trace: RequestTrace, context: GenerateContext) -> Iterator[None]:
     """End the request's span with the outcome of the request. A span ends once: `broken` is for unexpected errors."""
     try:
         yield

@@ -8,12 +8,14 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Protocol, runtime_checkable
 
+from outrider.errors import OutriderError
 from outrider.tree import TokenTree
 from outrider.wire.frames import DraftInfo
 from target_service.core.quotas import TenantQuotas
 from target_service.core.sequence import (
     SequenceEnd,
     SequenceEvent,
+    SequenceFailed,
     SequenceRequest,
     SequenceTotals,
     StepStats,
@@ -121,6 +123,12 @@ class Sequences:
         if sequence_id in self._open:
             self._forget(sequence_id)
             self.engine.cancel(sequence_id)
+
+    def fail_all(self, error: OutriderError) -> None:
+        """End every sequence with an error."""
+        for sequence_id, (sink, _) in list(self._open.items()):
+            self.cancel(sequence_id)
+            sink(SequenceFailed(sequence_id, error))
 
     def deliver(self, events: list[SequenceEvent]) -> None:
         """Hand one step's events to the event loop. Called in the engine's thread."""

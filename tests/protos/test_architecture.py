@@ -60,6 +60,7 @@ GRPC_EDGES = {
     "outrider_client.verification",
     "outrider.drafting.link",
     "target_service.api.server",
+    "target_service.openengine.services",
 }
 # Packages that services and clients work without, each with the modules outside that may load it: those of its command.
 TOOLS: dict[str, set[str]] = {

@@ -52,6 +52,11 @@ class HealthServicer(health_pb2_grpc.HealthServicer):  # type: ignore[misc]
     def serving(self) -> bool:
         return self._ready.on
 
+    @property
+    def closed(self) -> bool:
+        """Whether the process drains."""
+        return self._closed
+
     def set_serving(self, serving: bool) -> None:
         """Change the readiness of all services, and wake watchers. Ignored after `close`."""
         if not self._closed:

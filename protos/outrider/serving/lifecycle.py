@@ -89,7 +89,7 @@ async def _watch(server: GrpcServer, worker: Worker, stopping: asyncio.Event) ->
         if failure is not None:
             return failure
         alive = worker.alive()
-        if alive != server.health.serving:
+        if alive != server.health.serving and not server.health.closed:
             logger.log(logging.INFO if alive else logging.ERROR, "health is %sserving", "" if alive else "not ")
         server.health.set_serving(alive)
         server.health.set_live(alive)

@@ -101,6 +101,7 @@ _REQUEST = (
 _SERVED = (*_RPC, *_REQUEST, *_TOTALS)
 
 GENERATE = "outrider.v1.TargetService/Generate"
+OPENENGINE_GENERATE = "openengine.v1.Inference/Generate"
 VERIFY_METHOD = "outrider.v1.TargetService/Verify"
 VERIFY_SEQUENCE = "outrider.verify.sequence"
 QUEUE = "outrider.queue"
@@ -124,6 +125,9 @@ SPANS = (
         ),
     ),
     SpanSpec(GENERATE, "SERVER", TARGET_SERVICE, "One generation, from arrival to its last event.", _SERVED),
+    SpanSpec(
+        OPENENGINE_GENERATE, "SERVER", TARGET_SERVICE, "One output of a request of OpenEngine's, likewise.", _SERVED
+    ),
     SpanSpec(
         VERIFY_SEQUENCE,
         "SERVER",
