@@ -57,6 +57,7 @@ class RotarySpec:
     scaling: float = 1.0  # of cosines and sines
     # Whether a pair is numbers 2 i and 2 i + 1; else i and i + half of the rotated ones.
     interleaved: bool = False
+    backwards: bool = False  # pairs turn the other way
     query_scale: PositionScale | None = None
 
     @property

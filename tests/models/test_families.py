@@ -156,6 +156,8 @@ TINY_MODELS: dict[str, tuple[str, dict[str, Any]]] = {
     "hyperclovax, norms before alone": ("hyperclovax", {"use_post_norm": False, "attention_multiplier": 0.3}),
     "phi": ("phi", {"tie_word_embeddings": False}),
     "phi, normed": ("phi", {"qk_layernorm": True, "rope_parameters": PARTIAL}),
+    "nanochat": ("nanochat", {}),
+    "nanochat, uncapped": ("nanochat", {"head_dim": 16, "attention_bias": True, "final_logit_softcapping": None}),
     "stablelm": ("stablelm", {"use_qkv_bias": True}),
     "stablelm, parallel": ("stablelm", {"use_parallel_residual": True}),
     "youtu": ("youtu", V3),

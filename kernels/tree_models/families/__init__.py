@@ -98,6 +98,7 @@ FAMILIES: Mapping[str, Family] = {
     "modernbert-decoder": classic.modernbert,
     "mpt": classic.mpt,
     "muse_glimmer_text": gemma.muse_glimmer,
+    "nanochat": llama.nanochat,
     "nemotron": others.nemotron,
     "nemotron_h": others.nemotron_h,
     "olmo": olmo.olmo,

@@ -84,6 +84,17 @@ def arcee(config: Any) -> Description:
     return llama(config, mlp(config, gated=False))
 
 
+def nanochat(config: Any) -> Description:
+    """nanochat: norms without weights, of embedded rows too, and heads that turn backwards before they are normed."""
+    norm = rms_norm(config, weight=False)
+    turning = replace(rotary(config, head_width(config)), backwards=True)
+    changes: dict[str, Any] = {"rotary": turning, "head_norm": HeadNormSpec(norm, after_rotary=True)}
+    feeding, cap = mlp(config, gated=False, bias=False), config.final_logit_softcapping
+    layers = [layer(attention(config, index, **changes), feeding, norm) for index in counted(config)]
+    ends = {"embedding_norm": norm, "logits_cap": None if cap is None else float(cap)}
+    return Description(decoder(config, layers, norm, **ends), WeightNames(gate_up=("mlp.fc1",), down="mlp.fc2"))
+
+
 def llama4(config: Any) -> Description:
     """Llama 4's text: an MLP, or one expert of many that reads weighed rows beside one for all."""
     if config.num_experts_per_tok != 1:

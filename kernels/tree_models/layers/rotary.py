@@ -1,7 +1,7 @@
 """Rotary embedding of queries and keys, in fp32 and rounded once.
 
-Pairs of a head's numbers are i and i + half. A family whose pairs are neighbours has the rows of its products in
-another order: the scores are the same sums.
+Pairs of a head's numbers are i and i + half. A family whose pairs are neighbours, or turn the other way, has the rows
+of its products in another order: the scores are the same sums.
 """
 
 from __future__ import annotations
@@ -89,9 +89,12 @@ def _rotated(heads: Tensor, cosines: Tensor, sines: Tensor) -> Tensor:
 
 def halves_order(spec: RotarySpec | None, heads: int, width: int) -> Tensor | None:
     """[heads * width] int64: which row of a published product stands at each place, so that neighbouring pairs become
-    halves; None where they are halves already, or nothing is rotated."""
-    if spec is None or not spec.interleaved:
+    halves, and those that turn backwards change places; None where they lie so already, or nothing is rotated."""
+    if spec is None or not (spec.interleaved or spec.backwards):
         return None
     within = torch.arange(width)
-    within[: spec.width] = torch.cat([torch.arange(0, spec.width, 2), torch.arange(1, spec.width, 2)])
+    if spec.interleaved:
+        within[: spec.width] = torch.cat([torch.arange(0, spec.width, 2), torch.arange(1, spec.width, 2)])
+    if spec.backwards:
+        within[: spec.width] = within[: spec.width].roll(spec.width // 2)
     return (torch.arange(heads)[:, None] * width + within).flatten()
