@@ -32,6 +32,9 @@ from tree_kernels.pass_trees import NODES as MOST_NODES
 
 # Interval at which a pass that may have ended is polled. A thread takes some 0.1 ms to wake.
 _POLL_NS = 100_000
+# And one that should still run, in seconds: its time may be that of a host which was away. Chosen: an eighth of a pass
+# at 8B size.
+_LOOK_SECONDS = 1e-3
 
 
 class EngineSpeculation:
@@ -127,17 +130,18 @@ class EngineSpeculation:
     def hold_launch(self, step: Step, begun_ns: int) -> bool:
         """While a step runs, wait until shortly before its end with the launch of the one behind it, so that requests
         which arrive meanwhile are in that. Publishes drafts as they arrive. Returns whether it waited."""
-        forms = any([item.sequence.request.has_form for item in step.batch.items])
-        due = self._earliest_end(step, begun_ns) * 1e-9 - self.hold.lead
         # Prompts that are left unread fill the next step, and forms have the host work beside this one.
-        if step.unread or forms or time.monotonic() >= due:
+        if step.unread or any([item.sequence.request.has_form for item in step.batch.items]):
             return False
-        while time.monotonic() < due:
-            self.drafting.wait_until(due)
+        due, waited = self._earliest_end(step, begun_ns) * 1e-9 - self.hold.lead, False
+        while (now := time.monotonic()) < due and not step.launched.ended():
+            waited = True
+            self.drafting.wait_until(min(due, now + _LOOK_SECONDS))
+            # Also what is of no sequence under way: what is not read ends every wait at once.
+            self.drafting.listen()
             if self.tables is not None and self.drafting.awaits_growth:
-                self.drafting.listen()
                 self.tables.publish()
-        return True
+        return waited
 
     def _earliest_end(self, step: Step, begun_ns: int) -> int:
         """When a step can end that the device began at a time, in monotonic nanoseconds; that time where no like step

@@ -22,10 +22,7 @@ class PassEnds:
         return self._earliest.get((sequences, rows), 0.0)
 
     def observe_end(self, sequences: int, rows: int, seconds: float, *, running: bool) -> None:
-        """A pass was observed to end after `seconds`; if `running`, it was observed until then, and
-        still ran at its earliest end."""
-        earliest = self._earliest.get((sequences, rows))
-        if earliest is None:
-            self._earliest[sequences, rows] = seconds
-        else:
-            self._earliest[sequences, rows] = min(seconds, _LATER * earliest) if running else _SOONER * earliest
+        """A pass was observed to end after `seconds`, or had ended by then; if `running`, it still ran at its earliest
+        end."""
+        earliest = self._earliest.get((sequences, rows), seconds)
+        self._earliest[sequences, rows] = min(seconds, (_LATER if running else _SOONER) * earliest)

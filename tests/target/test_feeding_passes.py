@@ -12,12 +12,14 @@ from transformers import PreTrainedModel
 
 from benchmarks.shared.virtual_clock import VirtualClock
 from outrider.drafting.events import Grown
+from outrider.drafting.inbox import DraftInbox
 from outrider.wire.frames import SequenceGrowth
 from target_service.engine.loop import EngineLoop
 from target_service.engine.step import Step
 from target_service.execution import node_tables
 from target_service.execution.device_executor import DeviceSteps
 from target_service.execution.device_rows import TableStep
+from target_service.execution.host_executor import CopiedLater
 from target_service.execution.pass_ends import PassEnds
 
 # What a pass of the device takes that is not there, and when its draft answers.
@@ -63,7 +65,9 @@ def slow_passes(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.mark.usefixtures("clock", "slow_passes")
-@pytest.mark.parametrize("known", [0.0, 0.9], ids=["nobody knows its time", "its time is known"])
+@pytest.mark.parametrize(
+    "known", [0.0, 0.9, 10.0], ids=["nobody knows its time", "its time is known", "it seems to take much longer"]
+)
 def test_what_comes_while_a_pass_runs_is_published_at_once(
     tiny_model: PreTrainedModel, monkeypatch: pytest.MonkeyPatch, known: float, clock: VirtualClock
 ) -> None:
@@ -108,6 +112,38 @@ def test_what_comes_while_a_pass_runs_is_published_at_once(
     assert sorted(seconds for _, seconds in fed)[len(fed) // 2] < 1.2 * PASS
 
 
+@pytest.mark.usefixtures("clock")
+def test_a_launch_is_held_without_a_look_at_every_moment(
+    tiny_model: PreTrainedModel, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Where a draft sends growth of a sequence that has ended, and the others have none."""
+    wanted = request([5, 7, 9], 24, speculate=False)
+    runner = make_runner(tiny_model)
+    runner.enable_device_row_selection(2, 0)
+    loop = EngineLoop(
+        runner,
+        engine_config(max_running=2),
+        steps=DeviceSteps(runner, max_sequences=2, max_rows=64, backend="torch"),
+    )
+    monkeypatch.setattr(PassEnds, "earliest", lambda *_: PASS)
+    monkeypatch.setattr(CopiedLater, "ended", lambda _: False)
+    waits, wait_until = [0], DraftInbox.wait_until
+
+    def counted(inbox: DraftInbox, deadline: float) -> bool:
+        waits[-1] += 1
+        return wait_until(inbox, deadline)
+
+    monkeypatch.setattr(DraftInbox, "wait_until", counted)
+    loop.add(loop.make(1, wanted))
+    node_tables.warm_up()
+    while loop.live:
+        loop.drafting.receive(Grown([SequenceGrowth(99, 0, 1, (0,), (1,), (0.5,))]))
+        loop.step()
+        waits.append(0)
+    # Some, and none that ends at once.
+    assert 0 < max(waits) <= 1e3 * PASS + 1
+
+
 def test_the_earliest_end_is_near_the_end_and_not_behind_it() -> None:
     """Whoever is away until then sees a pass end when it ends, or comes back a little late."""
     dice, ends, late = random.Random(1), PassEnds(), []
@@ -132,3 +168,8 @@ def test_a_time_that_is_much_too_long_is_found_out() -> None:
         ends.observe_end(8, 64, away, running=False)
         passes += 1
     assert passes < 250
+    # And at once by a host that was not away for so long.
+    ends.observe_end(8, 64, 6e-3, running=False)
+    ends.observe_end(8, 128, 0.5, running=True)
+    ends.observe_end(8, 128, 8e-3, running=False)
+    assert (ends.earliest(8, 64), ends.earliest(8, 128)) == (6e-3, 8e-3)
