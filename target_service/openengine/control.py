@@ -47,7 +47,7 @@ class ControlledTarget:
 
 
 class ControlServicer:
-    """Answers from the start: until `begin` health is STARTING, and all other calls are refused."""
+    """Answers from the start: until `serve` health is STARTING, and all other calls are refused."""
 
     def __init__(self) -> None:
         self._instance = secrets.token_hex(8)
@@ -143,7 +143,7 @@ class ControlServicer:
             await context.write(_drained(pb.DRAIN_STATE_COMPLETE, 0))
 
     async def GetKvEventSources(
-        self, request: pb.GetKvEventSourcesRequest, context: Any
+        self, request: pb.GetKvEventSourcesRequest, _context: Any
     ) -> pb.GetKvEventSourcesResponse:
         """Where KV events are; nowhere if none are kept."""
         served = self._loaded()
@@ -151,7 +151,7 @@ class ControlServicer:
         kept = served.target.config.kv_events
         if served.target.kv_events is None:
             return pb.GetKvEventSourcesResponse()
-        return pb.GetKvEventSourcesResponse(sources=[source_at(served.address, context.peer(), kept)])
+        return pb.GetKvEventSourcesResponse(sources=[source_at(served.address, kept)])
 
     async def SubscribeKvEvents(self, request: pb.SubscribeKvEventsRequest, context: Any) -> None:
         """The events of `TargetService.SubscribeKvEvents`, for the same callers."""

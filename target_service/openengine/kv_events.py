@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import socket
-
 from outrider.openengine import openengine_pb2 as pb
 from outrider.v1 import target_pb2
 
@@ -25,35 +23,16 @@ def medium_of(device: str) -> pb.StorageMedium.ValueType:
     return pb.STORAGE_MEDIUM_GPU if device.startswith("cuda") else pb.STORAGE_MEDIUM_UNSPECIFIED
 
 
-def source_at(address: str, peer: str, kept: int) -> pb.KvEventSource:
-    """The source of events of a server that listens on `address`, for a caller at `peer`. It replays `kept` batches."""
+def source_at(address: str, kept: int) -> pb.KvEventSource:
+    """The source of events of a server that listens on `address` and replays `kept` batches. Behind a wildcard or a
+    socket it names no host: it is where the caller asked."""
     source = pb.KvEventSource(
         transport="grpc", data_parallel_rank=0, encoding="protobuf", schema_version=1, buffer_steps=kept
     )
     host, _, port = address.rpartition(":")
-    host = host.strip("[]")
-    if host in _WILDCARDS:
-        host = _host_towards(peer)
-    # A socket of this machine has no host.
-    if host and port.isdigit():
-        source.endpoint_addr.CopyFrom(pb.KvEndpoint(host=host, port=int(port), protocol="grpc"))
+    if port.isdigit() and host.strip("[]") not in _WILDCARDS:
+        source.endpoint_addr.CopyFrom(pb.KvEndpoint(host=host.strip("[]"), port=int(port), protocol="grpc"))
     return source
-
-
-def _host_towards(peer: str) -> str:
-    """The address from which this machine reaches a caller, whom gRPC names as ipv4:HOST:PORT; empty if unknown."""
-    kind, _, rest = peer.partition(":")
-    host = rest.rpartition(":")[0].replace("%5B", "").replace("%5D", "").strip("[]")
-    families = {"ipv4": socket.AF_INET, "ipv6": socket.AF_INET6}
-    if kind not in families:
-        return ""
-    try:
-        # Sends nothing: the system looks up its route.
-        with socket.socket(families[kind], socket.SOCK_DGRAM) as route:
-            route.connect((host, 1))
-            return str(route.getsockname()[0])
-    except OSError:
-        return ""
 
 
 def _event(event: target_pb2.KvEvent, medium: pb.StorageMedium.ValueType) -> pb.KvEvent:

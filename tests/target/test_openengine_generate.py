@@ -20,6 +20,7 @@ from outrider.limits import TenantLimits, TenantTable
 from outrider.openengine import openengine_pb2 as pb
 from outrider.serving import Authenticator, Caller
 from outrider.telemetry.names import OPENENGINE_GENERATE
+from target_service.api.admission import Admission
 from target_service.core.sequence import PromptLogprobs, SequenceRequest
 from target_service.openengine import inference
 
@@ -204,6 +205,28 @@ class TestAborts:
         assert said[-1].usage.completion_tokens == heard and heard >= 2
         again = await self.aborted(target, request_id="one")
         assert again.status == pb.ABORT_STATUS_ALREADY_FINISHED
+
+    async def test_before_it_is_accepted(self, target: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+        """As while its text is read: it ends as soon as it begins."""
+        goes_on, admitted = asyncio.Event(), Admission.generation
+        waits = asyncio.Event()
+
+        async def generation(*arguments: Any) -> Any:
+            waits.set()
+            await goes_on.wait()
+            return await admitted(*arguments)
+
+        monkeypatch.setattr(Admission, "generation", generation)
+        target.engine.paused.set()
+        call = calling(target.channel, "Generate", generate_request())
+        stream = aiter(call)
+        first = asyncio.ensure_future(anext(stream))
+        await waits.wait()
+        assert (await self.aborted(target, request_id="one")).status == pb.ABORT_STATUS_ABORTED
+        goes_on.set()
+        assert (await first).finished.reason == pb.FINISH_REASON_CANCELLED
+        assert [one async for one in stream] == []
+        await target.idle()
 
     async def test_what_is_not_known(self, target: Any) -> None:
         code, error = await refusal(target.channel, "Abort", pb.AbortRequest(request_id="none"))

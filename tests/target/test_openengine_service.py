@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import logging
 import re
 from functools import partial
 from pathlib import Path
@@ -16,6 +17,7 @@ from whole_target import Service, whole_target
 
 from outrider.openengine import openengine_pb2 as pb
 from outrider.v1 import target_pb2
+from target_service.lifecycle import EngineWorker
 from target_service.openengine.kv_events import batch_of
 
 PROMPT = [10, 20, 30] * 6
@@ -200,6 +202,26 @@ async def test_events_load_and_drain_of_the_engine(running: Any) -> None:
         # The process goes on until it gets its signal, and does not say that it is healthy.
         health = await calling(service.channel, "Health", pb.HealthRequest())
         assert health.state == pb.HEALTH_STATE_DRAINING and not service.task.done()
+
+
+async def test_a_drained_target_says_so_once(
+    running: Any, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    looks, alive = [0], EngineWorker.alive
+
+    def looked(worker: EngineWorker) -> bool:
+        looks[0] += 1
+        return alive(worker)
+
+    monkeypatch.setattr(EngineWorker, "alive", looked)
+    caplog.set_level(logging.INFO, "outrider.serving.lifecycle")
+    async with running(openengine=True) as service:
+        request = pb.DrainRequest(stop_accepting_new_requests=True)
+        assert [one async for one in calling(service.channel, "Drain", request)][-1].state == pb.DRAIN_STATE_COMPLETE
+        caplog.clear()
+        enough = looks[0] + 3
+        await until(lambda: looks[0] >= enough)
+        assert [record.message for record in caplog.records if "health" in record.message] == []
 
 
 async def test_it_is_served_where_it_is_asked_for(running: Any) -> None:
