@@ -42,5 +42,9 @@ CLASSIC: dict[str, tuple[str, dict[str, Any]]] = {
         "opt",
         {"ffn_dim": 96, "word_embed_proj_dim": 48, "enable_bias": False, "layer_norm_elementwise_affine": False},
     ),
+    "xglm": (
+        "xglm",
+        {"d_model": 48, "ffn_dim": 96, "num_layers": 2, "attention_heads": 4, "tie_word_embeddings": True},
+    ),
     "biogpt": ("biogpt", {"tie_word_embeddings": True}),
 }  # fmt: skip

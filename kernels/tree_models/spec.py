@@ -441,6 +441,7 @@ class PositionTableSpec:
 
     rows: int
     offset: int = 0  # of the first position's row
+    sines: bool = False  # sines and cosines stand in it, and no checkpoint has it
 
 
 @dataclass(frozen=True, slots=True)

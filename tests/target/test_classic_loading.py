@@ -33,6 +33,7 @@ from tree_models.reference import published_tensors
         ("falcon", "", []),
         ("opt", "", []),
         ("biogpt", "", []),
+        ("xglm", "", []),
         ("mpt", "", []),
         ("persimmon", "", []),
         ("modernbert", "", []),

@@ -129,6 +129,7 @@ FAMILIES: Mapping[str, Family] = {
     "stablelm": others.stablelm,
     "starcoder2": others.starcoder2,
     "vaultgemma": gemma.vaultgemma,
+    "xglm": classic.xglm,
     "youtu": deepseek.youtu,
     "zamba": others.zamba,
     "zamba2": others.zamba2,

@@ -1,5 +1,5 @@
 """Decoders by the plan of GPT, with LayerNorms and MLPs without gates: GPT-2, StarCoder 1, GPT-Neo, GPT-J, GPT-NeoX and
-Pythia, OPT, BioGPT, Falcon, BLOOM, MPT, Persimmon. ModernBERT's decoder."""
+Pythia, OPT, BioGPT, XGLM, Falcon, BLOOM, MPT, Persimmon. ModernBERT's decoder."""
 
 from __future__ import annotations
 
@@ -284,6 +284,16 @@ def biogpt(config: Any) -> Description:
     )
     scale = float(config.hidden_size**0.5) if config.scale_embedding else 1.0
     return _opt(config, norm, feeding, True, names, embedding_scale=scale)
+
+
+def xglm(config: Any) -> Description:
+    """XGLM: BioGPT's layers behind a table of sines."""
+    norm = NormSpec("layer", _EPSILON, bias=True)
+    feeding = MLPSpec(int(config.ffn_dim), named_activation(config.activation_function), gated=False, bias=True)
+    scale = float(config.hidden_size**0.5) if config.scale_embedding else 1.0
+    found = _opt(config, norm, feeding, True, WeightNames(final_norm="model.layer_norm", **_OPT), embedding_scale=scale)
+    positions = PositionTableSpec(int(config.max_position_embeddings) + 2, 2, sines=True)
+    return replace(found, spec=replace(found.spec, positions=positions))
 
 
 def _opt(config: Any, norm: NormSpec, feeding: MLPSpec, bias: bool, names: WeightNames, **ends: Any) -> Description:

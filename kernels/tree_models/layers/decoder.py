@@ -31,7 +31,7 @@ from tree_models.layers.norm import Normalization
 from tree_models.layers.paged import CacheShape, PagedPass, UncachedPass, expanded_shape, keeps_own, kept_places
 from tree_models.layers.placing import Placement
 from tree_models.layers.recurrent import state_shape
-from tree_models.layers.rotary import Angles, RotaryEmbedding
+from tree_models.layers.rotary import Angles, RotaryEmbedding, sines_of
 from tree_models.layers.scans import STATE_MIXERS, StateMixer
 from tree_models.names import WeightNames
 from tree_models.slots import Copy, WeightSlot, by_columns, in_place
@@ -347,6 +347,8 @@ class Decoder(LayerStack):
         if spec.embedding_norm is not None:
             self.embedding_norm = Normalization(spec.embedding_norm, spec.hidden_size, place)
         self.position_table = place.empty(spec.positions.rows, spec.hidden_size) if spec.positions else None
+        if self.position_table is not None and spec.positions is not None and spec.positions.sines:
+            self.position_table.copy_(sines_of(*self.position_table.shape))
         self.norm = Normalization(spec.final_norm, spec.hidden_size, place)
         self.head_transform: HeadTransform | None = None
         if spec.head_transform is not None:
@@ -458,7 +460,7 @@ class Decoder(LayerStack):
         for index, layer in enumerate(self.layers):
             slots += layer.slots(names, index, copy)
         slots += self.norm.slots(names.final_norm, copy)
-        if self.position_table is not None:
+        if self.position_table is not None and self.spec.positions and not self.spec.positions.sines:
             slots.append(in_place(f"{names.positions}.weight", self.position_table, copy))
         if self.embedding_norm is not None:
             slots += self.embedding_norm.slots(names.embedding_norm, copy)

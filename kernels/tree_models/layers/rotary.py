@@ -6,6 +6,7 @@ of its products in another order: the scores are the same sums.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Self
@@ -65,6 +66,14 @@ class RotaryEmbedding(nn.Module):
         if scale is not None:
             grown = 1 + scale.beta * torch.log(1 + torch.floor((places + scale.ahead) / scale.length))
         return Angles(angles.cos() * self._scaling, angles.sin() * self._scaling, grown)
+
+
+def sines_of(rows: int, width: int) -> Tensor:
+    """[rows, width] fp32: of each row's number the sines and the cosines at falling frequencies (fairseq's)."""
+    half = width // 2
+    frequencies = torch.exp(torch.arange(half, dtype=torch.float32) * -(math.log(10000) / (half - 1)))
+    angles = torch.arange(rows, dtype=torch.float32)[:, None] * frequencies
+    return functional.pad(torch.cat([angles.sin(), angles.cos()], dim=1), (0, width % 2))
 
 
 def rotate_heads(heads: Tensor, angles: Angles) -> Tensor:
