@@ -47,6 +47,8 @@ class InferenceServicer:
             try:
                 await _stream(answer, running, queues, traces, context)
             except OutriderError as error:
+                # Before the write, which waits for the reader.
+                self.requests.cancel(running)
                 for trace in traces:
                     trace.failed(error)
                 await context.write(answer.failed(error))

@@ -45,13 +45,18 @@ class OpenRequests:
         try:
             yield request
         finally:
-            self._cancel(request)
+            self.cancel(request)
             del self._running[key]
             if request.sequence_ids:
                 self._ended[key] = None
                 self._ended.move_to_end(key)
                 if len(self._ended) > _MOST_ENDED:
                     self._ended.popitem(last=False)
+
+    def cancel(self, request: OpenRequest) -> None:
+        """End the sequences of a request, which free what they hold."""
+        for sequence_id in request.sequence_ids:
+            self._sequences.cancel(sequence_id)
 
     def abort(self, tenant: str, request_id: str) -> bool:
         """Abort a request; False where it has ended. Raises `UnknownSequence` for an id that is not known."""
@@ -71,9 +76,5 @@ class OpenRequests:
 
     def _abort(self, request: OpenRequest) -> None:
         request.aborted = True
-        self._cancel(request)
+        self.cancel(request)
         request.changed.set()
-
-    def _cancel(self, request: OpenRequest) -> None:
-        for sequence_id in request.sequence_ids:
-            self._sequences.cancel(sequence_id)

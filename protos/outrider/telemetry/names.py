@@ -125,9 +125,7 @@ SPANS = (
         ),
     ),
     SpanSpec(GENERATE, "SERVER", TARGET_SERVICE, "One generation, from arrival to its last event.", _SERVED),
-    SpanSpec(
-        OPENENGINE_GENERATE, "SERVER", TARGET_SERVICE, "One output of a request of OpenEngine's, likewise.", _SERVED
-    ),
+    SpanSpec(OPENENGINE_GENERATE, "SERVER", TARGET_SERVICE, "One output of a request of OpenEngine's.", _SERVED),
     SpanSpec(
         VERIFY_SEQUENCE,
         "SERVER",
