@@ -20,6 +20,7 @@ CLASSIC: dict[str, tuple[str, dict[str, Any]]] = {
     "gpt_neox": ("gpt_neox", {"rope_parameters": PARTIAL}),
     "gpt_neox, one after the other": ("gpt_neox", {"use_parallel_residual": False, "attention_bias": False}),
     "gptj": ("gptj", {"rotary_dim": 8}),
+    "codegen": ("codegen", {"rotary_dim": 8}),
     "falcon": ("falcon", {"multi_query": True, "parallel_attn": True}),
     "falcon, groups": ("falcon", NEW_FALCON | {"bias": True}),
     "falcon, groups and one norm": ("falcon", NEW_FALCON | {"num_ln_in_parallel_attn": 1, "tie_word_embeddings": True}),

@@ -91,6 +91,7 @@ class AttentionSpec:
     chunked: bool = False  # they are those of its chunk of so many positions; see `AttentionVariant`
     sinks: bool = False  # a logit of each head, one more term in its softmax's sum
     score_cap: float | None = None  # scores are cap * tanh(score / cap)
+    shards: int = 0  # that the published product lies in, each of queries, values and keys (CodeGen); 0 for none
     slopes: tuple[float, ...] = ()  # by head, of what scores fall by with each position between (ALiBi); () for none
     gated: bool = False  # the output is multiplied by the sigmoid of a gate, made beside each head's query
     output_gate: OutputGateSpec | None = None

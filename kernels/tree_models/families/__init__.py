@@ -32,6 +32,7 @@ FAMILIES: Mapping[str, Family] = {
     "bamba": granite.bamba,
     "biogpt": classic.biogpt,
     "bloom": classic.bloom,
+    "codegen": classic.codegen,
     "cohere": others.cohere,
     "cohere2": others.cohere2,
     "cohere2_moe": others.cohere2_moe,

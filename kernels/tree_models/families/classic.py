@@ -1,5 +1,5 @@
-"""Decoders by the plan of GPT, with LayerNorms and MLPs without gates: GPT-2, StarCoder 1, GPT-Neo, GPT-J, GPT-NeoX and
-Pythia, OPT, BioGPT, XGLM, Falcon, BLOOM, MPT, Persimmon. ModernBERT's decoder."""
+"""Decoders by the plan of GPT, with LayerNorms and MLPs without gates: GPT-2, StarCoder 1, GPT-Neo, GPT-J, CodeGen,
+GPT-NeoX and Pythia, OPT, BioGPT, XGLM, Falcon, BLOOM, MPT, Persimmon. ModernBERT's decoder."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ _EPSILON = 1e-5
 # Tokens that BLOOM was trained with (arXiv 2211.05100), where its configuration has no `seq_length`.
 _BLOOM_CONTEXT = 2048
 # Causal masks that older writers stored with the weights.
-_IGNORED = (*WeightNames().ignored, r".*\.(attn|attention)\.bias")
+_IGNORED = (*WeightNames().ignored, r".*\.(attn|attention)\.(bias|causal_mask)")
 _TRANSFORMER: dict[str, Any] = {
     "embedding": "transformer.wte",
     "positions": "transformer.wpe",
@@ -50,6 +50,7 @@ _GPT_J = WeightNames(
     | {"qkv": tuple(f"attn.{part}_proj" for part in "qkv"), "out": "attn.out_proj"}
     | {"gate_up": ("mlp.fc_in",), "down": "mlp.fc_out"}
 )
+_CODEGEN = replace(_GPT_J, qkv=("attn.qkv_proj",))
 _4H: dict[str, Any] = {"gate_up": ("mlp.dense_h_to_4h",), "down": "mlp.dense_4h_to_h", "ignored": _IGNORED}
 _GPT_NEOX = WeightNames(
     embedding="gpt_neox.embed_in",
@@ -145,19 +146,25 @@ def _gpt(config: Any, attending: list[AttentionSpec], names: WeightNames, width:
     return Description(decoder(config, layers, norm, positions=positions), names)
 
 
-def gptj(config: Any) -> Description:
-    """GPT-J: attention and MLP read the same rows, neighbouring pairs of a part of each head are rotated."""
+def codegen(config: Any) -> Description:
+    """CodeGen: GPT-J, whose first product lies in the shards of the machine that trained it."""
+    return gptj(config, _CODEGEN, shards=4)
+
+
+def gptj(config: Any, names: WeightNames | None = None, **changes: Any) -> Description:
+    """GPT-J: attention and MLP read the same rows, neighbouring pairs of a part of each head are rotated. With other
+    names, and `changes` of attention."""
     if not config.rotary_dim:
         raise FamilyRefused("heads that are rotated by positions of all heads together are not served")
     norm, width = NormSpec("layer", float(config.layer_norm_epsilon), bias=True), int(config.rotary_dim)
     # transformers' create_sinusoidal_positions.
     frequencies = 1.0 / (10000 ** (torch.arange(0, width, 2, dtype=torch.float32) / width))
     turning = RotarySpec(tuple(frequencies.tolist()), interleaved=True)
-    own = _attention(config, qkv_bias=False, out_bias=False, rotary=turning)
+    own = _attention(config, qkv_bias=False, out_bias=False, rotary=turning, **changes)
     layers = [
         layer(own, _feeding(config, config.n_inner), norm, before_mlp=None, parallel=True) for _ in counted(config)
     ]
-    return Description(decoder(config, layers, norm, head_bias=True), _GPT_J)
+    return Description(decoder(config, layers, norm, head_bias=True), names or _GPT_J)
 
 
 def gpt_neox(config: Any) -> Description:

@@ -151,8 +151,12 @@ class HeadAttention(nn.Module):
         rotating = halves_order(spec.rotary, spec.heads + self._keys, spec.head_width)
         if rotating is not None and spec.keys_are_values:
             raise FamilyRefused("neighbouring pairs of keys that are values are not rotated")
-        if not names.qkv_by_group:
+        if spec.shards:
+            queries, values, keys = rows.view(spec.shards, 3, -1).unbind(1)
+            order = torch.cat([part.flatten() for part in (queries, keys, values)])
+        elif names.qkv_by_group:
+            groups = rows.view(spec.kv_heads, -1, spec.head_width)
+            order = torch.cat([part.flatten() for part in (groups[:, :-2], groups[:, -2], groups[:, -1])])
+        else:
             return None if rotating is None else torch.cat([rotating, rows[len(rotating) :]])
-        groups = rows.view(spec.kv_heads, -1, spec.head_width)
-        order = torch.cat([part.flatten() for part in (groups[:, :-2], groups[:, -2], groups[:, -1])])
         return order if rotating is None else torch.cat([order[rotating], order[len(rotating) :]])

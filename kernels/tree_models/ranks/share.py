@@ -141,6 +141,10 @@ class _Divider:
         of_rows = _above_another(names.qkv, rows)
         if names.qkv_by_group:
             of_rows = iter([(names.qkv[0], _by_group(spec, heads, keys))])
+        if spec.shards:
+            # Whole ones, with their heads.
+            own = _scaled(self._block(spec.shards, "shards of heads"), 3 * spec.heads * width // spec.shards)
+            of_rows = iter([(names.qkv[0], Spans(0, (own,)))])
         cuts = [*_with_bias(of_rows), *self._last(names.out, heads, spec.width_of_values)]
         cuts.append((names.sinks, Spans(0, (heads,))))
         if spec.output_gate is not None:
@@ -152,7 +156,8 @@ class _Divider:
             norms.append((names.key_norm, Spans(0, (_scaled(keys, each),))))
             cuts += _with_bias(norms)
         slopes = spec.slopes[heads.start : heads.stop]
-        return replace(spec, heads=len(heads), kv_heads=len(keys), slopes=slopes), cuts
+        shards = spec.shards // self.ranks
+        return replace(spec, heads=len(heads), kv_heads=len(keys), shards=shards, slopes=slopes), cuts
 
     def _shared_block(self, spec: SharedBlockSpec, attention: AttentionSpec) -> tuple[SharedBlockSpec, _Cuts]:
         """But for the attention's own tensors."""
