@@ -123,7 +123,7 @@ def test_layers_that_do_not_depend_on_the_batch(tmp_path: Path) -> None:
 
 @packs
 @pytest.mark.parametrize("tied", [False, True], ids=["untied", "tied"])
-@pytest.mark.parametrize("family", ["llama", "qwen2", "ernie4_5", "helium"])
+@pytest.mark.parametrize("family", ["llama", "qwen2", "ernie4_5", "helium", "gpt2"])
 def test_packed(family: str, tied: bool, tmp_path: Path) -> None:
     old = make_tiny(family, tie_word_embeddings=tied).to(torch.bfloat16)
     new = other_weights(old)
