@@ -9,8 +9,9 @@ from typing import Any
 import pytest
 import torch
 from classic_models import CLASSIC
-from conftest import make_tiny
+from conftest import TINY, make_tiny
 from safetensors.torch import save_file
+from transformers import AutoConfig, FuyuForCausalLM
 from windowed_models import WINDOWED
 
 from target_service.config import TargetConfig
@@ -56,3 +57,18 @@ def test_published_folders_are_served(
     runner = load_runner(TargetConfig(model=str(tmp_path), dtype="float32", kv_tokens=64))
     assert isinstance(runner.network, Decoder)
     check_runner(runner, own_logits(model))
+
+
+def test_the_text_of_fuyu_is_served(tmp_path: Path, byte_tokenizer: Any) -> None:
+    sizes = {**TINY, "vocab_size": 300, "num_key_value_heads": 4}
+    whole = sizes | {"text_config": sizes | {"model_type": "persimmon"}, "patch_size": 4, "image_token_id": 299}
+    config = AutoConfig.for_model("fuyu", **whole)
+    torch.manual_seed(0)
+    model = FuyuForCausalLM._from_config(config, dtype=torch.float32).eval()
+    published = published_tensors(model)
+    assert "vision_embed_tokens.weight" in published.stored
+    save_file({name: published.read(name).clone() for name in published.stored}, tmp_path / "model.safetensors")
+    (tmp_path / "config.json").write_text(json.dumps(model.config.to_dict()))
+    byte_tokenizer.save_pretrained(tmp_path)
+    assert inspect(tmp_path).verdict == "can be served"
+    check_runner(load_runner(TargetConfig(model=str(tmp_path), dtype="float32", kv_tokens=64)), own_logits(model))
