@@ -34,6 +34,8 @@ class LocalTeacher:
         self._folder = resolve(settings.model)
         config = read_configuration(self._folder)
         check_supported(config)
+        if not getattr(config, "rope_parameters", None) or not getattr(config, "intermediate_size", None):
+            raise ModelRefused(f"{config.model_type}: a head has its target's rotary positions and width of MLP")
         self._tokenizer = load_tokenizer(self._folder)
         heads = int(config.num_attention_heads)
         self.facts = TeacherFacts(

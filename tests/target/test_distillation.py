@@ -196,6 +196,15 @@ def test_a_model_that_scales_its_logits_is_refused(folder: Path, tmp_path: Path)
         teacher.reader((0,))
 
 
+def test_a_model_without_rotary_positions_is_refused(folder: Path, tmp_path: Path) -> None:
+    from conftest import make_tiny
+
+    make_tiny("gpt2", vocab_size=VOCABULARY, n_embd=48, n_layer=2, n_head=4).save_pretrained(tmp_path)
+    AutoTokenizer.from_pretrained(folder).save_pretrained(tmp_path)
+    with pytest.raises(SettingsError, match="gpt2: a head has its target.s rotary positions"):
+        load_teacher("local", TeacherSettings(str(tmp_path), "cpu", "float32"))
+
+
 def test_a_model_that_is_not_there_is_named() -> None:
     with pytest.raises(SettingsError, match="no/such-model"):
         load_teacher("local", TeacherSettings("/no/such-model", "cpu", "float32"))
