@@ -143,7 +143,11 @@ class Source:
         """Files of ours that this one loads, also inside functions. What only a type checker reads is left out: types
         of the dispatch beside a kernel's arguments load nothing."""
         found: set[str] = set()
-        for node in ast.walk(_without_type_checking(self.tree)):
+        checked = [node for node in self.tree.body if isinstance(node, ast.If) and _is_type_checking(node)]
+        left_out = {id(inner) for node in checked for inner in ast.walk(node)}
+        for node in self.nodes:
+            if id(node) in left_out:
+                continue
             if isinstance(node, ast.Import):
                 found.update(alias.name for alias in node.names if alias.name in NAMES)
             elif isinstance(node, ast.ImportFrom) and node.module:
@@ -157,9 +161,8 @@ class Source:
         return any(name.partition(".")[0] == "grpc" for name, _ in self.imports())
 
 
-def _without_type_checking(tree: ast.Module) -> ast.Module:
-    body = [node for node in tree.body if not (isinstance(node, ast.If) and ast.unparse(node.test) == "TYPE_CHECKING")]
-    return ast.Module(body, tree.type_ignores)
+def _is_type_checking(node: ast.If) -> bool:
+    return isinstance(node.test, ast.Name) and node.test.id == "TYPE_CHECKING"
 
 
 def _modules(packages: Mapping[str, str]) -> list[Source]:
