@@ -6,6 +6,7 @@ import asyncio
 import re
 import signal
 import subprocess
+import sys
 import tempfile
 import urllib.request
 from collections import Counter
@@ -20,7 +21,6 @@ import pytest
 from forked import Child
 from other_weights import other_weights
 from waits import HUNG_SECONDS
-from warm_python import shared_python
 
 from outrider.v1 import target_pb2 as pb
 from outrider.v1 import target_pb2_grpc, tree_pb2
@@ -306,8 +306,7 @@ async def test_weights_are_updated_in_both_arrangements(
     ids=["model", "draft", "address"],
 )
 def test_refusals(model_folder: Path, flags: list[str], status: int, message: str) -> None:
-    python = str(shared_python("services") / "python")
-    command = [python, "-m", "target_service", "--model", str(model_folder), "--kv-tokens", "256"]
+    command = [sys.executable, "-m", "target_service", "--model", str(model_folder), "--kv-tokens", "256"]
     command += ["--threads", "1", "--engine-process", "own", "--listen", "127.0.0.1:0", *flags]
     ended = subprocess.run(command, capture_output=True, text=True, timeout=HUNG_SECONDS, check=False)
     assert (ended.returncode, message in ended.stderr) == (status, True), ended.stderr
