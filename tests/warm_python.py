@@ -88,7 +88,7 @@ _ENVIRONMENTS = {
     "workers": {"OMP_NUM_THREADS": "1"},
 }
 # What modules set while they are imported, and would not set once more in a process that has them.
-_SET_BY_IMPORTS = ("TRITON_DEFAULT_FP_FUSION", "TORCHINDUCTOR_CACHE_DIR")
+_SET_BY_IMPORTS = ("TRITON_DEFAULT_FP_FUSION", "TORCHINDUCTOR_CACHE_DIR", "TORCHINDUCTOR_COMPILE_THREADS")
 
 
 @contextmanager
