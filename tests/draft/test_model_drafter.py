@@ -11,6 +11,7 @@ from typing import Any, cast
 
 import pytest
 import torch
+from classic_models import CLASSIC
 from conftest import TINY, make_tiny
 from eagle_drafting import COUPLED, GREEDY, plain_growth, same_tree
 from engine_harness import make_runner, plain_each, request, run
@@ -88,6 +89,32 @@ def distribution_after(model: PreTrainedModel, tokens: Sequence[int]) -> Tensor:
 def test_the_tree_is_that_of_the_models_own_forward(family: str, folders: dict[str, Path]) -> None:
     model = make_tiny(family, **FAMILIES[family])
     drafter = make_drafter(folders[family], max_rows=4)
+    sequence = grow_along(drafter, model)
+    drafter.close(sequence)
+    drafter.close(sequence)
+    assert drafter.stats() == {
+        "model_cache_used_tokens": 0,
+        "model_read_rows_total": 30,
+        "model_cache_full_total": 0,
+        "model_prefix_hit_rows_total": 0,
+    }
+
+
+@pytest.mark.parametrize("name", ["gpt2", "opt", "gptj", "falcon, groups", "bloom, twelve heads"])
+def test_so_it_is_by_the_plan_of_gpt(name: str, tmp_path: Path) -> None:
+    """Positions in a table, up to the longest text that is followed; scores that fall with distance; norms beside each
+    other."""
+    family, changes = CLASSIC[name]
+    longest = "seq_length" if family == "bloom" else "max_position_embeddings"
+    model = make_tiny(family, **changes, **{longest: 30 + SETTINGS["num_steps"]})
+    model.save_pretrained(tmp_path)
+    drafter = make_drafter(tmp_path, max_rows=4)
+    assert drafter.max_context == 30
+    grow_along(drafter, model)
+
+
+def grow_along(drafter: ModelDrafter, model: PreTrainedModel) -> DraftSequence:
+    """A sequence of thirty tokens, whose trees are the model's own."""
     tokens = text(30)
     sequence = sequence_of(tokens[:6])
     drafter.open(sequence)
@@ -98,14 +125,7 @@ def test_the_tree_is_that_of_the_models_own_forward(family: str, folders: dict[s
             (tree,) = drafter.propose([sequence])
         context = tokens[:length]
         same_tree(tree, plain_growth(context[-1], lambda path, c=context: distribution_after(model, [*c, *path])))
-    drafter.close(sequence)
-    drafter.close(sequence)
-    assert drafter.stats() == {
-        "model_cache_used_tokens": 0,
-        "model_read_rows_total": 30,
-        "model_cache_full_total": 0,
-        "model_prefix_hit_rows_total": 0,
-    }
+    return sequence
 
 
 def test_a_call_reads_a_bounded_number_of_rows(folders: dict[str, Path]) -> None:
