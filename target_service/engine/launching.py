@@ -72,8 +72,7 @@ class StepLauncher:
         self._update_use = update_use
         self._fail = fail
         self._mode = LaunchMode.RUN_AHEAD  # of the next pass
-        # Seconds to launch a pass that is laid out.
-        # Weight of one launch in the mean time of launches: some ten.
+        # Seconds to launch a pass that is laid out, the mean of some ten.
         self._launching = RunningTime(0.1)
 
     def launch_next(self) -> Step | None:

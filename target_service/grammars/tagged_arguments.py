@@ -18,9 +18,7 @@ from target_service.text.answer_format import CallText
 from target_service.text.tokenizer import ModelTokenizer
 
 # What may stand in a schema of arguments, and in that of a string, without being left out of the grammar.
-_NOTES = {"title", "description", "default", "examples", "$schema", "$id", "$comment", "deprecated", "nullable"} - {
-    "nullable"
-}
+_NOTES = {"title", "description", "default", "examples", "$schema", "$id", "$comment", "deprecated"}
 _ANY_KEY = r"/[A-Za-z_][A-Za-z0-9_.-]{0,127}/"
 
 

@@ -14,7 +14,7 @@ from torch import Tensor
 
 log = logging.getLogger(__name__)
 # Sizes on which the kernel is checked before it is used: rows, tokens (more than one block of it, and no multiple of
-# one) and distributions. Tolerance of the relative difference: a rounding of bf16 is 0.004, a wrong row more than 1.
+# one) and distributions.
 _TRIAL_ROWS, _TRIAL_TOKENS, _TRIAL_DISTRIBUTIONS = 7, 5003, 3
 
 
@@ -89,5 +89,5 @@ def _trusted(device: torch.device, dtype: torch.dtype, probs_dtype: torch.dtype)
 
 def _close(found: Tensor, expected: Tensor) -> bool:
     difference = (found.float() - expected.float()).norm()
-    # Written so that NaN fails.
+    # A rounding of bf16 is 0.004, and a wrong row more than 1. Written so that NaN fails.
     return bool(difference <= 0.01 * expected.float().norm())
