@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import time
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -20,11 +21,12 @@ from draft_service.eagle.drafter import EagleDrafter
 from draft_service.ngram.config import TrieConfig
 from draft_service.ngram.drafter import NgramDrafter
 from outrider.weight_updates import RunningRequests
-from target_service.core.sequence import StepVerdict
+from target_service.core.sequence import SequenceEvent, StepVerdict
 
 pytestmark = pytest.mark.values
 
-TOKENS = 200
+# Of an answer, and before the exchange.
+TOKENS, SAID = 200, 10
 
 
 @pytest.fixture(scope="module")
@@ -80,13 +82,26 @@ def test_drafts_go_on_and_outputs_are_those_of_either_weights(
     folder: Path,
     sampling: str,
     request: pytest.FixtureRequest,
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     engine, drafters = running
     kind, of = request.node.callspec.params["running"]
     wanted = [request_of(prompt, SAMPLINGS[sampling], TOKENS) for prompt in prompts()]
+    loop = engine.engine._loop
+    run_step = loop.step
+
+    def step() -> list[SequenceEvent] | None:
+        """Once all have said something, nothing until the weights are read: answers might end before."""
+        said = [live.sequence.totals.completion_tokens for live in loop.live.values()]
+        if len(said) == len(wanted) and min(said) >= SAID and loop.model_version == 1 and not loop.settling:
+            time.sleep(1e-3)
+            return []
+        return run_step()
+
+    monkeypatch.setattr(loop, "step", step)
     begun = [engine.engine.submit(one) for one in wanted]
     for sequence_id in begun:
-        engine.wait_said(sequence_id, 10)
+        engine.wait_said(sequence_id, SAID)
     engine.update(folder, RunningRequests.CONTINUE)
     assert engine.result().continued == len(begun)
     accepted, reads, said = {1: 0, 2: 0}, [], []
