@@ -58,7 +58,7 @@ def typescript() -> Toolchain:
         environment=_environment(str(folder / "node_modules" / ".bin")),
         conformance=("node", str(folder / "dist" / "conformance" / "main.js")),
         examples={name: ("node", str(folder / "dist" / "examples" / f"{name}.js")) for name in EXAMPLES},
-        generate=("buf", "generate", str(ROOT), "--template", "buf.gen.yaml"),
+        generate=("buf", "generate", str(ROOT), "--template", "buf.gen.yaml", "--path", str(ROOT / "protos/outrider")),
         generated="src/gen",
     )
 
