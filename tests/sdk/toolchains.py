@@ -58,7 +58,11 @@ def typescript() -> Toolchain:
         environment=_environment(str(folder / "node_modules" / ".bin")),
         conformance=("node", str(folder / "dist" / "conformance" / "main.js")),
         examples={name: ("node", str(folder / "dist" / "examples" / f"{name}.js")) for name in EXAMPLES},
-        generate=("buf", "generate", str(ROOT), "--template", "buf.gen.yaml", "--path", str(ROOT / "protos/outrider")),
+        # With the details of gRPC's errors, which no contract of ours names.
+        generate=(
+            "buf", "generate", str(ROOT), "--template", "buf.gen.yaml",
+            "--path", str(ROOT / "protos/outrider"), "--path", str(ROOT / "protos/third_party/google"),
+        ),  # fmt: skip
         generated="src/gen",
     )
 
