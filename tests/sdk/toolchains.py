@@ -60,9 +60,16 @@ def typescript() -> Toolchain:
         examples={name: ("node", str(folder / "dist" / "examples" / f"{name}.js")) for name in EXAMPLES},
         # With the details of gRPC's errors, which no contract of ours names.
         generate=(
-            "buf", "generate", str(ROOT), "--template", "buf.gen.yaml",
-            "--path", str(ROOT / "protos/outrider"), "--path", str(ROOT / "protos/third_party/google"),
-        ),  # fmt: skip
+            "buf",
+            "generate",
+            str(ROOT),
+            "--template",
+            "buf.gen.yaml",
+            "--path",
+            str(ROOT / "protos/outrider"),
+            "--path",
+            str(ROOT / "protos/third_party/google"),
+        ),
         generated="src/gen",
     )
 
