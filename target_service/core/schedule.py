@@ -18,7 +18,8 @@ LEAST_READ = 16
 # decoding alone takes that long, prompts have as much time as it.
 _TWICE = 2.0
 # Steps of the usual length that it takes to read all prompts, above which fewer sequences than these wait for longer
-# ones, by the root of their share. Chosen: eight long prompts are read a third sooner, and short ones as before.
+# ones, by the root of their share. With these, simulated, eight streams of long prompts begin to answer a third sooner,
+# and short prompts are read as before (`benchmarks/results/2026-11-29-cpu-longer-waits.md`).
 _BACKLOG, _MANY = 4.0, 16
 
 

@@ -74,8 +74,9 @@ _LONGEST_WAIT = 8.0
 _PROMPT_ROWS = 512
 # Tokens of an answer before one has ended, and the weight of one answer in their mean. Chosen.
 _FIRST_ANSWER, _ANSWER_SHARE = 256.0, 0.05
-# Rows of prompts that a token is worth to a sequence that ends before the prompts that wait are read. Without drafts it
-# takes one; its stream would be three times slower for it.
+# Rows of prompts that a token is worth to a sequence that ends before the prompts that wait are read. Chosen: without
+# drafts it takes one, which makes 4 % more tokens of all streams than this in a simulation
+# (`benchmarks/results/2026-11-29-cpu-prompts-beside-drafts.md`), and slower ones.
 _ROWS_A_TOKEN = 4.0
 # Bounds, chosen, not measured: from the lower one, where hardly a row pays, some 600 passes that each bring a token
 # more than expected lead back to full trust; the upper one keeps a lucky run from filling passes with wrong rows.
