@@ -38,7 +38,8 @@ class CompletionsClient:
         self._path, self._model = parts.path.rstrip("/") + "/v1/completions", model
 
     async def ask(self, prompt: Sequence[int], max_tokens: int) -> HttpAnswer:
-        """An answer of exactly `max_tokens`. Raises `RuntimeError` with what the server said where it refuses."""
+        """An answer of exactly `max_tokens`. Raises `RuntimeError` with what the server said where it refuses, or
+        ends an answer by an error, and for fewer or more tokens: no figure may be made of that."""
         body = json.dumps(
             {
                 "model": self._model, "prompt": list(prompt), "max_tokens": max_tokens, "temperature": 0,
@@ -56,6 +57,8 @@ class CompletionsClient:
             last = 0.0
             async for event in _events(reader):
                 now = time.perf_counter() - asked
+                if event.get("error"):
+                    raise RuntimeError(f"the server ended an answer: {event['error']}")
                 if event.get("usage"):
                     answer.tokens = event["usage"]["completion_tokens"]
                 text = event["choices"][0].get("text") if event.get("choices") else ""
@@ -70,6 +73,8 @@ class CompletionsClient:
         finally:
             writer.close()
         answer.seconds = time.perf_counter() - asked
+        if answer.tokens != max_tokens:
+            raise RuntimeError(f"asked for {max_tokens} tokens, got {answer.tokens}")
         return answer
 
 

@@ -157,3 +157,21 @@ def test_a_refusal_says_why() -> None:
 
     with pytest.raises(RuntimeError, match="404: no such model"):
         with_server(handle, lambda url: CompletionsClient(url, "m").ask([1], 1))
+
+
+@pytest.mark.parametrize(
+    ("event", "problem"),
+    [
+        ({"error": {"message": "out of memory"}}, "ended an answer.*out of memory"),
+        ({"choices": [], "usage": {"completion_tokens": 3}}, "asked for 5 tokens, got 3"),
+        ({"choices": [{"text": "and no more"}]}, "asked for 5 tokens, got 0"),
+    ],
+)
+def test_no_figure_is_made_of_an_answer_that_is_not_whole(event: dict[str, Any], problem: str) -> None:
+    async def handle(_: bytes, writer: asyncio.StreamWriter) -> None:
+        events = [f"data: {json.dumps(one)}\n\n" for one in ({"choices": [{"text": "Hello"}]}, event)]
+        writer.write(b"HTTP/1.1 200 OK\r\n\r\n" + "".join(events).encode())
+        await writer.drain()
+
+    with pytest.raises(RuntimeError, match=problem):
+        with_server(handle, lambda url: CompletionsClient(url, "m").ask([1], 5))
