@@ -179,7 +179,8 @@ def gpt_neox(config: Any) -> Description:
 def falcon(config: Any) -> Description:
     """Falcon 7B, 40B, 180B and Falcon 2: attention and MLP side by side, behind one norm or one each."""
     if config.alibi:
-        raise FamilyRefused("scores that fall with distance (alibi) are not served")
+        # transformers rounds them to bfloat16 in every precision, which slopes by head cannot say.
+        raise FamilyRefused("scores that fall with distance as Falcon rounds them (alibi) are not served")
     grouped, aside = bool(config.new_decoder_architecture), bool(config.parallel_attn)
     if grouped and not aside:
         raise FamilyRefused("grouped key heads without parallel attention are not served")
