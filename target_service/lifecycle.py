@@ -23,7 +23,7 @@ from target_service.api.admission import ServedModel
 from target_service.api.kv_events import KvEventLog, PagesFollower
 from target_service.api.server import SERVICE_NAME, TargetServicer
 from target_service.config import TargetConfig
-from target_service.core.events import EngineObserver, Sequences, ServingEngine
+from target_service.core.events import DRAIN_POLL_SECONDS, EngineObserver, Sequences, ServingEngine
 from target_service.core.quotas import TenantQuotas
 from target_service.openengine.services import OpenEngineServices
 from target_service.telemetry.metrics import PrometheusObserver
@@ -60,8 +60,7 @@ class EngineWorker:
         """Refuse new requests and wait for those under way."""
         self.engine.drain()
         while self.engine.snapshot().sequences:
-            # Interval at which a stop polls for the end of the last request, in seconds.
-            await asyncio.sleep(0.02)
+            await asyncio.sleep(DRAIN_POLL_SECONDS)
 
 
 def _make_server(

@@ -27,6 +27,8 @@ from tree_kernels.prefix_tree import PageChange
 logger = logging.getLogger(__name__)
 
 Sink = Callable[[SequenceEvent], None]
+# Between two looks at what still runs of an engine that drains. Chosen: little beside the end of any request.
+DRAIN_POLL_SECONDS = 0.02
 
 
 @dataclass(frozen=True, slots=True)

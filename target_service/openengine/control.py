@@ -25,15 +25,13 @@ from outrider.serving.health import HealthServicer
 from outrider.v1 import target_pb2
 from target_service.api.event_queue import EventQueue
 from target_service.api.server import UNREAD_STEPS, TargetServicer
+from target_service.core.events import DRAIN_POLL_SECONDS
 from target_service.core.sequence import SequenceFailed, SequenceFinished
 from target_service.openengine.errors import engine_error
 from target_service.openengine.info import CONNECTOR, load_info, model_info, server_info
 from target_service.openengine.kv_events import batch_of, medium_of, source_at
 from target_service.openengine.open_requests import OpenRequests
 from target_service.openengine.requests import check_rank
-
-# Between two looks at what still runs, in seconds, as in the target's own drain.
-_DRAIN_POLL_SECONDS = 0.02
 
 
 @dataclass(frozen=True, eq=False)
@@ -137,7 +135,7 @@ class ControlServicer:
                         return
                     sequences.fail_all(late)
                     ends_at = float("inf")
-                await asyncio.sleep(min(_DRAIN_POLL_SECONDS, max(0.0, ends_at - loop.time())))
+                await asyncio.sleep(min(DRAIN_POLL_SECONDS, max(0.0, ends_at - loop.time())))
             if state == pb.DRAIN_STATE_STARTED:
                 await context.write(_drained(state, 0))
             await context.write(_drained(pb.DRAIN_STATE_COMPLETE, 0))
