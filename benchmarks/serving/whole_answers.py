@@ -2,7 +2,7 @@
 
     outrider up --model MODEL --http 8000
     python -m benchmarks.serving.whole_answers --url http://127.0.0.1:8000 --model MODEL --tokenizer FOLDER
-        [--loads loop1,loop8,loop32,shared8,turns8,long8,rate16] [--peer http://127.0.0.1:8200] [--json FILE]
+        [--loads loop1,loop8,loop32,shared8,turns8,long8,rate16] [--peer http://127.0.0.1:8200] [--seed 1] [--json FILE]
 
 The same work for any server with `/v1/completions`, so that another one (vLLM, say) can be measured beside it with
 `--peer`: then each load is run on both, one after the other, and shown as a multiple of the peer's. Prompts are token
@@ -14,7 +14,8 @@ ids, answers greedy and of a fixed length. Before the loads a server answers som
     turnsC   C conversations of four turns, each of which sends all before it, 96 to answer
     rateR    R requests a second for twelve seconds, by Poisson, a fifth of them of 2,500 tokens, 128 to answer
 
-Tokens a second are those of all answers over the time of the load, prompts included.
+Tokens a second are those of all answers over the time of the load, prompts included. Servers keep prompts: a second run
+of the same services needs another `--seed`, which gives the last four loads other texts, and not the first.
 """
 
 from __future__ import annotations
@@ -41,8 +42,9 @@ Ask = Callable[[Prompt, int], Awaitable[HttpAnswer]]
 class WholeAnswers:
     """The loads, of the prompts of the shared file as a tokenizer encodes them."""
 
-    def __init__(self, tokenizer: Any) -> None:
+    def __init__(self, tokenizer: Any, seed: int = 0) -> None:
         self._tokenizer = tokenizer
+        self._seed = seed
         self._texts = [one.turns[0] for one in read_conversations()]
         self._pieces = [tuple(tokenizer(text, add_special_tokens=False)["input_ids"]) for text in self._texts]
         encoded = [first_turn_tokens(tokenizer, one) for one in read_conversations()]
@@ -50,7 +52,7 @@ class WholeAnswers:
 
     def passage(self, tokens: int, seed: int) -> Prompt:
         """Text of so many tokens that no other seed has."""
-        dice, text = random.Random(seed), list[int]()
+        dice, text = random.Random(f"{self._seed}:{seed}" if self._seed else seed), list[int]()
         while len(text) < tokens:
             text += dice.choice(self._pieces)
         return tuple(text[:tokens])
@@ -98,7 +100,7 @@ class WholeAnswers:
         return answers
 
     async def _at_rate(self, ask: Ask, rate: int) -> list[HttpAnswer]:
-        dice, asked = random.Random(5), list[asyncio.Future[HttpAnswer]]()
+        dice, asked = random.Random(5 + self._seed), list[asyncio.Future[HttpAnswer]]()
         for number in range(int(rate * _RATE_SECONDS)):
             short = self._short[(3 * number + 1) % len(self._short)]
             prompt = short if dice.random() < 0.8 else self.passage(2500, 9000 + number)
@@ -160,6 +162,7 @@ def main() -> None:
     parser.add_argument("--loads", type=comma_separated(str), default=["loop1", "loop8", "loop32", "loop64", "loop128"])
     parser.add_argument("--peer", default="", help="another server's URL")
     parser.add_argument("--peer-model", default="", help="as that one calls it; by default the same")
+    parser.add_argument("--seed", type=int, default=0, help="of the texts that prompts are made of, for a second run")
     options = parser.parse_args()
     for load in options.loads:
         parsed(load)
@@ -169,7 +172,7 @@ def main() -> None:
     servers: dict[str, Ask] = {options.url: CompletionsClient(options.url, options.model).ask}
     if options.peer:
         servers[options.peer] = CompletionsClient(options.peer, options.peer_model or options.model).ask
-    answers = WholeAnswers(AutoTokenizer.from_pretrained(options.tokenizer))
+    answers = WholeAnswers(AutoTokenizer.from_pretrained(options.tokenizer), options.seed)
     rows = asyncio.run(compare(answers, options.loads, servers))
     show(record_table(rows))
     write_json(options.json, {**provenance("serving.whole_answers", ["transformers"]), "rows": rows})

@@ -64,6 +64,13 @@ def test_long_prompts_have_nothing_in_common(answers: WholeAnswers) -> None:
     assert [len(prompt) for prompt, _ in server.asked] == [6000] * 6 and len(set(server.asked)) == 6
 
 
+def test_another_seed_has_other_texts(answers: WholeAnswers) -> None:
+    server = Server()
+    asyncio.run(answers.run("long2", server.ask))
+    asyncio.run(WholeAnswers(Letters(), 1).run("long2", server.ask))
+    assert [len(prompt) for prompt, _ in server.asked] == [6000] * 12 and len(set(server.asked)) == 12
+
+
 def test_a_turn_sends_all_before_it(answers: WholeAnswers) -> None:
     server = Server()
     asyncio.run(answers.run("turns2", server.ask))
