@@ -247,7 +247,7 @@ def test_what_is_not_computed_is_refused() -> None:
         describe(config)
     with pytest.raises(FamilyRefused, match="activation tanh"):
         describe(LlamaConfig(hidden_act="tanh"))
-    assert describe(make_tiny("helium").config) is None
+    assert describe(make_tiny("bitnet").config) is None
 
 
 def test_packed_products_are_the_plain_ones_in_any_order() -> None:

@@ -51,7 +51,7 @@ def runner_of(model: PreTrainedModel) -> ModelRunner:
     return runner_for(model, None, num_pages=40, page_size=4)
 
 
-@pytest.mark.parametrize("model_type", ["llama", "qwen2", "qwen3", "mistral", "helium"])
+@pytest.mark.parametrize("model_type", ["llama", "qwen2", "qwen3", "mistral", "bitnet"])
 def test_states_are_those_that_transformers_tells_of(model_type: str) -> None:
     model = make_tiny(model_type, num_hidden_layers=4)
     runner = runner_of(copy.deepcopy(model))
@@ -130,7 +130,7 @@ def test_longer_passes_get_room_where_memory_may_move() -> None:
     assert len(taken(fixed, 8)) == 8
 
 
-@pytest.mark.parametrize("model_type", ["llama", "helium"])
+@pytest.mark.parametrize("model_type", ["llama", "bitnet"])
 def test_taken_off_they_keep_nothing(model_type: str) -> None:
     runner = runner_of(make_tiny(model_type))
     hooks = LayerHooks(runner.network, (0, 2), max_rows=8)

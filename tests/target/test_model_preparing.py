@@ -247,7 +247,7 @@ def test_a_kernel_that_fails_leaves_layers_plain(
 
 @pytest.mark.parametrize(
     ("model_type", "settings"),
-    [("olmo", {"clip_qkv": 0.4}), ("cohere", {"use_qk_norm": True}), ("helium", {})],
+    [("olmo", {"clip_qkv": 0.4}), ("cohere", {"use_qk_norm": True}), ("bitnet", {})],
 )
 def test_layers_that_no_launch_has_stay_plain(model_type: str, settings: dict[str, Any]) -> None:
     plain, prepared = (runner_of(model_type, **settings) for _ in range(2))
@@ -272,7 +272,7 @@ def test_invariant_layers_take_every_product_and_any_number_of_rows() -> None:
         torch.testing.assert_close(value, own, rtol=1e-4, atol=1e-5)
 
 
-@pytest.mark.parametrize(("model_type", "settings"), [("olmo", {"clip_qkv": 0.4}), ("helium", {})])
+@pytest.mark.parametrize(("model_type", "settings"), [("olmo", {"clip_qkv": 0.4}), ("bitnet", {})])
 def test_a_model_that_cannot_be_made_invariant_is_refused(model_type: str, settings: dict[str, Any]) -> None:
     with pytest.raises(ValueError, match="layers cannot be made independent"):
         prepare_network(runner_of(model_type, **settings).network, LayerOptions(invariant=True))

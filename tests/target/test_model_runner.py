@@ -211,7 +211,7 @@ class TestPacking:
         with torch.inference_mode():
             torch.testing.assert_close(PackedLinear(linear.weight, linear.bias)(inputs), linear(inputs))
 
-    @pytest.mark.parametrize("model_type", ["llama", "qwen2", "phi3", "glm4", "helium"])
+    @pytest.mark.parametrize("model_type", ["llama", "qwen2", "phi3", "glm4", "bitnet"])
     def test_a_packed_model_says_the_same_step_after_step(self, model_type: str) -> None:
         plain, packed = (
             runner_for(make_tiny(model_type).to(torch.bfloat16), None, num_pages=16, page_size=16, packed=packed)
@@ -231,7 +231,7 @@ class TestPacking:
         torch.testing.assert_close(logits[0], logits[1], rtol=5e-2, atol=5e-2)
 
     def test_every_linear_layer_of_transformers_is_packed(self) -> None:
-        model = make_tiny("helium").to(torch.bfloat16)
+        model = make_tiny("bitnet").to(torch.bfloat16)
         pack_linears(model)
         assert not any(type(module) is torch.nn.Linear for module in model.modules())
 

@@ -92,7 +92,7 @@ def test_a_context_ends_where_rotary_frequencies_would_change() -> None:
 
 def test_attention_sinks_are_refused() -> None:
     """In a family without an entry, whose attention would ignore them."""
-    model = make_tiny("helium")
+    model = make_tiny("bitnet")
     model.model.layers[0].self_attn.sinks = torch.nn.Parameter(torch.zeros(4))
     with pytest.raises(ModelRefused, match="sinks"):
         check_supported(model.config, model)
@@ -116,14 +116,14 @@ def test_what_only_running_tells_is_refused_too(model_type: str, settings: dict[
 
 
 def test_attention_that_cannot_be_replaced_is_refused() -> None:
-    model = make_tiny("helium")
+    model = make_tiny("bitnet")
     model._supports_attention_backend = False
     with pytest.raises(ModelRefused, match="cannot be replaced"):
         check_supported(model.config, model)
 
 
 def test_attention_that_sees_later_tokens_is_refused() -> None:
-    model = make_tiny("helium")
+    model = make_tiny("bitnet")
     model.model.layers[1].self_attn.is_causal = False
     with pytest.raises(ModelRefused, match="see later"):
         check_supported(model.config, model)
@@ -168,7 +168,7 @@ def test_a_tree_is_verified_as_plain_decoding_goes(model_type: str) -> None:
 def test_frequencies_stay_those_of_the_context() -> None:
     """transformers' own model takes others once a text is longer, and for every text behind that one. Our layers have
     none of these."""
-    model = make_tiny("helium", rope_parameters={"rope_type": "dynamic", "factor": 4.0, "rope_theta": 1e4})
+    model = make_tiny("bitnet", rope_parameters={"rope_type": "dynamic", "factor": 4.0, "rope_theta": 1e4})
     runner = runner_for(model, None, num_pages=64, page_size=16)
     rotary = next(module for module in model.modules() if hasattr(module, "rope_type"))
     before = rotary.inv_freq.clone()

@@ -93,7 +93,7 @@ def test_the_text_of_a_whole_model_is_served(name: str, tmp_path: Path, byte_tok
 
 def test_another_kind_of_text_is_refused(folder: Path) -> None:
     config = json.loads((folder / "config.json").read_text())
-    config["text_config"] |= {"model_type": "helium"}
+    config["text_config"] |= {"model_type": "bitnet"}
     (folder / "config.json").write_text(json.dumps(config))
     with pytest.raises(ModelRefused, match="it takes more than text"):
         load_runner(TargetConfig(model=str(folder), dtype="float32", kv_tokens=64))

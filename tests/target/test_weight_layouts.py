@@ -32,7 +32,7 @@ from tree_models.slots import TensorSpec, specs_of
 
 pytestmark = pytest.mark.values
 
-FAMILIES = ["llama", "qwen2", "qwen3", "gemma", "phi3", "mixtral", "cohere", "apertus", "helium", "gpt2", "gpt_neox"]
+FAMILIES = ["llama", "qwen2", "qwen3", "gemma", "phi3", "mixtral", "cohere", "apertus", "bitnet", "gpt2", "gpt_neox"]
 packs = pytest.mark.skipif(
     not can_pack(torch.bfloat16, torch.device("cpu")), reason="PyTorch without oneDNN's bf16 products"
 )
@@ -123,7 +123,7 @@ def test_layers_that_do_not_depend_on_the_batch(tmp_path: Path) -> None:
 
 @packs
 @pytest.mark.parametrize("tied", [False, True], ids=["untied", "tied"])
-@pytest.mark.parametrize("family", ["llama", "qwen2", "ernie4_5", "helium", "gpt2"])
+@pytest.mark.parametrize("family", ["llama", "qwen2", "ernie4_5", "bitnet", "gpt2"])
 def test_packed(family: str, tied: bool, tmp_path: Path) -> None:
     old = make_tiny(family, tie_word_embeddings=tied).to(torch.bfloat16)
     new = other_weights(old)
@@ -192,7 +192,7 @@ def test_a_tensor_of_no_values_is_read(tmp_path: Path) -> None:
 
 def test_a_buffer_that_is_kept_is_a_weight(tmp_path: Path) -> None:
     """Such as the corrections of experts' scores, in a model that runs by transformers' code."""
-    models = make_tiny("helium"), make_tiny("helium")
+    models = make_tiny("bitnet"), make_tiny("bitnet")
     for value, model in enumerate(models):
         model.model.layers[0].mlp.register_buffer("correction", torch.full((3,), float(value)))
         model.model.layers[0].mlp.register_buffer("scratch", torch.full((3,), float(value)), persistent=False)

@@ -73,6 +73,7 @@ FAMILIES: Mapping[str, Family] = {
     "granitemoe_swa": granite.granitemoe_swa,
     "granitemoehybrid": granite.granitemoehybrid,
     "granitemoeshared": granite.granitemoe,
+    "helium": llama.helium,
     "hunyuan_v1_dense": mixtures.hunyuan_dense,
     "hunyuan_v1_moe": mixtures.hunyuan_moe,
     "hy_v3": mixtures.hy_v3,

@@ -79,6 +79,11 @@ def seed_oss(config: Any) -> Description:
     return llama(config, out_bias=bool(config.attention_out_bias))
 
 
+def helium(config: Any) -> Description:
+    """Helium: neighbouring pairs are rotated."""
+    return llama(config, out_bias=False, rotary=rotary(config, head_width(config), interleaved=True))
+
+
 def arcee(config: Any) -> Description:
     """Arcee: an MLP without a gate."""
     return llama(config, mlp(config, gated=False))
