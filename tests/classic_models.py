@@ -37,6 +37,14 @@ CLASSIC: dict[str, tuple[str, dict[str, Any]]] = {
             "attn_config": {"clip_qkv": 0.5, "softmax_scale": 0.4},
         },
     ),
+    "dbrx": (
+        "dbrx",
+        {
+            "d_model": 48, "n_heads": 4, "n_layers": 2, "max_seq_len": 512,
+            "attn_config": {"clip_qkv": 0.5, "kv_n_heads": 2, "rope_theta": 10000.0},
+            "ffn_config": {"ffn_hidden_size": 24, "moe_num_experts": 4, "moe_top_k": 2},
+        },
+    ),
     "persimmon": ("persimmon", {"rope_parameters": PARTIAL}),
     "opt": ("opt", {"ffn_dim": 96, "word_embed_proj_dim": 48}),
     "opt, no biases": (

@@ -56,6 +56,7 @@ TEXT_PARTS: dict[str, tuple[str, dict[str, Any]]] = {
             "no_rope_layer_interval": 3, "floor_scale": 3,
         },
     ),
+    "aria": ("aria_text", {"moe_num_experts": 4, "moe_topk": 2, "moe_num_shared_experts": 2, "intermediate_size": 24}),
     "emu3": ("emu3_text_model", {"num_key_value_heads": 2, "pad_token_id": 0}),
 }  # fmt: skip
 
@@ -85,6 +86,10 @@ WHOLE: dict[str, tuple[str, dict[str, Any]]] = {
             **_WIDTHS, "num_hidden_layers": 1, "num_attention_heads": 2, "patch_size": 4, "image_size": 16,
             "vision_output_dim": 16, "projector_input_dim": 16, "projector_output_dim": 16,
         },
+    ),
+    "aria": (
+        "aria",
+        {**_WIDTHS, "num_hidden_layers": 1, "num_attention_heads": 2, "patch_size": 4, "image_size": 16},
     ),
     "emu3": (
         "emu3",

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import Literal
 
 
 @dataclass(frozen=True, slots=True)
@@ -107,8 +108,9 @@ class WeightNames:
     expert_suffix: str = ".weight"  # of these
     expert_gate_up_bias: str = "mlp.experts.gate_up_proj_bias"  # of all, whole
     expert_down_bias: str = "mlp.experts.down_proj_bias"
-    # The tensors of all experts have inputs before outputs, and each number of a gate beside its up.
-    experts_transposed: bool = False
+    # How the tensors of all experts lie: outputs before inputs; inputs first, perhaps with each number of a gate beside
+    # its up; or all experts' numbers in one dimension, of down as of gate and up.
+    experts_lie: Literal["by_rows", "by_columns", "by_neighbours", "flat"] = "by_rows"
     # The tensors of all experts may have inputs before outputs, as their shapes say.
     experts_by_columns: bool = False
     # Of experts beside a dense MLP: norms behind the MLP, and before and behind the experts.

@@ -105,7 +105,9 @@ def quantisation_method(config: PretrainedConfig) -> str:
 def _is_dequantised(config: PretrainedConfig, method: str) -> bool:
     """Whether weights in this format become plain ones when they are read."""
     description = description_of(config)
-    return method in DEQUANTISED_FORMATS and description is not None and description.names.experts_transposed
+    return (
+        method in DEQUANTISED_FORMATS and description is not None and description.names.experts_lie == "by_neighbours"
+    )
 
 
 def has_latents(config: PretrainedConfig) -> bool:

@@ -418,6 +418,12 @@ def test_numbers_that_json_lacks_are_read_as_transformers_writes_them(tmp_path: 
     assert tuple(read_configuration(tmp_path).time_step_limit) == (0.0, float("inf"))
 
 
+def test_the_rotary_base_of_dbrx_is_read_where_it_is_published(tmp_path: Path) -> None:
+    entries = {"model_type": "dbrx", "attn_config": {"rope_theta": 500000, "kv_n_heads": 8}, "ffn_config": {}}
+    (tmp_path / "config.json").write_text(json.dumps(entries))
+    assert read_configuration(tmp_path).rope_parameters["rope_theta"] == 500000
+
+
 class TestFormats:
     @pytest.mark.parametrize(
         ("settings", "name"),

@@ -38,6 +38,7 @@ from tree_models.reference import published_tensors
         ("xglm", "", []),
         ("mpt", "", []),
         ("persimmon", "", []),
+        ("dbrx", "", []),
         ("modernbert", "", []),
         ("bloom", "transformer.", []),
     ],
@@ -51,7 +52,7 @@ def test_published_folders_are_served(
     tensors = {own.removeprefix(prefix): published.read(own).clone() for own in published.stored}
     tensors |= {own: torch.ones(1, 1, 4, 4) for own in masks}
     save_file(tensors, tmp_path / "model.safetensors")
-    (tmp_path / "config.json").write_text(json.dumps(model.config.to_dict()))
+    (tmp_path / "config.json").write_text(model.config.to_json_string())
     byte_tokenizer.save_pretrained(tmp_path)
     assert inspect(tmp_path).verdict == "can be served"
     runner = load_runner(TargetConfig(model=str(tmp_path), dtype="float32", kv_tokens=64))

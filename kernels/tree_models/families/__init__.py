@@ -27,6 +27,7 @@ __all__ = ["FAMILIES", "Description", "Family", "describe"]
 FAMILIES: Mapping[str, Family] = {
     "afmoe": mixtures.afmoe,
     "apertus": others.apertus,
+    "aria_text": mixtures.aria,
     "arcee": llama.arcee,
     "axk1": deepseek.axk1,
     "bamba": granite.bamba,
@@ -37,6 +38,7 @@ FAMILIES: Mapping[str, Family] = {
     "cohere2": others.cohere2,
     "cohere2_moe": others.cohere2_moe,
     "cwm": llama.mistral,
+    "dbrx": mixtures.dbrx,
     "deepseek_v2": deepseek.deepseek_v2,
     "deepseek_v3": deepseek.deepseek_v3,
     "dots1": glm.dots1,

@@ -1,5 +1,5 @@
-"""Mixtures of experts that stand by themselves: Mixtral, MiniMax-01 and M2, gpt-oss, MiMo-V2, K-EXAONE, Laguna,
-Trinity, Hunyuan, Hy 3, ERNIE 4.5."""
+"""Mixtures of experts that stand by themselves: Mixtral, DBRX, the text of Aria, MiniMax-01 and M2, gpt-oss, MiMo-V2,
+K-EXAONE, Laguna, Trinity, Hunyuan, Hy 3, ERNIE 4.5."""
 
 from __future__ import annotations
 
@@ -16,6 +16,7 @@ from tree_models.families.common import (
     head_width,
     layer,
     mlp,
+    named_activation,
     rms_norm,
 )
 from tree_models.families.rotary import rotary
@@ -28,6 +29,7 @@ from tree_models.spec import (
     HeadNormSpec,
     LightningSpec,
     NormedResidualSpec,
+    NormSpec,
     OutputGateSpec,
     RotarySpec,
     RouterSpec,
@@ -35,11 +37,31 @@ from tree_models.spec import (
 
 # Added to the sum of the chosen experts' weights, as transformers has it.
 _LEAST_SUM = 1e-20
+# Of norms: PyTorch's, as transformers' DbrxNormAttentionNorm has it.
+_DBRX_EPSILON = 1e-5
 # Of the norm behind lightning attention: transformers' MiniMaxLightningAttention takes no other from configurations.
 _LIGHTNING_EPSILON = 1e-6
 _EXPERT = "block_sparse_moe.experts.{expert}."
 # Of gate and up, and what is added to up: transformers' GptOssExperts, whose sigmoid has quick GELU's factor.
 _LIMITS = GateSpec(limit=7.0, offset=1.0)
+_FFN = "ffn.experts.mlp."
+_DBRX = WeightNames(
+    embedding="transformer.wte",
+    final_norm="transformer.norm_f",
+    layer="transformer.blocks.{layer}.",
+    before_attention="norm_attn_norm.norm_1",
+    before_mlp="norm_attn_norm.norm_2",
+    qkv=("norm_attn_norm.attn.Wqkv",),
+    out="norm_attn_norm.attn.out_proj",
+    router="ffn.router.layer",
+    expert_gate_up=(f"{_FFN}w1", f"{_FFN}v1"),
+    expert_down=f"{_FFN}w2",
+    expert_suffix="",
+    experts_lie="flat",
+)
+_ARIA = WeightNames(
+    router="mlp.router", expert_gate_up=("mlp.experts.fc1",), expert_down="mlp.experts.fc2", experts_lie="by_columns"
+)
 _HUNYUAN: dict[str, Any] = {"query_norm": "self_attn.query_layernorm", "key_norm": "self_attn.key_layernorm"}
 _TRANSPOSED = WeightNames(
     router="mlp.router",
@@ -47,13 +69,46 @@ _TRANSPOSED = WeightNames(
     expert_gate_up=("mlp.experts.gate_up_proj",),
     expert_down="mlp.experts.down_proj",
     expert_suffix="",
-    experts_transposed=True,
+    experts_lie="by_neighbours",
 )
 
 
 def mixtral(config: Any) -> Description:
     """Mixtral."""
     return _experts(config, RouterSpec(), windows=True)
+
+
+def dbrx(config: Any) -> Description:
+    """DBRX: LayerNorms without biases, limited queries, keys and values."""
+    of_attention, of_experts = config.attn_config, config.ffn_config
+    power, limit = of_experts.moe_normalize_expert_weights, of_attention.clip_qkv
+    if power not in (None, 1):
+        raise FamilyRefused(f"weights of experts whose norm {power} is one are not served")
+    norm, clip = NormSpec("layer", _DBRX_EPSILON), None if limit is None else float(limit)
+    experts = ExpertsSpec(
+        count=int(of_experts.moe_num_experts),
+        top_k=int(of_experts.moe_top_k),
+        width=int(of_experts.ffn_hidden_size),
+        router=RouterSpec(renormalised=power is not None, rounded=True),
+        activation=named_activation(of_experts.ffn_act_fn.get("name", "silu")),
+    )
+    layers = [layer(attention(config, index, clip=clip), experts, norm) for index in counted(config)]
+    return Description(decoder(config, layers, norm), _DBRX)
+
+
+def aria(config: Any) -> Description:
+    """The text of Aria: experts, and some that every row goes to."""
+    experts = ExpertsSpec(
+        count=int(config.moe_num_experts),
+        top_k=int(config.moe_topk),
+        width=int(config.intermediate_size),
+        # A softmax over the chosen is one over all, renormalised.
+        router=RouterSpec(rounded=True),
+        shared=mlp(config, int(config.intermediate_size) * int(config.moe_num_shared_experts)),
+    )
+    norm = rms_norm(config)
+    layers = [layer(attention(config, index), experts, norm) for index in counted(config)]
+    return Description(decoder(config, layers, norm), _ARIA)
 
 
 def minimax_m2(config: Any) -> Description:

@@ -173,8 +173,10 @@ class MixtureOfExperts(nn.Module):
     def slots(self, names: WeightNames, copy: Copy) -> Iterator[WeightSlot]:
         """Slots of the layer's tensors."""
         yield from self.router.slots(names, self.layer, copy)
-        if names.experts_transposed:
+        if names.experts_lie in ("by_columns", "by_neighbours"):
             yield from self._transposed_slots(names, copy)
+        elif names.experts_lie == "flat":
+            yield from self._flat_slots(names, copy)
         else:
             yield from self._expert_slots(names.expert_gate_up, self.gate_up, names, copy)
             yield from self._expert_slots([names.expert_down], self.down, names, copy)
@@ -205,14 +207,28 @@ class MixtureOfExperts(nn.Module):
             f"{names.in_layer(name, self.layer)}{names.expert_suffix}"
             for name in (names.expert_gate_up[0], names.expert_down)
         )
+        arrange = _apart if names.experts_lie == "by_neighbours" else Tensor.contiguous
         yield rearranged(
-            gate_up, (experts, hidden, 2 * width), self.gate_up, lambda both: _apart(both.transpose(1, 2)), copy
+            gate_up, (experts, hidden, 2 * width), self.gate_up, lambda both: arrange(both.transpose(1, 2)), copy
         )
         yield rearranged(down, (experts, width, hidden), self.down, lambda one: one.transpose(1, 2), copy)
         if self.gate_up_bias is not None and self.down_bias is not None:
             bias = names.in_layer(names.expert_gate_up_bias, self.layer)
             yield rearranged(bias, (experts, 2 * width), self.gate_up_bias, _apart, copy)
             yield in_place(names.in_layer(names.expert_down_bias, self.layer), self.down_bias, copy)
+
+    def _flat_slots(self, names: WeightNames, copy: Copy) -> Iterator[WeightSlot]:
+        """Of matrices [E * I, H] of all experts, of which down has inputs before outputs."""
+        experts, width, hidden = self.spec.count, self.spec.width, self.down.shape[1]
+        gate, up = self.gate_up[:, :width], self.gate_up[:, width:]
+        whole = (
+            f"{names.in_layer(name, self.layer)}{names.expert_suffix}"
+            for name in (*names.expert_gate_up, names.expert_down)
+        )
+        for name, memory in zip(whole, (gate, up, self.down.transpose(1, 2)), strict=True):
+            yield rearranged(
+                name, (experts * width, hidden), memory, lambda flat: flat.reshape(-1, width, hidden), copy
+            )
 
 
 class DenseAndExperts(nn.Module):

@@ -290,7 +290,15 @@ class _Divider:
             of_shared: _Cuts
             shared, of_shared = self._feed_forward(shared, names.shared_gate_up, names.shared_down, "the shared expert")
             cuts += of_shared
-        if names.experts_transposed:
+        if names.experts_lie == "flat":
+            starts = range(0, spec.count * spec.width, spec.width)
+            of_all = Spans(0, tuple(range(start + own.start, start + own.stop) for start in starts))
+            cuts += [(f"{name}{names.expert_suffix}", of_all) for name in (*names.expert_gate_up, names.expert_down)]
+        elif names.experts_lie == "by_columns":
+            ((gate_up, cut),) = _above_another(names.expert_gate_up, [(spec.width, own)] * 2, 2)
+            cuts.append((f"{gate_up}{names.expert_suffix}", cut))
+            cuts.append((f"{names.expert_down}{names.expert_suffix}", Spans(1, (own,))))
+        elif names.experts_lie == "by_neighbours":
             # Each number of a gate is beside its up.
             both = _scaled(own, 2)
             cuts.append((f"{names.expert_gate_up[0]}{names.expert_suffix}", Spans(2, (both,))))

@@ -85,6 +85,9 @@ def _configuration(named: Mapping[str, Any]) -> PretrainedConfig:
         entries["text_config"] = _meant(text) | {"model_type": text.get("model_type"), "pad_token_id": 0}
         if text.get("model_type") is None:
             del entries["text_config"]["model_type"]
+    if family == "dbrx" and "rope_parameters" not in entries and "rope_theta" in (named.get("attn_config") or ()):
+        # Published there, where transformers' rotary embedding does not look for it.
+        entries.setdefault("rope_theta", named["attn_config"]["rope_theta"])
     config: PretrainedConfig = AutoConfig.for_model(family, **entries)
     # A family's own may be outside of the vocabulary too.
     try:
