@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import atexit
-import gc
+import contextlib
 import os
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -13,7 +13,7 @@ from hypothesis import HealthCheck, settings
 from hypothesis.internal.conjecture import providers
 from pairs import leave_to_full
 
-from outrider.runtime import collect_seldom
+from outrider.runtime import collect_seldom, settled
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
@@ -123,14 +123,15 @@ LONGEST = (
 # Tests make few cycles, and the collector would look at millions of objects of libraries. `left_behind` has it look
 # behind each file.
 collect_seldom()
+_until_the_end = contextlib.ExitStack()
 # Libraries count at their end what is left of theirs. Not before, since pytest collects several times when it ends.
-atexit.register(gc.unfreeze)
+atexit.register(_until_the_end.close)
 
 
 def pytest_collection_finish() -> None:
-    """Tests and libraries stay: the collector need not look at them again."""
-    gc.collect()
-    gc.freeze()
+    """Tests and libraries stay: the collector need not look at them again, nor where services of tests end."""
+    _until_the_end.enter_context(settled())
+    collect_seldom()
 
 
 @pytest.hookimpl(tryfirst=True)

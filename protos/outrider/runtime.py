@@ -35,6 +35,8 @@ GOMP_SPINCOUNT = "10000"
 ONEDNN_CACHES = {"ONEDNN_PRIMITIVE_CACHE_CAPACITY": "128", "LRU_CACHE_CAPACITY": "128"}
 # Thresholds of the garbage collector, but while a process starts.
 _USUAL_THRESHOLDS = gc.get_threshold()
+# How many parts of this process serve; see `settled`.
+_settled = 0
 # Characters of a log line. Chosen: several times the longest of ours.
 MOST_LINE = 2000
 # What the names of our packages begin with.
@@ -122,14 +124,19 @@ def collect_seldom() -> None:
 @contextlib.contextmanager
 def settled() -> Iterator[None]:
     """Exclude all existing objects from garbage collection while a started process serves. Libraries and a model leave
-    hundreds of thousands that live as long as the process: a full collection would stop it for over 0.1 s."""
+    hundreds of thousands that live as long as the process: a full collection would stop it for over 0.1 s. Where
+    several parts of a process serve, until the last has ended."""
+    global _settled
+    _settled += 1
     gc.collect()
     gc.freeze()
     gc.set_threshold(*_USUAL_THRESHOLDS)
     try:
         yield
     finally:
-        gc.unfreeze()
+        _settled -= 1
+        if not _settled:
+            gc.unfreeze()
 
 
 def configure_logging(level: str) -> None:

@@ -45,7 +45,10 @@ def test_its_threads_take_short_turns(monkeypatch: pytest.MonkeyPatch) -> None:
     assert sys.getswitchinterval() == pytest.approx(SWITCH_SECONDS)
 
 
-def test_the_collector_looks_only_at_what_came_since() -> None:
+def test_the_collector_looks_only_at_what_came_since(monkeypatch: pytest.MonkeyPatch) -> None:
+    # As in a process that does not serve; this one is settled itself.
+    monkeypatch.setattr("outrider.runtime._settled", 0)
+
     class Cycle:
         def __init__(self) -> None:
             self.itself = self
@@ -55,6 +58,10 @@ def test_the_collector_looks_only_at_what_came_since() -> None:
         gone = weakref.ref(Cycle())
         gc.collect()
         assert gone() is None
+        with settled():
+            pass
+        # One of two services has ended.
+        assert gc.get_freeze_count() > 10_000
     assert gc.get_freeze_count() == 0
 
 
