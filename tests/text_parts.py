@@ -56,6 +56,14 @@ TEXT_PARTS: dict[str, tuple[str, dict[str, Any]]] = {
             "no_rope_layer_interval": 3, "floor_scale": 3,
         },
     ),
+    "cohere_compass": (
+        "cohere_compass_text",
+        {
+            "hidden_size": 64, "sliding_window": 5, "logit_scale": 0.25, "tie_word_embeddings": False,
+            "layer_types": ["sliding_attention", "full_attention"],
+            "rope_parameters": {"sliding_attention": THREEFOLD | {"mrope_section": [3, 3, 2]}, "full_attention": None},
+        },
+    ),
     "aria": ("aria_text", {"moe_num_experts": 4, "moe_topk": 2, "moe_num_shared_experts": 2, "intermediate_size": 24}),
     "emu3": ("emu3_text_model", {"num_key_value_heads": 2, "pad_token_id": 0}),
 }  # fmt: skip
@@ -87,6 +95,7 @@ WHOLE: dict[str, tuple[str, dict[str, Any]]] = {
             "vision_output_dim": 16, "projector_input_dim": 16, "projector_output_dim": 16,
         },
     ),
+    "cohere_compass": ("cohere_compass", {**_DEEP, "out_hidden_size": 64}),
     "aria": (
         "aria",
         {**_WIDTHS, "num_hidden_layers": 1, "num_attention_heads": 2, "patch_size": 4, "image_size": 16},
@@ -111,8 +120,9 @@ def whole_model(name: str, *, tied: bool = False) -> PreTrainedModel:
     its text does not."""
     model_type, vision = WHOLE[name]
     of_text, settings = TEXT_PARTS[name]
-    text = {**TINY, "vocab_size": 300, "model_type": of_text, **settings}
+    text = {**TINY, "vocab_size": 300, "model_type": of_text}
     del text["tie_word_embeddings"]
+    text |= settings
     others = {"out_hidden_size": 64, "projector_hidden_size": 16} if model_type == "muse_glimmer" else {}
     others |= {"vocabulary_map": {"<image>": 299}} if model_type == "emu3" else dict.fromkeys(_IMAGE_TOKENS, 299)
     torch.manual_seed(0)

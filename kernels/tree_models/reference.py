@@ -228,6 +228,8 @@ def _turns(inner: Any, config: Any, hidden: Tensor, positions: Tensor, index: in
         made.rope_parameters = {**config.rope_parameters, "rope_theta": thetas[index]}
     rotary = type(own)(config=made).to(hidden.device)
     by_kind = {"layer_type": config.layer_types[index]} if "layer_type" in signature(rotary.forward).parameters else {}
+    if by_kind and config.rope_parameters.get(by_kind["layer_type"], ()) is None:
+        return None
     # Those of Qwen3.5's are threefold, of which texts have the same thrice.
     ids = positions.expand(3, 1, -1) if hasattr(rotary, "mrope_section") else positions[None]
     return rotary(hidden[None], position_ids=ids, **by_kind)

@@ -37,6 +37,7 @@ FAMILIES: Mapping[str, Family] = {
     "cohere": others.cohere,
     "cohere2": others.cohere2,
     "cohere2_moe": others.cohere2_moe,
+    "cohere_compass_text": others.cohere_compass,
     "cwm": llama.mistral,
     "dbrx": mixtures.dbrx,
     "deepseek_v2": deepseek.deepseek_v2,

@@ -170,7 +170,7 @@ def longest_context(config: Any) -> int:
     if not getattr(config, "rope_parameters", None):
         return longest
     for rope in (rope_parameters(config, layer) for layer in counted(config)):
-        if rope.get("rope_type") == "longrope":
+        if rope is not None and rope.get("rope_type") == "longrope":
             longest = min(longest, int(rope.get("original_max_position_embeddings", longest)))
     return longest
 

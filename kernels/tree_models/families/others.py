@@ -20,7 +20,7 @@ from tree_models.families.common import (
 )
 from tree_models.families.olmo import NORMS_BEHIND
 from tree_models.families.recurrent import STATE_LAYERS
-from tree_models.families.rotary import rotary
+from tree_models.families.rotary import rope_parameters, rotary
 from tree_models.names import WeightNames
 from tree_models.spec import (
     AttentionSpec,
@@ -84,6 +84,28 @@ def cohere2(config: Any) -> Description:
     return _cohere(config, NormSpec("layer", float(config.layer_norm_eps)), attending)
 
 
+def cohere_compass(config: Any) -> Description:
+    """The text of North Micro Vision: Command R's layers, of which some have windows and some embed no positions."""
+    attending = []
+    for index in counted(config):
+        # By kinds of layers, of which some may have none.
+        turns = rope_parameters(config, index) is not None
+        attending.append(attention(config, index, windows=True, rotary=_compass(config, index) if turns else None))
+    scale = 1.0 if config.logit_scale is None else float(config.logit_scale)
+    return _cohere(config, NormSpec("layer", float(config.layer_norm_eps)), attending, logits_scale=scale)
+
+
+def _compass(config: Any, index: int) -> RotarySpec:
+    """Height and width have frequencies in turn, and pairs stand in the order of height, width and time."""
+    turning, parameters = rotary(config, head_width(config), layer=index), rope_parameters(config, index)
+    if parameters.get("rope_type", "default") != "default":
+        return turning
+    # As transformers has it where a configuration does not.
+    *_, time = parameters.get("mrope_section", (22, 22, 20))
+    plane = turning.frequencies[:-time]
+    return replace(turning, frequencies=(*plane[::2], *plane[1::2], *turning.frequencies[-time:]))
+
+
 def cohere2_moe(config: Any) -> Description:
     """Command A with experts, and perhaps one for every row, whose outputs may be averaged."""
     norm = NormSpec("layer", float(config.layer_norm_eps)) if config.rms_norm_eps is None else rms_norm(config)
@@ -124,12 +146,14 @@ def _cohere(
     norm: NormSpec,
     attending: Sequence[AttentionSpec],
     feeding: Sequence[MLPSpec | ExpertsSpec] | None = None,
+    logits_scale: float | None = None,
 ) -> Description:
     feeding = feeding or [mlp(config, bias=False)] * len(attending)
     layers = [
         layer(one, fed, norm, before_mlp=None, parallel=True) for one, fed in zip(attending, feeding, strict=True)
     ]
-    return Description(decoder(config, layers, norm, logits_scale=float(config.logit_scale)), WeightNames())
+    scale = float(config.logit_scale) if logits_scale is None else logits_scale
+    return Description(decoder(config, layers, norm, logits_scale=scale), WeightNames())
 
 
 def exaone4(config: Any) -> Description:
