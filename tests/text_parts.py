@@ -64,6 +64,9 @@ TEXT_PARTS: dict[str, tuple[str, dict[str, Any]]] = {
             "rope_parameters": {"sliding_attention": THREEFOLD | {"mrope_section": [3, 3, 2]}, "full_attention": None},
         },
     ),
+    "mllama": (
+        "mllama_text_model", {"num_hidden_layers": 4, "cross_attention_layers": [1, 3], "tie_word_embeddings": False},
+    ),
     "aria": ("aria_text", {"moe_num_experts": 4, "moe_topk": 2, "moe_num_shared_experts": 2, "intermediate_size": 24}),
     "emu3": ("emu3_text_model", {"num_key_value_heads": 2, "pad_token_id": 0}),
 }  # fmt: skip
@@ -96,6 +99,14 @@ WHOLE: dict[str, tuple[str, dict[str, Any]]] = {
         },
     ),
     "cohere_compass": ("cohere_compass", {**_DEEP, "out_hidden_size": 64}),
+    "mllama": (
+        "mllama",
+        {
+            **_WIDTHS, "num_hidden_layers": 1, "num_global_layers": 1, "attention_heads": 2, "vision_output_dim": 32,
+            "image_size": 16, "patch_size": 4, "intermediate_layers_indices": [0], "max_num_tiles": 1,
+            "supported_aspect_ratios": [[1, 1]],
+        },
+    ),
     "aria": (
         "aria",
         {**_WIDTHS, "num_hidden_layers": 1, "num_attention_heads": 2, "patch_size": 4, "image_size": 16},

@@ -21,6 +21,7 @@ class WeightNames:
     head_transform: str = "lm_head.dense"
     head_norm: str = "lm_head.norm"
     layer: str = "model.layers.{layer}."
+    numbers: tuple[int, ...] = ()  # of the layers, where not all that are published are read
     positions: str = ""  # of the table of vectors that are added by position
     # Weights of attention's and the MLP's products have inputs before outputs.
     by_columns: bool = False
@@ -134,6 +135,11 @@ class WeightNames:
         own = self.embedding, self.embedding_norm, self.positions, self.final_norm, self.layer
         return *own, *inputs, self.stream_spreading, self.stream_joining
 
+    def published_number(self, layer: int) -> int:
+        """What number a layer has where it is published."""
+        return self.numbers[layer] if self.numbers else layer
+
     def in_layer(self, name: str, layer: int, expert: int = 0) -> str:
         """The whole name of what `name` is in a layer."""
+        layer = self.published_number(layer)
         return (self.layer + name).format(layer=layer, expert=expert)

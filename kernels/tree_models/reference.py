@@ -36,6 +36,8 @@ _WINDOW = 2
 _WORDS = 16
 # Positions whose angles are compared; at the last, an error of 1e-3 of a fast frequency turns by more than a radian.
 _PLACES = (0, 1, 7, 97, 1021)
+# Texts' causal language models that transformers knows by the whole model's configuration alone.
+_OF_WHOLE = {"emu3_text_model": "Emu3ForCausalLM", "mllama_text_model": "MllamaForCausalLM"}
 # Of logits, relative, and of cosines and sines, in fp32.
 _CLOSE = 1e-3
 
@@ -46,9 +48,8 @@ def causal_lm(config: Any, **options: Any) -> Any:
     import transformers
     from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING, MODEL_MAPPING
 
-    if config.model_type == "emu3_text_model":
-        # Known by the whole model's configuration alone.
-        return transformers.Emu3ForCausalLM._from_config(config, **options)
+    if config.model_type in _OF_WHOLE:
+        return getattr(transformers, _OF_WHOLE[config.model_type])._from_config(config, **options)
     if type(config) in MODEL_FOR_CAUSAL_LM_MAPPING or type(config) not in MODEL_MAPPING:
         return transformers.AutoModelForCausalLM.from_config(config, **options)
     return _with_head(MODEL_MAPPING[type(config)])._from_config(config, **options)
@@ -112,7 +113,7 @@ def layers_that_differ(decoder: Decoder, config: Any, source: TensorSource) -> l
     inner = _body(model)
     for kind in dict.fromkeys(decoder.spec.layers):
         index = decoder.spec.layers.index(kind)
-        own = _made(inner, index, decoder.device).to(decoder.dtype)
+        own = _made(inner, decoder.names.published_number(index), decoder.device).to(decoder.dtype)
         _fill(own, decoder, index, source)
         mine, expected = _outputs(own, inner, config, decoder, index)
         mine, expected = mine.flatten(1), expected.flatten(1)

@@ -464,6 +464,7 @@ class DecoderSpec:
     final_norm: NormSpec
     max_positions: int
     tied: bool = False  # the head is the embedding
+    unread_tokens: int = 0  # rows behind the vocabulary's in the published embedding, as of images
     head_bias: bool = False
     head_transform: HeadTransformSpec | None = None
     embedding_scale: float = 1.0

@@ -38,7 +38,7 @@ def config_of(model_type: str, **settings: Any) -> PreTrainedConfig:
         (config_of("zamba", n_mamba_heads=1, hidden_mamba_act="gelu"), "not attention|state-space"),
         (config_of("bart"), "encoder-decoder"),
         (config_of("bert", add_cross_attention=True), "another input"),
-        (config_of("mllama"), "more than text"),
+        (config_of("kosmos-2"), "more than text"),
         (config_of("t5"), "encoder-decoder"),
         (config_of("hrm_text"), "more than once"),
         (config_of("llama", quantization_config={"quant_method": "awq", "bits": 4}), r"quantised weights \(awq\)"),

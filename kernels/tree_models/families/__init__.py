@@ -100,6 +100,7 @@ FAMILIES: Mapping[str, Family] = {
     "ministral3": llama.ministral3,
     "mistral": llama.mistral,
     "mixtral": mixtures.mixtral,
+    "mllama_text_model": llama.mllama,
     "modernbert-decoder": classic.modernbert,
     "mpt": classic.mpt,
     "muse_glimmer_text": gemma.muse_glimmer,

@@ -79,6 +79,16 @@ def seed_oss(config: Any) -> Description:
     return llama(config, out_bias=bool(config.attention_out_bias))
 
 
+def mllama(config: Any) -> Description:
+    """The text of Llama 3.2 Vision: Llama, whose layers of images have nothing to do, and images' tokens no rows."""
+    found, images = llama(config, qkv_bias=False, out_bias=False), frozenset(config.cross_attention_layers)
+    numbers = tuple(index for index in counted(config) if index not in images)
+    unread = "|".join(str(index) for index in sorted(images))
+    ignored = (*found.names.ignored, *([rf"model\.layers\.({unread})\..*"] if images else []))
+    spec = replace(found.spec, layers=tuple(found.spec.layers[index] for index in numbers), unread_tokens=8)
+    return Description(spec, replace(found.names, numbers=numbers, ignored=ignored))
+
+
 def helium(config: Any) -> Description:
     """Helium: neighbouring pairs are rotated."""
     return llama(config, out_bias=False, rotary=rotary(config, head_width(config), interleaved=True))

@@ -34,7 +34,7 @@ from tree_models.layers.recurrent import state_shape
 from tree_models.layers.rotary import Angles, RotaryEmbedding, sines_of
 from tree_models.layers.scans import STATE_MIXERS, StateMixer
 from tree_models.names import WeightNames
-from tree_models.slots import Copy, WeightSlot, by_columns, in_place
+from tree_models.slots import Copy, WeightSlot, by_columns, in_place, rearranged
 from tree_models.spec import (
     AttentionSpec,
     DecoderSpec,
@@ -456,7 +456,7 @@ class Decoder(LayerStack):
     def slots(self, copy: Copy = Tensor.copy_) -> list[WeightSlot]:
         """Slots of every tensor of a checkpoint, by the names of the decoder's family."""
         names = self.names
-        slots = [self._tied(in_place(f"{names.embedding}.weight", self.embedding, copy), names.embedding, names.head)]
+        slots = [self._tied(self._embedding_slot(copy), names.embedding, names.head)]
         for index, layer in enumerate(self.layers):
             slots += layer.slots(names, index, copy)
         slots += self.norm.slots(names.final_norm, copy)
@@ -471,6 +471,12 @@ class Decoder(LayerStack):
         if self.stream_ends is not None:
             slots += self.stream_ends.slots(names, copy)
         return slots + [self._tied(slot, names.head, names.embedding) for slot in self.head.slots([names.head], copy)]
+
+    def _embedding_slot(self, copy: Copy) -> WeightSlot:
+        name, (rows, width) = f"{self.names.embedding}.weight", self.embedding.shape
+        if not self.spec.unread_tokens:
+            return in_place(name, self.embedding, copy)
+        return rearranged(name, (rows + self.spec.unread_tokens, width), self.embedding, lambda all: all[:rows], copy)
 
     def _tied(self, slot: WeightSlot, name: str, other: str) -> WeightSlot:
         """The slot, in which the weight of the module `name` is tied to that of `other`, where the decoder's are."""

@@ -67,7 +67,8 @@ def share_of(spec: DecoderSpec, names: WeightNames, rank: int, ranks: int) -> Ra
             numbers = range(len(spec.layers)) if layer.shared is not None else _experts(layer.mlp, name)
             cuts |= {names.in_layer(name, index, number): cut for number in numbers}
     layers = tuple(divided[layer][0] for layer in spec.layers)
-    return RankShare(replace(spec, vocabulary_size=tokens, layers=layers, layer_inputs=inputs), cuts)
+    divided_spec = replace(spec, vocabulary_size=tokens, layers=layers, layer_inputs=inputs, unread_tokens=0)
+    return RankShare(divided_spec, cuts)
 
 
 def _experts(mlp: _FeedForwardSpec | None, name: str) -> range:
