@@ -7,7 +7,6 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 
 from outrider.sampling import SamplingParams
-from outrider.structured_output import StructuredOutput
 from outrider_client.generation import Speculation
 from outrider_client.messages import ChatOptions, ChatTurn
 
@@ -57,10 +56,10 @@ class GenerationRequest:
     `echo` whether they begin with their prompts, `show_special_tokens` whether their texts have them, `special_tokens`
     whether the text of one in a prompt is that token (None: the target's rule), `cache_key` the body's name for
     requests that belong together, and `user` whom the caller names for its records. `continuous_usage` is whether each
-    event of a stream has the usage so far, and `form_name` what the body calls the answer's form. A chat's answer is
-    split into text, reasoning and tool calls; `shows_reasoning` is whether the reasoning is sent. With
-    `prompt_only` nothing follows the echoed prompt. Of the `choices` answers to a prompt, the best `returned_choices`
-    are returned; 0 is all."""
+    event of a stream has the usage so far. A chat's answer is split into text, reasoning and tool calls;
+    `shows_reasoning` is whether the reasoning is sent. With `prompt_only` nothing follows the echoed prompt. Of the
+    `choices` answers to a prompt, the best `returned_choices` are returned; 0 is all. `fields` are the body's names of
+    the contract's fields."""
 
     chat: bool
     prompts: tuple[Prompt, ...]
@@ -80,27 +79,14 @@ class GenerationRequest:
     continuous_usage: bool = False
     echo: bool = False
     user: str = ""
-    form_name: str = ""
     shows_reasoning: bool = True
     prompt_only: bool = False
     returned_choices: int = 0
+    fields: Mapping[str, str] = field(default_factory=lambda: CHAT_NAMES)
 
     @property
     def answers(self) -> int:
         return len(self.prompts) * self.choices
-
-    @property
-    def fields(self) -> Mapping[str, str]:
-        """The request's names of the contract's fields."""
-        names = CHAT_NAMES if self.chat else COMPLETION_NAMES
-        form = self.sampling.structured_output
-        if form is None:
-            return names
-        return {**names, **self.form_names(form)}
-
-    def form_names(self, form: StructuredOutput) -> Mapping[str, str]:
-        """The request's names of the contract's fields of its answer's form."""
-        return {f"structured_output.{form.form}": self.form_name, "structured_output": self.form_name}
 
     def prompt(self, index: int) -> Prompt:
         """What the answer of this index continues."""

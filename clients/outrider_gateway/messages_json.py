@@ -12,8 +12,8 @@ from outrider.sampling import FinishReason
 from outrider_client.answers import AnswerPart, ContentPart, ReasoningPart, ToolCallPart
 from outrider_client.results import Chunk, Result, Started
 from outrider_gateway.failures import Refused
+from outrider_gateway.generation_request import GenerationRequest
 from outrider_gateway.http import TEXT, framed_text, named_event
-from outrider_gateway.messages_request import MessagesRequest
 from outrider_gateway.token_texts import TokenTexts
 
 Json = dict[str, Any]
@@ -42,7 +42,7 @@ class MessageBuilder:
     # What ends a stream behind its last event.
     end = b""
 
-    def __init__(self, request: MessagesRequest, model: str, texts: TokenTexts, end_token_ids: Sequence[int]) -> None:
+    def __init__(self, request: GenerationRequest, model: str, texts: TokenTexts, end_token_ids: Sequence[int]) -> None:
         """Arguments as of `ResponseBuilder`."""
         del request, texts, end_token_ids
         self._id, self._model = f"msg_{uuid.uuid4().hex}", model

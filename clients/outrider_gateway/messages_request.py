@@ -66,17 +66,7 @@ class BlockTool(BodyObject):
     strict: bool = False
 
 
-@dataclass(frozen=True, slots=True)
-class MessagesRequest(GenerationRequest):
-    """A request whose answer is one of Anthropic's messages."""
-
-    @property
-    def fields(self) -> Mapping[str, str]:
-        form = self.sampling.structured_output
-        return MESSAGES_NAMES if form is None else {**MESSAGES_NAMES, **self.form_names(form)}
-
-
-def messages_request(body: Mapping[str, Any], max_choices: int, max_prompt: int = MOST_CONTEXT) -> MessagesRequest:
+def messages_request(body: Mapping[str, Any], max_choices: int, max_prompt: int = MOST_CONTEXT) -> GenerationRequest:
     """The body of /v1/messages. Raises `Refused`, also for a text that cannot have as few as `max_prompt` tokens."""
     del max_choices
     fields = Fields(body)
@@ -88,7 +78,8 @@ def messages_request(body: Mapping[str, Any], max_choices: int, max_prompt: int 
     user = read_object(UserMetadata, asked.metadata, "metadata").user_id
     given = msgspec.structs.replace(fields.read(GenerationFields), stop=asked.stop_sequences, user=user)
     sampling = sampling_params(given, asked.max_tokens, None)
-    request = MessagesRequest(True, (Prompt(messages=turns),), sampling, chat_options=options)
+    prompts = (Prompt(messages=turns),)
+    request = GenerationRequest(True, prompts, sampling, chat_options=options, fields=MESSAGES_NAMES)
     return completed(request, given, fields, 1, "max_tokens", MESSAGES_FIELDS, form)
 
 

@@ -55,11 +55,6 @@ class ResponsesRequest(GenerationRequest):
     store: bool = True
     shown: Mapping[str, Any] = field(default_factory=dict)
 
-    @property
-    def fields(self) -> Mapping[str, str]:
-        form = self.sampling.structured_output
-        return RESPONSES_NAMES if form is None else {**RESPONSES_NAMES, **self.form_names(form)}
-
     def continuing(self, before: tuple[ChatTurn, ...]) -> ResponsesRequest:
         """The request behind an earlier conversation."""
         return self._with(joined_turns(before, self.turns))
@@ -104,6 +99,7 @@ def responses_request(body: Mapping[str, Any], max_choices: int, max_prompt: int
         previous=asked.previous_response_id,
         store=asked.store,
         shown=_shown(_metadata(asked.metadata), body),
+        fields=RESPONSES_NAMES,
     )
     return completed(request, given, fields, 1, "max_output_tokens", RESPONSES_FIELDS, form or other)._with(turns)
 

@@ -24,7 +24,7 @@ from outrider_gateway.bodies import (
 from outrider_gateway.chat_messages import chat_turns, content_text
 from outrider_gateway.failures import BadField, refusal
 from outrider_gateway.fields import BodyObject, Fields, converted, json_bytes, read_object
-from outrider_gateway.generation_request import GenerationRequest, Prompt
+from outrider_gateway.generation_request import COMPLETION_NAMES, GenerationRequest, Prompt
 from outrider_gateway.request_fields import CHAT_FIELDS, COMPLETION_FIELDS, RequestField
 from outrider_gateway.structured import Form, structured_output
 from outrider_gateway.tools import tool_options
@@ -118,7 +118,13 @@ def completion_request(body: Mapping[str, Any], max_choices: int, max_prompt: in
     if echo and logprobs is not None:
         sampling = replace(sampling, prompt_logprobs=logprobs)
     request = GenerationRequest(
-        False, prompts, sampling, logprobs=logprobs is not None, echo=echo, prompt_only=max_tokens == 0
+        False,
+        prompts,
+        sampling,
+        logprobs=logprobs is not None,
+        echo=echo,
+        prompt_only=max_tokens == 0,
+        fields=COMPLETION_NAMES,
     )
     form = structured_output(given)
     request = completed(request, given, fields, max_choices, "max_tokens", COMPLETION_FIELDS, form)
@@ -163,14 +169,15 @@ def completed(
         raise BadField("outrider.trees", "needs drafts to be true", "invalid_value")
     if given.prompt_logprobs is not None and (given.stream or request.echo):
         raise BadField("prompt_logprobs", "is for answers that are not streamed, without echo", "invalid_value")
-    listed = request.logprobs or given.prompt_logprobs is not None
     if request.sampling.prompt_logprobs is None:
         request = replace(request, sampling=replace(request.sampling, prompt_logprobs=given.prompt_logprobs))
-    structured, form_name = form or (None, "")
+    if form is not None:
+        structured, name = form
+        names = {f"structured_output.{structured.form}": name, "structured_output": name}
+        sampling = replace(request.sampling, structured_output=structured)
+        request = replace(request, sampling=sampling, fields={**request.fields, **names})
     request = replace(
         request,
-        sampling=replace(request.sampling, structured_output=structured),
-        form_name=form_name,
         speculation=Speculation(
             # Not set where drafts are wanted: a target without a draft then simply has none.
             enabled=None if drafting.speculation else False,
@@ -178,7 +185,7 @@ def completed(
             max_nodes=drafting.max_nodes,
             corpus=drafting.corpus,
             trees=drafting.trees,
-            token_texts=listed or drafting.drafts,
+            token_texts=request.logprobs or given.prompt_logprobs is not None or drafting.drafts,
         ),
         drafts=drafting.drafts,
         model=given.model,

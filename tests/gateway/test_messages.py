@@ -12,8 +12,9 @@ from outrider_client.answers import ContentPart, ReasoningPart, ToolCall, ToolCa
 from outrider_client.messages import ChatTurn, ToolChoice
 from outrider_client.results import Chunk, RequestTimes, Result, SpeculationTotals
 from outrider_gateway.failures import Refused
+from outrider_gateway.generation_request import GenerationRequest
 from outrider_gateway.messages_json import MessageBuilder
-from outrider_gateway.messages_request import MessagesRequest, count_call, messages_request
+from outrider_gateway.messages_request import count_call, messages_request
 from outrider_gateway.request_fields import MESSAGES_FIELDS, Use
 from outrider_gateway.token_texts import TokenTexts
 
@@ -21,7 +22,7 @@ HELLO = {"role": "user", "content": "hello"}
 TOOL = {"name": "add", "description": "adds", "input_schema": {"type": "object"}}
 
 
-def asked(**more: Any) -> MessagesRequest:
+def asked(**more: Any) -> GenerationRequest:
     return messages_request({"model": "m", "max_tokens": 9, "messages": [HELLO], **more}, 8)
 
 
