@@ -7,7 +7,7 @@ docs/gateway.md are made of both: `python -m outrider_gateway.request_fields doc
 from __future__ import annotations
 
 import json
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass
 from enum import Enum
 from typing import Any, get_type_hints
@@ -68,7 +68,9 @@ def _fields(table: str, *kinds: type[Any]) -> tuple[RequestField, ...]:
     return tuple(fields)
 
 
-_ALIKE = _fields("""
+# By where they belong, in the order of the page.
+_TABLES = {
+    "both": _fields("""
 ignored metadata safety_identifier prompt_cache_retention: for a provider's own books
 ignored service_tier: there is one tier
 ignored spaces_between_special_tokens: the model's tokenizer decides this
@@ -105,8 +107,8 @@ refused extra_body={}: it is an argument of openai's Python package; its fields 
 refused max_new_tokens max_output_tokens n_predict: the name here is max_tokens
 refused repeat_penalty=1: the name here is repetition_penalty
 refused options={}: its fields belong beside the others, under OpenAI's names
-""", GenerationFields)  # fmt: skip
-_CHAT = _fields("""
+""", GenerationFields),
+    "chat": _fields("""
 refused add_special_tokens=false: the target decides with which special tokens a prompt begins
 refused functions=[] function_call="none"|"auto": the names here are tools and tool_choice
 refused modalities=["text"] audio: answers are text
@@ -120,8 +122,8 @@ refused echo=false best_of=1 prompt: it belongs to /v1/completions
 refused store=false: nothing is stored
 refused input: it belongs to the Responses API; the name here is messages
 refused instructions="": it belongs to the Responses API; use a system message
-""", ChatFields, TemplateFields)  # fmt: skip
-_COMPLETIONS = _fields("""
+""", ChatFields, TemplateFields),
+    "completions": _fields("""
 refused add_special_tokens=true: the target decides with which special tokens a prompt begins
 refused suffix="": text is continued at its end
 ignored reasoning_effort verbosity enable_thinking: a prompt has no chat template
@@ -131,8 +133,8 @@ refused store=false: nothing is stored
 refused modalities=["text"]: answers are text
 refused max_completion_tokens: the name here is max_tokens
 refused chat_template_kwargs={}: a prompt has no chat template
-""", CompletionFields)  # fmt: skip
-_RESPONSES = _fields("""
+""", CompletionFields),
+    "responses": _fields("""
 ignored client_metadata: for a client's own books
 refused background=false: a response ends with its request
 refused conversation: previous_response_id continues a conversation
@@ -146,8 +148,8 @@ refused messages: the name here is input
 refused response_format: the name here is text.format
 refused max_tokens max_completion_tokens: the name here is max_output_tokens
 refused reasoning_effort: the name here is reasoning.effort
-""", ResponsesFields)  # fmt: skip
-_MESSAGES = _fields("""
+""", ResponsesFields),
+    "messages": _fields("""
 ignored context_management: the conversation is taken as it is
 ignored cache_control: pages are shared anyway
 ignored anthropic_version anthropic_beta betas diagnostics inference_geo speed user_profile_id workspace_id: it is of
@@ -160,31 +162,24 @@ refused stop: the name here is stop_sequences
 refused user: the name here is metadata.user_id
 refused response_format structured_outputs guided_json guided_regex guided_choice guided_grammar: the name here is
     output_config.format
-""", MessagesFields, MessageOptions)  # fmt: skip
-_TOKENIZE = _fields("""
+""", MessagesFields, MessageOptions),
+    "/tokenize": _fields("""
 refused chat_template: the model's own is used
 refused mm_processor_kwargs={} media_io_kwargs={}: prompts are texts and messages
-""", TokenizeFields)  # fmt: skip
-_DETOKENIZE = _taken(DetokenizeFields)
-
-
-def _by_name(fields: Iterable[RequestField]) -> Mapping[str, RequestField]:
-    return {field.name: field for field in fields}
-
-
-TOKENIZE_FIELDS = _by_name(_TOKENIZE)
-DETOKENIZE_FIELDS = _by_name(_DETOKENIZE)
-CHAT_FIELDS = _by_name((*_CHAT, *_ALIKE))
-COMPLETION_FIELDS = _by_name((*_COMPLETIONS, *_ALIKE))
-# The later of a name counts.
-RESPONSES_FIELDS = _by_name((*_ALIKE, *_RESPONSES))
-MESSAGES_FIELDS = _by_name((*_ALIKE, *_MESSAGES))
-
-_HEADS = {Use.TAKEN: "what it does", Use.IGNORED: "why it has no effect", Use.REFUSED: "why it is refused"}
-_WHERE = {
-    "both": _ALIKE, "chat": _CHAT, "completions": _COMPLETIONS, "responses": _RESPONSES, "messages": _MESSAGES,
-    "/tokenize": _TOKENIZE, "/detokenize": _DETOKENIZE,
+""", TokenizeFields),
+    "/detokenize": _taken(DetokenizeFields),
 }  # fmt: skip
+
+
+def _by_name(*tables: str) -> Mapping[str, RequestField]:
+    """The fields of these tables, of two with one name the later."""
+    return {field.name: field for table in tables for field in _TABLES[table]}
+
+
+TOKENIZE_FIELDS, DETOKENIZE_FIELDS = _by_name("/tokenize"), _by_name("/detokenize")
+CHAT_FIELDS, COMPLETION_FIELDS = _by_name("chat", "both"), _by_name("completions", "both")
+RESPONSES_FIELDS, MESSAGES_FIELDS = _by_name("both", "responses"), _by_name("both", "messages")
+_HEADS = {Use.TAKEN: "what it does", Use.IGNORED: "why it has no effect", Use.REFUSED: "why it is refused"}
 
 
 def render(page: str) -> str:
@@ -194,7 +189,7 @@ def render(page: str) -> str:
 
 def _table(use: Use) -> str:
     rows = []
-    for where, fields in _WHERE.items():
+    for where, fields in _TABLES.items():
         # Fields of one note stand together.
         notes: dict[str, list[str]] = {}
         for field in fields:

@@ -45,7 +45,7 @@ class ResponseBuilder:
         }
         # Whether events have nothing but parts of answers.
         self._plain = not (request.drafts or request.logprobs or request.continuous_usage)
-        self._pieces = [texts.pieces() if request.drafts else None for _ in range(request.answers)]
+        self._pieces = [Painter() if request.drafts else None for _ in range(request.answers)]
         self._offsets = [0] * request.answers
         self._begun = [False] * request.answers
         self._frames: list[tuple[bytes, bytes] | None] = [None] * request.answers

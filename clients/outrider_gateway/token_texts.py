@@ -8,7 +8,6 @@ from typing import Any
 from outrider.sampling import TokenLogprobs
 from outrider.tree import VerifiedTree
 from outrider_client.results import Chunk, PromptToken
-from outrider_client.terminal.painting import Painter
 
 # What /v1/completions lists of tokens.
 _LISTS = ("tokens", "token_logprobs", "top_logprobs", "text_offset")
@@ -27,7 +26,7 @@ class TokenTexts:
 
     def chat(self, chunk: Chunk, hidden: Iterable[int]) -> list[dict[str, Any]]:
         """The chunk's tokens as /v1/chat/completions lists them, but for those in `hidden`, which have no text."""
-        self._add(chunk)
+        self.note(chunk)
         return [
             {**self._entry(token_id, entry.logprob), "top_logprobs": [self._entry(*top) for top in entry.top]}
             for token_id, entry in _visible(chunk, hidden)
@@ -35,7 +34,7 @@ class TokenTexts:
 
     def completion(self, chunk: Chunk, hidden: Iterable[int], offset: int) -> dict[str, list[Any]]:
         """The same as /v1/completions lists them; `offset` is how much text stood before the first."""
-        self._add(chunk)
+        self.note(chunk)
         lists: dict[str, list[Any]] = {name: [] for name in _LISTS}
         for token_id, entry in _visible(chunk, hidden):
             name = self.name(token_id)
@@ -102,7 +101,7 @@ class TokenTexts:
 
     def tree(self, chunk: Chunk, tree: VerifiedTree) -> dict[str, Any]:
         """What the last step verified, and the model's own token behind it; null where the answer ended before it."""
-        self._add(chunk)
+        self.note(chunk)
         own = bool(chunk.token_ids) and not chunk.drafted[-1]
         return {
             "tokens": [self.name(token_id) for token_id in tree.token_ids],
@@ -112,14 +111,7 @@ class TokenTexts:
         }
 
     def note(self, chunk: Chunk) -> None:
-        """Note the texts of a chunk's tokens, which are listed later."""
-        self._add(chunk)
-
-    def pieces(self) -> Painter:
-        """For telling drafted text from the model's own, in one answer."""
-        return Painter()
-
-    def _add(self, chunk: Chunk) -> None:
+        """Note the texts of a chunk's tokens."""
         self._texts.update({token_id: token.text for token_id, token in chunk.token_texts.items()})
         self._special.update([token_id for token_id, token in chunk.token_texts.items() if token.special])
 
