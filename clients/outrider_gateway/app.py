@@ -5,6 +5,7 @@ from __future__ import annotations
 import uuid
 from collections.abc import Mapping, Sequence
 
+from prometheus_client import CONTENT_TYPE_PLAIN_0_0_4
 from starlette.applications import Starlette
 from starlette.exceptions import HTTPException
 from starlette.middleware.cors import CORSMiddleware
@@ -22,7 +23,7 @@ from outrider_gateway.failures import Refused
 from outrider_gateway.hosts import host_check
 from outrider_gateway.messages_json import MessageBuilder, error_body
 from outrider_gateway.messages_request import count_call, messages_request
-from outrider_gateway.metrics import PAGE_TYPE, GatewayMetrics
+from outrider_gateway.metrics import GatewayMetrics
 from outrider_gateway.page import page_routes
 from outrider_gateway.response_json import ResponseBuilder
 from outrider_gateway.responses import ResponsesEndpoint, StoredResponseRoutes
@@ -112,7 +113,7 @@ class Application:
 
     async def _metrics_page(self, _request: Request) -> Response:
         page = await self._state.metrics_page(self.metrics)
-        return Response(page, headers={"content-type": PAGE_TYPE})
+        return Response(page, headers={"content-type": CONTENT_TYPE_PLAIN_0_0_4})
 
 
 def _shortcut(endpoints: Mapping[str, ASGIApp], others: ASGIApp) -> ASGIApp:

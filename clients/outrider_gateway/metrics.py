@@ -2,12 +2,10 @@
 
 from __future__ import annotations
 
-from prometheus_client import CONTENT_TYPE_PLAIN_0_0_4, CollectorRegistry, ProcessCollector, generate_latest
+from prometheus_client import CollectorRegistry, ProcessCollector, generate_latest
 
 from outrider.telemetry.registry import MetricSet
 from outrider.telemetry.table import GATEWAY
-
-PAGE_TYPE = CONTENT_TYPE_PLAIN_0_0_4
 
 
 class GatewayMetrics:
@@ -29,6 +27,6 @@ class GatewayMetrics:
         self._set.counter("outrider_gateway_requests", endpoint, str(status)).add()
         self._set.histogram("outrider_gateway_request_seconds", endpoint).observe(seconds)
 
-    def page(self) -> bytes:
-        """The text of /metrics, of type `PAGE_TYPE`."""
+    async def page(self) -> bytes:
+        """The text of /metrics."""
         return generate_latest(self._registry)

@@ -39,7 +39,7 @@ class SharedState:
         """The state of a gateway that is one process."""
         places = SharedPlaces.of(config, lambda _most: OwnCounts())
         responses = StoredResponses(config.stored_response_bytes, config.stored_response_seconds)
-        return cls(places, RefusalPace(config.max_connections), responses, _own_page)
+        return cls(places, RefusalPace(config.max_connections), responses, GatewayMetrics.page)
 
 
 @dataclass(frozen=True)
@@ -67,7 +67,3 @@ class SharedPlaces:
 def most_connections(config: GatewayConfig) -> int:
     """Connections at most, with those for health alone."""
     return config.max_connections + HEALTH_CONNECTIONS
-
-
-async def _own_page(metrics: GatewayMetrics) -> bytes:
-    return metrics.page()

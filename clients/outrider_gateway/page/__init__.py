@@ -2,33 +2,19 @@
 
 from __future__ import annotations
 
-from importlib.resources import files
+from pathlib import Path
 
 from starlette.requests import Request
 from starlette.responses import Response
 from starlette.routing import Route
 
-_SCRIPTS = (
-    *(
-        "chat.js",
-        "conversation.js",
-        "elements.js",
-        "figures.js",
-        "markdown.js",
-        "parts.js",
-        "stream.js",
-        "tree.js",
-        "turns.js",
-    ),
-    # Of npm; see vendor/README.md.
-    *("vendor/marked.js", "vendor/purify.js"),
-)
-# By path: the file, and its type.
+_FOLDER = Path(__file__).parent
+_TYPES = {".html": "text/html", ".css": "text/css", ".svg": "image/svg+xml", ".js": "text/javascript"}
+# By path in addresses. Scripts in vendor/ are of npm; see its README.md.
 FILES = {
-    "/": ("index.html", "text/html; charset=utf-8"),
-    "/page/chat.css": ("chat.css", "text/css; charset=utf-8"),
-    "/page/icon.svg": ("icon.svg", "image/svg+xml"),
-    **{f"/page/{name}": (name, "text/javascript; charset=utf-8") for name in _SCRIPTS},
+    "/" if file.name == "index.html" else f"/page/{file.relative_to(_FOLDER).as_posix()}": file
+    for file in sorted(_FOLDER.rglob("*"))
+    if file.suffix in _TYPES
 }
 HEADERS = {
     # Only the sanitiser may make elements of text.
@@ -47,13 +33,13 @@ HEADERS = {
 
 def page_routes() -> list[Route]:
     """A route for every file of the page."""
-    return [_route(path, name, content_type) for path, (name, content_type) in FILES.items()]
+    return [_route(path, file) for path, file in FILES.items()]
 
 
-def _route(path: str, name: str, content_type: str) -> Route:
-    content = files(__package__).joinpath(*name.split("/")).read_bytes()
+def _route(path: str, file: Path) -> Route:
+    content, headers = file.read_bytes(), {**HEADERS, "content-type": f"{_TYPES[file.suffix]}; charset=utf-8"}
 
     async def serve(_request: Request) -> Response:
-        return Response(content, headers={**HEADERS, "content-type": content_type})
+        return Response(content, headers=headers)
 
     return Route(path, serve)
