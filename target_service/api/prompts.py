@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
-from typing import Protocol, TypeVar
+from typing import TypeVar
 
 from google.protobuf.message import Message
 
@@ -18,8 +18,8 @@ from target_service.api.template_arguments import template_arguments
 from target_service.api.tools import ToolSet
 from target_service.api.turns import check_turn, turns_of
 from target_service.text.chat_template import Ending
-from target_service.text.jobs import EncodeChat, EncodePrediction, EncodeText, Job
-from target_service.text.processes import TextRefused
+from target_service.text.jobs import EncodeChat, EncodeText, Job
+from target_service.text.processes import TextProcess, TextRefused
 from target_service.text.tokenizer import SPECIAL_NAMES, ModelTokenizer
 from target_service.text.tool_turns import plain_turns
 
@@ -28,12 +28,6 @@ Value = TypeVar("Value")
 _LONG_TEXT, _LONG_CHAT = 2048, 16
 # Most bytes of a predicted text for each token of the context.
 _PREDICTED_BYTES_PER_TOKEN = 16
-
-
-class TextEncoder(Protocol):
-    """Encodes texts for one model, in a process of their own; see `TextProcess`."""
-
-    def encode(self, job: Job) -> list[int]: ...
 
 
 @dataclass(frozen=True)
@@ -51,7 +45,7 @@ class Prompts:
 
     # None where only token ids are taken.
     tokenizer: ModelTokenizer | None
-    encoder: TextEncoder | None
+    encoder: TextProcess | None
     vocabulary_size: int
     max_prompt: int
     lines: Lines
@@ -106,7 +100,7 @@ class Prompts:
             field_path, text = "prediction.text", request.prediction.text
             if len(text.encode()) > _PREDICTED_BYTES_PER_TOKEN * most:
                 raise InvalidField(field_path, f"has more than {_PREDICTED_BYTES_PER_TOKEN * most} bytes")
-            token_ids = await self._run(tenant, len(text) > _LONG_TEXT, EncodePrediction(text), field_path)
+            token_ids = await self._run(tenant, len(text) > _LONG_TEXT, EncodeText(text, True, False), field_path)
         else:
             return ()
         if len(token_ids) > most:

@@ -27,12 +27,6 @@ class EncodeText(msgspec.Struct, tag=True):
     begin: bool = True
 
 
-class EncodePrediction(msgspec.Struct, tag=True):
-    """A predicted answer."""
-
-    text: str
-
-
 class EncodeChat(msgspec.Struct, tag=True):
     """A conversation; see `PromptEncoder.chat`."""
 
@@ -58,7 +52,7 @@ class Failed(msgspec.Struct, tag=True):
     continuing: bool = False
 
 
-Job = EncodeText | EncodePrediction | EncodeChat
+Job = EncodeText | EncodeChat
 Message = Tokenizing | Job | Encoded | Failed
 
 _codec: MessageCodec[Message] = MessageCodec(Message)

@@ -37,10 +37,6 @@ class PromptEncoder:
             return self._tokenizer.encode(text, begin=begin)
         return self._guarded.encode([(text, False)], begin=begin)
 
-    def prediction(self, text: str) -> list[int]:
-        """A text that is expected somewhere in an answer."""
-        return self._tokenizer.encode(text)
-
     def chat(
         self,
         turns: Sequence[Turn],

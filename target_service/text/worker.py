@@ -22,7 +22,6 @@ from target_service.text.chat_template import NotContinued, RenderedTooLong, Tem
 from target_service.text.jobs import (
     EncodeChat,
     Encoded,
-    EncodePrediction,
     EncodeText,
     Failed,
     Job,
@@ -113,8 +112,6 @@ def _work(connection: socket.socket, encoder: PromptEncoder) -> None:
 def _encode(encoder: PromptEncoder, job: Job) -> list[int]:
     if isinstance(job, EncodeText):
         return encoder.text(job.text, job.special, begin=job.begin)
-    if isinstance(job, EncodePrediction):
-        return encoder.prediction(job.text)
     return encoder.chat(job.turns, job.special, job.most, ending=job.ending, arguments=job.arguments, tools=job.tools)
 
 
