@@ -17,7 +17,7 @@ from pathlib import Path
 
 from tokenizers import Tokenizer
 
-from outrider.processes.framing import LENGTH_BYTES
+from outrider.processes.framing import first_body
 from target_service.text.chat_template import NotContinued, RenderedTooLong, TemplateFailed
 from target_service.text.jobs import (
     EncodeChat,
@@ -47,7 +47,8 @@ def main(descriptor: int) -> int:
     # Workers are reaped by the kernel.
     signal.signal(signal.SIGCHLD, signal.SIG_IGN)
     with socket.socket(fileno=descriptor) as control:
-        first = _first_message(control)
+        # Nothing is read beyond it: what follows comes with sockets.
+        first = unpack(body) if (body := first_body(control)) else None
         if not isinstance(first, Tokenizing):
             return 1
         encoder = _encoder(first)
@@ -65,13 +66,6 @@ def main(descriptor: int) -> int:
                         _work(connection, encoder)
                     os._exit(0)
                 os.close(worker)
-
-
-def _first_message(control: socket.socket) -> Message | None:
-    """Nothing is read beyond its end: what follows comes with sockets."""
-    size = control.recv(LENGTH_BYTES, socket.MSG_WAITALL)
-    body = control.recv(int.from_bytes(size, "big"), socket.MSG_WAITALL)
-    return unpack(body) if body else None
 
 
 def _encoder(first: Tokenizing) -> PromptEncoder:

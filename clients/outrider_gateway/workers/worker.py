@@ -8,7 +8,7 @@ import logging
 import socket
 
 from outrider.admission.pacing import RefusalPace
-from outrider.processes.framing import LENGTH_BYTES
+from outrider.processes.framing import first_body
 from outrider.runtime import configure_logging, end_tasks, settled
 from outrider.settings import SettingsError
 from outrider_gateway.server import GatewayServer
@@ -100,8 +100,9 @@ async def serve_worker(
 def configured(link_socket: socket.socket) -> tuple[messages.ConfigureWorker, socket.socket, int]:
     """What the parent sends first: the settings, the socket of connections, and the descriptor of shared memory."""
     _, (memory, lane), _, _ = socket.recv_fds(link_socket, 1, 2)
-    length = int.from_bytes(_exactly(link_socket, LENGTH_BYTES), "big")
-    own = messages.for_worker(_exactly(link_socket, length))
+    if not (body := first_body(link_socket)):
+        raise EOFError("the parent has ended")
+    own = messages.for_worker(body)
     assert isinstance(own, messages.ConfigureWorker), "the first message"
     connections = socket.socket(fileno=lane)
     for one in (link_socket, connections):
@@ -112,16 +113,6 @@ def configured(link_socket: socket.socket) -> tuple[messages.ConfigureWorker, so
         for name in ("outrider_gateway.targets", "uvicorn.error"):
             logging.getLogger(name).setLevel(max(logging.WARNING, logging.getLogger().level))
     return own, connections, memory
-
-
-def _exactly(connection: socket.socket, count: int) -> bytes:
-    received = bytearray()
-    while len(received) < count:
-        data = connection.recv(count - len(received))
-        if not data:
-            raise EOFError("the parent has ended")
-        received += data
-    return bytes(received)
 
 
 def main(descriptor: int) -> int:

@@ -5,6 +5,7 @@ A body may have several parts: a table of their sizes, then the parts. Large one
 
 from __future__ import annotations
 
+import socket
 import struct
 from collections.abc import Sequence
 
@@ -15,6 +16,13 @@ Buffer = bytes | bytearray | memoryview
 def framed(body: bytes) -> bytes:
     """The frame of a body."""
     return len(body).to_bytes(LENGTH_BYTES, "big") + body
+
+
+def first_body(connection: socket.socket) -> bytes:
+    """The body of the next frame, of which all is waited for and nothing behind it read; empty where the other process
+    has ended."""
+    length = connection.recv(LENGTH_BYTES, socket.MSG_WAITALL)
+    return connection.recv(int.from_bytes(length, "big"), socket.MSG_WAITALL)
 
 
 def framed_parts(first: bytes, others: Sequence[bytes] = ()) -> list[bytes]:
