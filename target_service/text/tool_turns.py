@@ -6,8 +6,8 @@ import json
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-# How templates call the assistant's reasoning.
-_REASONING = ("reasoning_content", "reasoning", "thinking")
+from target_service.text.answer_format import REASONING
+
 # After the chat templates of Hermes 2 Pro and Qwen 2.5, whose form of calls it explains.
 _EXPLAINED = """\
 You may call one or more functions to assist with the user query.
@@ -34,7 +34,7 @@ def template_turn(
             for each_id, called, arguments in calls
         ]
     if reasoning:
-        turn |= dict.fromkeys(_REASONING, reasoning)
+        turn |= dict.fromkeys(REASONING, reasoning)
     return turn | {key: value for key, value in (("tool_call_id", call_id), ("name", name)) if value}
 
 
