@@ -32,8 +32,6 @@ _OPTIONS: tuple[tuple[str, Any], ...] = (
     ("grpc.initial_reconnect_backoff_ms", 100),
     ("grpc.max_reconnect_backoff_ms", 2_000),
 )
-# For names of several services: calls go round, past those whose health (service "") is not SERVING.
-_READY_IN_TURN = json.dumps({"loadBalancingConfig": [{"round_robin": {}}], "healthCheckConfig": {"serviceName": ""}})
 
 
 @dataclass(frozen=True)
@@ -90,7 +88,9 @@ class Connection(AsyncClosing):
             logger.warning("the token travels to %s in plain text: use TLS", address)
         options = (*_OPTIONS, *proxy_options(address))
         if address.startswith("dns:"):
-            options += (("grpc.service_config", _READY_IN_TURN),)
+            # Calls go round several services, past those whose health (service "") is not SERVING.
+            turns = {"loadBalancingConfig": [{"round_robin": {}}], "healthCheckConfig": {"serviceName": ""}}
+            options += (("grpc.service_config", json.dumps(turns)),)
         if server_name:
             options += (("grpc.ssl_target_name_override", server_name), ("grpc.default_authority", server_name))
         if tls is None:

@@ -15,9 +15,6 @@ from outrider.unreachable import TlsProblem as TlsProblem
 from outrider.unreachable import cause_of, proxy_hint
 from outrider.wire.trees import error_of_rpc
 
-# The status that gRPC gives a stream when a write finds the connection lost before a read does.
-_BROKEN_WRITE = "Internal error from Core"
-
 
 class ServiceUnreachable(ConnectionError):
     """The address does not answer, or the connection broke. Trying again later makes sense, unless there is a
@@ -43,7 +40,8 @@ def typed_error(error: grpc.RpcError, address: str) -> OutriderError | ServiceUn
     code = typed.metadata.get("code")
     if code == grpc.StatusCode.DEADLINE_EXCEEDED.name:
         return DeadlineExceeded("the deadline passed before the answer was complete")
-    if code == grpc.StatusCode.UNAVAILABLE.name or typed.message == _BROKEN_WRITE:
+    # The message of a stream of which a write finds the connection lost before a read does.
+    if code == grpc.StatusCode.UNAVAILABLE.name or typed.message == "Internal error from Core":
         return ServiceUnreachable(address, typed.message)
     # The status message of a call that reaches a gRPC server just as it stops. Calls that we cancel have another
     # message.

@@ -35,7 +35,6 @@ MessageLike = Message | ChatTurn | Mapping[str, Any]
 # Fields that OpenAI's clients send, and no chat template of a target reads.
 _IGNORED = ("annotations", "refusal")
 _KNOWN = ("role", "content", "tool_calls", "tool_call_id", "name", "reasoning", "reasoning_content")
-_SHAPE = '(role, content) or {"role": ..., "content": ...}'
 
 
 class ToolChoice(Enum):
@@ -127,7 +126,8 @@ def _turn(message: object, path: str) -> ChatTurn:
     if isinstance(message, Mapping):
         return _turn_of(message, path)
     if not isinstance(message, tuple | list) or len(message) != 2:
-        raise TypeError(f"{path}: expected {_SHAPE}, got {_kind(message)}")
+        shape = '(role, content) or {"role": ..., "content": ...}'
+        raise TypeError(f"{path}: expected {shape}, got {_kind(message)}")
     role, content = message
     return ChatTurn(_text(role, f"{path}.role"), _content(content, f"{path}.content"))
 

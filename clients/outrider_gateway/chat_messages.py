@@ -23,8 +23,6 @@ _IGNORED = (
 )  # fmt: skip
 # Kinds of parts that are text: a part of an answer comes back as OpenAI's APIs name it.
 TEXT_PARTS = ("text", "input_text", "output_text", "refusal")
-# Content that the model would have to see.
-_REFUSED = {"audio": "messages have text alone", "function_call": "the name here is tool_calls"}
 
 
 class ChatMessage(BodyObject):
@@ -95,7 +93,8 @@ def _turn(value: Any, path: str) -> ChatTurn:
         raise BadField(f"{path}.tool_calls", "is for messages of role assistant", "invalid_value")
     if message.tool_call_id and role != "tool":
         raise BadField(f"{path}.tool_call_id", "is for messages of role tool", "invalid_value")
-    for refused, reason in _REFUSED.items():
+    # Content that the model would have to see.
+    for refused, reason in (("audio", "messages have text alone"), ("function_call", "the name here is tool_calls")):
         if getattr(message, refused):
             raise BadField(f"{path}.{refused}", f"is not supported: {reason}", "unsupported_parameter")
     reasoning = message.reasoning_content or message.reasoning

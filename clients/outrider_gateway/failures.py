@@ -36,8 +36,6 @@ _STATUS = {
 _RETRY_SECONDS = 1.0
 # Of a message. Chosen: more than any of ours.
 _MOST_CHARACTERS = 1000
-# Numbers of a request that is too long.
-_LIMITS = ("tokens", "bytes", "limit")
 
 
 @dataclass(eq=False)
@@ -137,7 +135,8 @@ def _with_limits(error: OutriderError, fields: Mapping[str, str]) -> str:
     """The message with the request's name of the field, and with the numbers that the contract has apart."""
     path, colon, problem = error.message.partition(": ")
     message = f"{_renamed(path, fields)}: {problem}" if colon else error.message
-    numbers = ", ".join(f"{name} {value}" for name, value in error.metadata.items() if name in _LIMITS)
+    limits = ((name, value) for name, value in error.metadata.items() if name in ("tokens", "bytes", "limit"))
+    numbers = ", ".join(f"{name} {value}" for name, value in limits)
     return f"{message} ({numbers})" if numbers else message
 
 

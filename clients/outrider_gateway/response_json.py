@@ -21,8 +21,6 @@ from outrider_gateway.http import TEXT, event_bytes, framed_text
 from outrider_gateway.prompt_echo import PromptEcho
 from outrider_gateway.token_texts import TokenTexts, merged
 
-_FINISH = {FinishReason.END_OF_SEQUENCE: "stop", FinishReason.STOP: "stop", FinishReason.LENGTH: "length"}
-
 
 class ResponseBuilder:
     """Makes the JSON of one request's answers, from chunks and results in the order in which they come."""
@@ -276,5 +274,6 @@ def totals(result: Result) -> dict[str, Any]:
 def _finish(result: Result) -> str | None:
     if result.finish_reason is None:
         return None
-    reason = _FINISH[result.finish_reason]
-    return "tool_calls" if result.tool_calls and reason == "stop" else reason
+    if result.finish_reason is FinishReason.LENGTH:
+        return "length"
+    return "tool_calls" if result.tool_calls else "stop"

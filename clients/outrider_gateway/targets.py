@@ -25,8 +25,6 @@ logger = logging.getLogger(__name__)
 _HEALTH_TIMEOUT_SECONDS = 5.0
 # Errors about the caller: the target itself serves.
 _ABOUT_THE_CALLER = ("UNAUTHENTICATED", "PERMISSION_DENIED")
-# Between two looks at a target that starts. Chosen: less than a hundredth of a start on a GPU, 35 s.
-_START_SECONDS = 0.25
 # States that need no warning.
 _LOADING, _STARTING = "loading its model", "being started"
 # Of targets whose states one answer has.
@@ -241,7 +239,8 @@ class Targets:
     async def _watch(self, target: Target) -> None:
         while True:
             # What a start takes is waited for by people; it is answered by a process that does nothing else yet.
-            pause = min(_START_SECONDS, self._health_seconds) if target.starts else self._health_seconds
+            # Chosen: less than a hundredth of a start on a GPU, 35 s.
+            pause = min(0.25, self._health_seconds) if target.starts else self._health_seconds
             with contextlib.suppress(TimeoutError):
                 await asyncio.wait_for(target.recheck.wait(), pause)
                 target.recheck.clear()

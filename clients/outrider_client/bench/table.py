@@ -11,8 +11,6 @@ from rich.table import Table
 from rich.text import Text
 
 Cell = Mapping[str, Any]
-# Narrower terminals get the most important columns only.
-_WIDE = 112
 
 
 def figures_table(document: Mapping[str, Any], width: int) -> Table:
@@ -23,7 +21,8 @@ def figures_table(document: Mapping[str, Any], width: int) -> Table:
     table = Table(title=title, title_justify="left", box=box.SIMPLE_HEAD, pad_edge=False)
     for name in ("task", "c", "mode"):
         table.add_column(name, no_wrap=True)
-    columns = {name: show for name, show in _COLUMNS.items() if width >= _WIDE or name not in _WIDE_ONLY}
+    # Narrower terminals get the most important columns only.
+    columns = {name: show for name, show in _COLUMNS.items() if width >= 112 or name not in _WIDE_ONLY}
     for name in columns:
         table.add_column(name, justify="right", no_wrap=True)
     for (task, concurrency), cells in groupby(document["results"], lambda cell: (cell["task"], cell["concurrency"])):

@@ -28,7 +28,6 @@ Options = TypeVar("Options")
 INTERRUPTED, EXIT_DIFFERENT = 130, 3
 # gRPC's status of a call that the service does not implement.
 _NO_METHOD = "UNIMPLEMENTED"
-_PORTS = {"target": 50051, "draft": 50052}
 _TLS_ADVICE = {
     TlsProblem.EXPECTED: "If it speaks TLS, give --tls, or --tls-ca FILE where its certificate has an authority of its "
     "own; if it asks for a client's certificate, --tls-certificate and --tls-key.",
@@ -115,9 +114,10 @@ def failure_line(error: OutriderError, service: str = "target") -> str:
 
 def wrong_service(service: str, why: str) -> str:
     """The message for a server that is not the expected `service`, target or draft."""
+    port = {"target": 50051, "draft": 50052}[service]
     return (
         f"what answers at --{service} is no {service} service, or an older one: {why}; a {service} service listens on "
-        f"port {_PORTS[service]} by default"
+        f"port {port} by default"
     )
 
 

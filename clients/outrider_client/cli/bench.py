@@ -23,8 +23,6 @@ from outrider_client.cli.base import EXIT_DIFFERENT, Command, CommandFailed, mak
 from outrider_client.terminal.options import AccessOptions, BenchOptions, ClientOptions, flag_words
 from outrider_client.terminal.waiting import ProgressBar
 
-# Between the lines about answers where there is no bar.
-_LINE_SECONDS = 30.0
 _DESCRIPTION = """\
 Measures modes against each other on the prompts of a file. Modes take turns within every block of prompts, so that
 noise of the machine hits all of them. Outputs are held against plain decoding, token by token; the exit status is
@@ -78,7 +76,8 @@ async def _bench(bench: BenchOptions, reach: ClientOptions) -> dict[str, Any]:
             nonlocal answers
             answers += 1
             bar.show(where, completed=answers)
-            if time.monotonic() - line_at > _LINE_SECONDS:
+            # Between lines, where there is no bar.
+            if time.monotonic() - line_at > 30.0:
                 log(f"{answers} of {total} answers: {where}")
 
         return await measure(bench, reach, plan, waits_for, answered)

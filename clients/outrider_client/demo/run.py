@@ -29,7 +29,6 @@ from outrider_client.terminal.painting import Painter, legend
 from outrider_client.terminal.waiting import waiting
 
 _SERVICES = (telemetry.CLIENT, telemetry.TARGET_SERVICE, telemetry.DRAFT_SERVICE)
-_WITH_HEAD = ("--drafter", "merged", "--merged-drafters", "eagle,trie")
 # Editing repeats much of the prompt, which is what an n-gram drafter drafts from.
 _QUESTION = """\
 Review this class: print it again with a comment in every method, then list two improvements.
@@ -95,7 +94,8 @@ async def run_demo(options: DemoOptions, console: Console) -> bool:
             what = f"starting another draft service, with the EAGLE head {head.name} beside a fresh trie"
             with waiting(console, what):
                 await stack.stop("draft")
-                await stack.start("draft", "draft_service", *_WITH_HEAD, "--head", head.name)
+                both = ("--drafter", "merged", "--merged-drafters", "eagle,trie", "--head", head.name)
+                await stack.start("draft", "draft_service", *both)
                 await _warm_up(client.address, "merged")
             drafted["trie and EAGLE head"] = await answer("the same prompt, drafted by trie and EAGLE head together")
         console.print()

@@ -27,8 +27,6 @@ PIPES, LOGS, SHARE = "CUDA_MPS_PIPE_DIRECTORY", "CUDA_MPS_LOG_DIRECTORY", "CUDA_
 DEFAULT_PIPES = Path("/tmp/nvidia-mps")
 # What happens without MPS to two processes on one GPU.
 TAKE_TURNS = "the two take turns on the GPU, and drafts come late"
-# The path of a socket has at most 107 bytes; TMPDIR and XDG_RUNTIME_DIR may be long.
-_SHORT = Path("/tmp")
 # Chosen.
 _POLL_SECONDS = 0.05
 # For a daemon to have its socket, for a first CUDA program, for `quit`, and for the end after it and after each signal.
@@ -122,7 +120,8 @@ class Mps:
             )
         remedy = f"`{CONTROL} -f` by hand may say why; --no-mps leaves it out"
         try:
-            folder = tempfile.mkdtemp(prefix="outrider-mps-", dir=_SHORT)
+            # The path of a socket has at most 107 bytes; TMPDIR and XDG_RUNTIME_DIR may be long.
+            folder = tempfile.mkdtemp(prefix="outrider-mps-", dir="/tmp")
             self._directories = directories = {PIPES: f"{folder}/pipe", LOGS: f"{folder}/log"}
             for path in directories.values():
                 os.mkdir(path)

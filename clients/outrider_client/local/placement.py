@@ -20,8 +20,6 @@ _NEURAL: Mapping[str, tuple[str, ...]] = {
     "model": ("model",),
     "mtp": ("mtp",),
 }
-# Parts of a draft of which one alone runs in the target's passes.
-_IN_PASSES = (frozenset(("eagle",)), frozenset(("mtp",)))
 # Flags of a target whose passes cannot draft, but for the values behind them.
 _APART_WITH = (
     ("--attention", ("auto", "triton")), ("--draft-head", ()), ("--lockstep", ()), ("--batch-invariant", ()),
@@ -74,7 +72,9 @@ def place(
     target, draft = ["--device", "cuda:0"], list[str]()
     summary = "the target runs on cuda:0" + (f" to cuda:{ranks - 1}" if ranks > 1 else "")
     several = flag_value(draft_words, "--num-modules") or named.get(("mtp", "num_modules"), "")
-    in_pass = not apart and names & _NEURAL.keys() - {"merged"} in _IN_PASSES and several in ("", "0", "1")
+    # One of them alone runs in the target's passes.
+    neural = names & _NEURAL.keys() - {"merged"}
+    in_pass = not apart and neural in ({"eagle"}, {"mtp"}) and several in ("", "0", "1")
     in_pass = in_pass and not any(flag_value(target_words, flag) not in (None, *usual) for flag, usual in _APART_WITH)
     in_pass = in_pass and not any(("target", name) in named for name in ("attention", "draft_head", "lockstep"))
     shared = drafter in _NEURAL and (in_pass or gpus <= ranks)

@@ -15,8 +15,6 @@ from outrider_client.local.mps import Mps
 from outrider_client.local.process import Child, ServiceDied, ServiceSlow, wait_serving
 
 Emit = Callable[[str, str], None]
-# The exit status of a service with invalid settings. A restart would not help.
-SETTINGS_REFUSED = 2
 # For a service to become healthy, and to end after SIGTERM.
 START_SECONDS, STOP_SECONDS = 600.0, 35.0
 # Back-off doubles from the first to the longest, and is reset once a service ran for so long.
@@ -172,7 +170,8 @@ class Supervisor:
                 status = await child.wait()
                 if self._stopping.is_set():
                     return
-                if first and status == SETTINGS_REFUSED:
+                # Of invalid settings, where a restart would not help.
+                if first and status == 2:
                     self.emit("outrider", f"the {command.name} service refuses its settings, see above")
                     self._status = status
                     self._stopping.set()

@@ -9,7 +9,6 @@ from dataclasses import dataclass
 
 # Quantiles of Student's t for two-sided 95 %, by degrees of freedom from 1; then one for all larger ones.
 _T95 = (12.71, 4.30, 3.18, 2.78, 2.57, 2.45, 2.36, 2.31, 2.26, 2.23, 2.20, 2.18, 2.16, 2.14, 2.13, 2.12, 2.11, 2.10)
-_T95_MANY = 2.09
 
 
 @dataclass(frozen=True, slots=True)
@@ -37,7 +36,7 @@ class Estimate:
     def _half(self) -> float:
         if self.freedom < 1:
             return math.inf
-        return self.error * (_T95[self.freedom - 1] if self.freedom <= len(_T95) else _T95_MANY)
+        return self.error * (_T95[self.freedom - 1] if self.freedom <= len(_T95) else 2.09)
 
 
 def estimate(pairs: Sequence[tuple[float, float]]) -> Estimate:

@@ -13,8 +13,6 @@ from outrider.processes.framing import FrameCutter
 from outrider.processes.python import module_command
 from outrider_gateway.workers import messages
 
-_COMMAND = module_command("outrider_gateway.workers")
-
 
 class WorkerChild(asyncio.Protocol):
     """One worker, from its start to its end."""
@@ -42,7 +40,7 @@ class WorkerChild(asyncio.Protocol):
     async def start(self, configure: messages.ConfigureWorker, memory: int) -> None:
         """Start the process, with the descriptor of the shared memory."""
         # Its parent ends it in order, not a terminal's Ctrl-C.
-        self._process, own_end = start_child(_COMMAND, own_group=True)
+        self._process, own_end = start_child(module_command("outrider_gateway.workers"), own_group=True)
         self._lane, theirs = socket.socketpair()
         self._lane.setblocking(False)
         with theirs:

@@ -26,8 +26,6 @@ from outrider_gateway.workers.shared_memory import SharedMemory
 from outrider_gateway.workers.totals import WorkerTotals
 
 logger = logging.getLogger(__name__)
-# Where no descriptor is left: until the next try, as asyncio's own servers have it.
-_PAUSE_SECONDS = 1.0
 # Beyond `drain_seconds`, for a worker to end.
 _STOP_SECONDS = 5.0
 
@@ -207,7 +205,8 @@ class GatewayParent:
                 if self._limit.due() is not None:
                     logger.error("cannot accept a connection: %s", error.strerror)
                 self._accept_no_more()
-                asyncio.get_running_loop().call_later(_PAUSE_SECONDS, self._accept_more)
+                # No descriptor is left. Until the next try, as asyncio's own servers have it.
+                asyncio.get_running_loop().call_later(1.0, self._accept_more)
                 return
             with connection:
                 self._hand_over(connection, peer_name(address[0] if address else ""), serving)
