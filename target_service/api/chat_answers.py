@@ -20,8 +20,6 @@ from target_service.text.tokenizer import ModelTokenizer
 if TYPE_CHECKING:
     from target_service.text.answer_parser import AnswerParser
 
-# Last tokens of a prompt in which the beginning of the answer is looked for. Chosen: templates write some ten.
-_PROMPT_END = 256
 _FORM_PATH = "chat.tools.definitions"
 # Compiles a form, and names where it stands in the request.
 Check = Callable[[StructuredOutput, str], Awaitable[None]]
@@ -173,4 +171,5 @@ class ChatAnswers:
         return found
 
     def _prompt_end(self, prompt: Sequence[int]) -> str:
-        return str(self.tokenizer.backend.decode(list(prompt[-_PROMPT_END:]), skip_special_tokens=False))
+        # Where the beginning of the answer is looked for. Chosen: templates write some ten tokens.
+        return str(self.tokenizer.backend.decode(list(prompt[-256:]), skip_special_tokens=False))

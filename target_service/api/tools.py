@@ -16,7 +16,6 @@ _FIELD = "chat.tools"
 _DEFINITIONS = f"{_FIELD}.definitions"
 # A name stands in the text of calls, whose marks it must not look like. OpenAI's, and what MCP servers add to them.
 _NAME = re.compile(r"[A-Za-z0-9_.:/-]{1,128}")
-_NO_PARAMETERS = {"type": "object", "properties": {}, "additionalProperties": False}
 
 
 @dataclass(frozen=True)
@@ -38,8 +37,9 @@ class ToolSet:
     def parameters(self) -> dict[str, Mapping[str, Any]]:
         """The schemas of the arguments of those tools that the answer may call, by the tools' names."""
         functions = (definition["function"] for definition in self.definitions)
+        none = {"properties": {}, "additionalProperties": False}
         return {
-            function["name"]: {"type": "object", **(function.get("parameters") or _NO_PARAMETERS)}
+            function["name"]: {"type": "object", **(function.get("parameters") or none)}
             for function in functions
             if not self.name or function["name"] == self.name
         }

@@ -9,15 +9,14 @@ from outrider.v1 import target_pb2
 from target_service.text.tool_turns import named_results, template_turn
 
 ROLES = ("system", "user", "assistant", "tool")
-# Fields that only one role has.
-_ROLE_OF = {"tool_calls": "assistant", "reasoning": "assistant", "tool_call_id": "tool", "name": "tool"}
 
 
 def check_turn(message: target_pb2.ChatMessage, path: str) -> None:
     """Raise `InvalidField` for an unknown role, a field that the role does not have, and a call without a name."""
     if message.role not in ROLES:
         raise InvalidField(f"{path}.role", f"is not one of {', '.join(ROLES)}")
-    for name, role in _ROLE_OF.items():
+    own = {"tool_calls": "assistant", "reasoning": "assistant", "tool_call_id": "tool", "name": "tool"}
+    for name, role in own.items():
         if message.role != role and getattr(message, name):
             raise InvalidField(f"{path}.{name}", f"is for the role {role}")
     for i, call in enumerate(message.tool_calls):

@@ -35,12 +35,9 @@ _SHARED_SECONDS = 0.02
 # llguidance's own limits, by work and not by time: they refuse the same grammars on every machine. A tenth to a half of
 # its defaults. The schemas and expressions of the tests, and ones for addresses, dates and words, need less; of hostile
 # ones that are taken, none took more than 2 ms of a processor for a mask of 49,152 tokens, or 1.3 s to compile.
-_LEXER_FUEL = 500_000
 _STEP_LEXER_FUEL = 20_000
 _LEXER_STATES = 10_000
 _FIELD = "sampling.structured_output"
-# Characters of a compiler's message that a caller is told; messages quote the grammar.
-_MOST_REASON = 300
 
 
 @dataclass(eq=False, slots=True)
@@ -247,7 +244,7 @@ def _limits() -> LLParserLimits:
     from llguidance import LLParserLimits
 
     return LLParserLimits(
-        initial_lexer_fuel=_LEXER_FUEL,
+        initial_lexer_fuel=500_000,
         step_lexer_fuel=_STEP_LEXER_FUEL,
         step_max_items=20_000,
         max_lexer_states=_LEXER_STATES,
@@ -259,5 +256,6 @@ def _limits() -> LLParserLimits:
 def _refused(field_path: str, message: str) -> InvalidField:
     """The compiler's reason on one line."""
     lines = [line.strip() for line in message.splitlines() if not line.startswith("<")]
-    reason = " ".join(filter(None, lines))
-    return InvalidField(field_path, f"cannot be compiled: {reason[:_MOST_REASON]}")
+    # No more of it: messages quote the grammar.
+    reason = " ".join(filter(None, lines))[:300]
+    return InvalidField(field_path, f"cannot be compiled: {reason}")

@@ -18,18 +18,11 @@ if TYPE_CHECKING:
 
 Ints = NDArray[np.int32]
 Reals = NDArray[np.float64]
-# A path of expected text ends where it is less probable. Chosen.
-_LEAST_CHANCE = 1 / 64
-# Of a token with which another one that may come begins, beside 1 for others. Chosen.
-_CHANCE_OF_PREFIX = 0.1
 # Nodes that are looked for behind one state, and masks that are computed for it. Chosen: a pass seldom accepts more
 # than ten tokens, and so many masks take about 2 ms.
 _NODES, _MASKS = 64, 24
 # Bytes of forced text by which a state is known, whatever came before: such as a name in JSON with its signs. Chosen.
 _LANDMARK = 4
-# Tokens up to which the one that was chosen names the state behind it. Of more, such as digits, each would be a state
-# of its own, whose text is looked for again, and what follows seldom depends on them. Chosen.
-_MOST_TOLD_APART = 8
 # States of a form whose text is kept. Chosen: a form of seven fields has some thirty.
 _STATES = 512
 
@@ -130,7 +123,9 @@ class ExpectedText:
         chosen = trail.forced if trail.forced_bytes >= _LANDMARK else trail.chosen
         if not few:
             return Trail(chosen)
-        return Trail(hash((chosen, few, token if len(few) <= _MOST_TOLD_APART else -1)))
+        # Of more tokens, such as digits, each would be a state of its own, whose text is looked for again, and what
+        # follows seldom depends on them. Chosen.
+        return Trail(hash((chosen, few, token if len(few) <= 8 else -1)))
 
     def behind(
         self, trail: Trail, few: tuple[int, ...], matcher: LLMatcher, path: Sequence[int], masks: int
@@ -166,7 +161,8 @@ class ExpectedText:
                 place, taken = self._forced(place, found), taken + 1
             for token, chance in self._children(place.few or ()).items():
                 child = found.add(place.node, token, chance)
-                if -negative * chance >= _LEAST_CHANCE:
+                # A path ends where it is less probable. Chosen.
+                if -negative * chance >= 1 / 64:
                     number += 1
                     heapq.heappush(places, (negative * chance, number, _Place(place.matcher, (token,), child)))
         return found, taken
@@ -191,8 +187,9 @@ class ExpectedText:
             if len(self._chances) >= _STATES:
                 self._chances.clear()
             texts = [self._texts[token] for token in few]
+            # A token with which another one begins, beside 1 for others. Chosen.
             weights = {
-                token: _CHANCE_OF_PREFIX if any(other != own and other.startswith(own) for other in texts) else 1.0
+                token: 0.1 if any(other != own and other.startswith(own) for other in texts) else 1.0
                 for token, own in zip(few, texts, strict=True)
                 if token not in self._ends
             }

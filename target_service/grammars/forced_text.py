@@ -10,9 +10,6 @@ from typing import TYPE_CHECKING
 if TYPE_CHECKING:
     from llguidance import LLMatcher
 
-# Texts that are kept, of all forms: a form of seven fields forces some ten. Chosen.
-_MOST_FOUND = 4096
-
 
 class ForcedText:
     """Finds the tokens that are forced at a state of a grammar. For use from any thread.
@@ -39,7 +36,8 @@ class ForcedText:
             return ()
         found = self._found.get((last, text))
         if found is None:
-            if len(self._found) >= _MOST_FOUND:
+            # Of all forms: one of seven fields forces some ten texts. Chosen.
+            if len(self._found) >= 4096:
                 self._found.clear()
             found = self._found[last, text] = self._certain(last, text, tuple(matcher.compute_ff_tokens()))
         return found

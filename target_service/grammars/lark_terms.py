@@ -9,13 +9,12 @@ from typing import Any
 
 from target_service.text.tokenizer import ModelTokenizer
 
-# As forms of output: whitespace that is fixed forces most, and a keyword that is not enforced is refused.
-_JSON_OPTIONS = {"x-guidance": {"whitespace_flexible": False, "lenient": False}}
-
 
 def json_of(schema: Mapping[str, Any]) -> str:
     """JSON that matches a schema."""
-    return f"%json {_json({**_JSON_OPTIONS, **schema})}"
+    # As forms of output: whitespace that is fixed forces most, and a keyword that is not enforced is refused.
+    options = {"x-guidance": {"whitespace_flexible": False, "lenient": False}}
+    return f"%json {_json({**options, **schema})}"
 
 
 def literal(text: str, tokenizer: ModelTokenizer) -> str:

@@ -19,7 +19,6 @@ from target_service.text.tokenizer import ModelTokenizer
 
 # What may stand in a schema of arguments, and in that of a string, without being left out of the grammar.
 _NOTES = {"title", "description", "default", "examples", "$schema", "$id", "$comment", "deprecated"}
-_ANY_KEY = r"/[A-Za-z_][A-Za-z0-9_.-]{0,127}/"
 
 
 def tagged_arguments(call: CallText, name: str, schema: Mapping[str, Any], tokenizer: ModelTokenizer) -> list[str]:
@@ -38,7 +37,8 @@ def tagged_arguments(call: CallText, name: str, schema: Mapping[str, Any], token
             return [f'{name}: ""']
         # Nothing is known of them.
         begin, middle = literal(before, tokenizer), literal(between, tokenizer)
-        return [f"{name}: {name}_any*", f"{name}_any: {begin} {_ANY_KEY} {middle} {name}_text", *free]
+        key = r"/[A-Za-z_][A-Za-z0-9_.-]{0,127}/"
+        return [f"{name}: {name}_any*", f"{name}_any: {begin} {key} {middle} {name}_text", *free]
     rules, whole = list[str](), list[str]()
     for place, (key, own) in enumerate(properties.items()):
         one = f"{name}_{place}"

@@ -12,9 +12,6 @@ from target_service.grammars.tagged_arguments import tagged_arguments
 from target_service.text.answer_format import CallText
 from target_service.text.tokenizer import ModelTokenizer
 
-# Reasoning and its end, where the answer begins inside of it, and where it may begin with it.
-_REASONING = {True: r"/(?s:.*)<\/think>/", False: r"/<think>(?s:.*)<\/think>/"}
-
 
 def tool_call_grammar(
     call: CallText,
@@ -43,7 +40,8 @@ def tool_call_grammar(
         calls = f"call ({literal(call.separator, tokenizer)} call)*"
     start = f"{literal(call.begin, tokenizer)} {calls} {literal(call.end, tokenizer)}"
     if reasoning is not None:
-        rules.append(f"reasoning[lazy]: {_REASONING[reasoning]}")
+        # Up to its end, and from its beginning where the answer is not inside of it yet.
+        rules.append(rf"reasoning[lazy]: /{'' if reasoning else '<think>'}(?s:.*)<\/think>/")
         thought = r"reasoning /\s{0,2}/"
         start = f"{thought if reasoning else f'({thought})?'} {start}"
     return "\n".join((f"start: {start}", *rules))

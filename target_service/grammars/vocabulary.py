@@ -21,13 +21,6 @@ if TYPE_CHECKING:
 # Bytes of forced text that are cut into tokens, and last tokens of those that may be others with what follows. Chosen:
 # of 60,000 bytes every mask took 25 ms.
 _MOST_FORCED, _UNSURE = 512, 4
-# A string of JSON with room for n characters more allows all tokens of as many that need no escape: those of the
-# longest of these lengths that fit are allowed at once, and only the others looked at one by one. llguidance's own
-# are 10 and 30, with which a mask within a string of at most 30 characters took 235 us of 49,152 tokens, and 75 with 4,
-# 8, 12, 16, 20 and 30. With 10 and 14 too, masks take a quarter of that with 14 or 15 characters left, and 0.6 with 10
-# or 11.
-_SLICED_LENGTHS = (4, 8, 10, 12, 14, 16, 20, 30)
-_UNESCAPED, _WHITESPACE = r'[^"\\\x00-\x1F\x7F]', r"[\x20\x0A\x0D\x09]+"
 
 
 @functools.lru_cache(maxsize=2)
@@ -42,7 +35,14 @@ def grammar_tokenizer(tokenizer: ModelTokenizer, vocabulary_size: int, end_token
     if not end_token_ids:
         raise NotSupported("the model has no end token, with which structured_output ends")
     words = token_words(tokenizer, vocabulary_size, end_token_ids)
-    slices = [_WHITESPACE, *[f"{_UNESCAPED}{{1,{length}}}" for length in _SLICED_LENGTHS], f"{_UNESCAPED}+"]
+    # A string of JSON with room for n characters more allows all tokens of as many that need no escape: those of the
+    # longest of these lengths that fit are allowed at once, and only the others looked at one by one. llguidance's own
+    # are 10 and 30, with which a mask within a string of at most 30 characters took 235 us of 49,152 tokens, and 75
+    # with 4, 8, 12, 16, 20 and 30. With 10 and 14 too, masks take a quarter of that with 14 or 15 characters left, and
+    # 0.6 with 10 or 11.
+    lengths = ("{1,4}", "{1,8}", "{1,10}", "{1,12}", "{1,14}", "{1,16}", "{1,20}", "{1,30}", "+")
+    unescaped, whitespace = r'[^"\\\x00-\x1F\x7F]', r"[\x20\x0A\x0D\x09]+"
+    slices = [whitespace, *[unescaped + length for length in lengths]]
     return LLTokenizer(TokenizerWrapper(words), n_vocab=vocabulary_size, eos_token=list(end_token_ids), slices=slices)
 
 

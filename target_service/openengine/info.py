@@ -11,9 +11,8 @@ from target_service.api.admission import ServedModel
 from target_service.config import TargetConfig
 from target_service.core.events import EngineSnapshot
 
-# Of the contract that openengine.proto is a part of, and the commit that has it.
+# Of the contract that openengine.proto is a part of.
 SCHEMA_REVISION = 1
-SCHEMA_RELEASE = "01e549d0a893b6e1578ce1f90e19b0a97c9ba219"
 # Nothing is passed on between targets that read prompts and others that decode.
 CONNECTOR = pb.KvConnectorInfo(
     enabled=False, supports_remote_prefill=False, supports_decode_pull=False, supports_abort_cleanup=False
@@ -39,7 +38,8 @@ def server_info(config: TargetConfig, served: ServedModel, now: EngineSnapshot, 
         kv_connector=CONNECTOR,
         schema_revision=SCHEMA_REVISION,
         minimum_client_revision=SCHEMA_REVISION,
-        schema_release=SCHEMA_RELEASE,
+        # The commit that has it.
+        schema_release="01e549d0a893b6e1578ce1f90e19b0a97c9ba219",
         capacity=pb.DeploymentCapacity(
             kv_block_size=served.page_size,
             total_kv_blocks=now.pages_total,

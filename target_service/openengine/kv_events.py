@@ -5,8 +5,6 @@ from __future__ import annotations
 from outrider.openengine import openengine_pb2 as pb
 from outrider.v1 import target_pb2
 
-_WILDCARDS = ("", "*", "0.0.0.0", "::")
-
 
 def batch_of(batch: target_pb2.SubscribeKvEventsResponse, medium: pb.StorageMedium.ValueType) -> pb.KvEventBatch:
     """A batch with the same number. The tenants of blocks are left out: OpenEngine knows none."""
@@ -30,7 +28,7 @@ def source_at(address: str, kept: int) -> pb.KvEventSource:
         transport="grpc", data_parallel_rank=0, encoding="protobuf", schema_version=1, buffer_steps=kept
     )
     host, _, port = address.rpartition(":")
-    if port.isdigit() and host.strip("[]") not in _WILDCARDS:
+    if port.isdigit() and host.strip("[]") not in ("", "*", "0.0.0.0", "::"):
         source.endpoint_addr.CopyFrom(pb.KvEndpoint(host=host.strip("[]"), port=int(port), protocol="grpc"))
     return source
 

@@ -11,9 +11,6 @@ from dataclasses import dataclass, field
 from outrider.errors import SequenceExists, UnknownSequence
 from target_service.core.events import Sequences
 
-# Ids of requests that have ended, whose abort is no error. Chosen: seconds of a busy target.
-_MOST_ENDED = 4096
-
 
 @dataclass(eq=False)
 class OpenRequest:
@@ -50,7 +47,8 @@ class OpenRequests:
             if request.sequence_ids:
                 self._ended[key] = None
                 self._ended.move_to_end(key)
-                if len(self._ended) > _MOST_ENDED:
+                # Whose abort is no error. Chosen: seconds of a busy target.
+                if len(self._ended) > 4096:
                     self._ended.popitem(last=False)
 
     def cancel(self, request: OpenRequest) -> None:

@@ -18,8 +18,6 @@ _MOST_ID_BYTES = 256
 _ROUTING_KEY, _RANK_KEY, _PRIORITY_KEY = (
     f"openengine-{name}" for name in ("routing-key", "target-dp-rank", "priority")
 )
-# Names of the only backend of forms.
-_BACKENDS = ("", "guidance", "llguidance")
 # Fields of TargetService by the names that they have here, where those differ.
 _FIELDS = {
     "text": "prompt",
@@ -196,7 +194,7 @@ def _alternatives(response: Message, side: str) -> int | None:
 def _read_form(guided: pb.GuidedDecoding, asked: target_pb2.GenerateRequest) -> None:
     """Add the form that the output is kept to."""
     kind, form = guided.WhichOneof("guide"), asked.sampling.structured_output
-    if guided.backend not in _BACKENDS:
+    if guided.backend not in ("", "guidance", "llguidance"):
         raise InvalidField("guided.backend", "must be empty or llguidance, the only one here")
     if kind == "json_schema":
         form.json_schema = guided.json_schema

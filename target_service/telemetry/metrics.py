@@ -17,11 +17,7 @@ from target_service.core.sequence import SequenceRequest, SequenceTotals, StepSt
 # Seconds of a nanosecond: steps are timed in nanoseconds, metrics are in seconds as Prometheus has them.
 _NS = 1e-9
 _DRAFTED, _ACCEPTED = "outrider_spec_decode_num_drafts_per_depth", "outrider_spec_decode_num_accepted_tokens_per_depth"
-# Series that exist from the start, so that their first increase counts in a rate. Deeper paths are rare (a pass of a
-# trie or head commits two to four tokens); their series are added when they occur.
-_EXPECTED_DEPTHS = 16
 _SOURCES = ("draft", "lookup")
-_PREDICTED = ("accepted", "rejected")
 
 
 class PrometheusObserver:
@@ -55,11 +51,13 @@ class PrometheusObserver:
         self._step_rows = histogram("outrider_step_rows")
         phases = map(partial(histogram, "outrider_step_phase_seconds"), PHASES)
         self._wait, self._plan, self._launch, self._forward, self._verify, self._commit = phases
-        self._predicted = {outcome: count("outrider_prediction_tokens", outcome) for outcome in _PREDICTED}
+        self._predicted = {one: count("outrider_prediction_tokens", one) for one in ("accepted", "rejected")}
         self._lossy_requests, self._lossy_tokens = count("outrider_lossy_requests"), count("outrider_lossy_tokens")
+        # Series that exist from the start, so that their first increase counts in a rate. Deeper paths are rare (a pass
+        # of a trie or head commits two to four tokens); their series are added when they occur.
         for outcome in ("end_of_sequence", "stop", "length", "cancelled", LogitsNotFinite.reason):
             count("outrider_requests", outcome)
-        for place in range(_EXPECTED_DEPTHS):
+        for place in range(16):
             self._add_depth(place, 0, 0)
         self._switches = [count("outrider_speculation_switches", to) for to in ("off", "on")]
 

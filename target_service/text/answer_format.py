@@ -34,8 +34,6 @@ _TURN_BEGINS = (
     ),
     *("<|START_OF_TURN_TOKEN|><|CHATBOT_TOKEN|>", "<|start_of_role|>assistant<|end_of_role|>", "[/TOOL_RESULTS]"),
 )
-# A region's text as it stands: it can be streamed.
-_AS_IT_STANDS = {"content": "text", "content_args": {"strip": False}}
 _CALL = {"type": "function", "function": {"name": "{name}", "arguments": "{content}"}}
 
 
@@ -154,4 +152,6 @@ def _template(fields: Mapping[str, Any], call: CallText | None = None, call_id_l
 
 
 def _field(field: Mapping[str, Any]) -> dict[str, Any]:
-    return copy.deepcopy({**field} if "content" in field else {**_AS_IT_STANDS, **field})
+    # A region's text as it stands can be streamed.
+    as_it_stands = {"content": "text", "content_args": {"strip": False}}
+    return copy.deepcopy({**field} if "content" in field else {**as_it_stands, **field})

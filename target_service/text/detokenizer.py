@@ -16,9 +16,6 @@ from target_service.text.token_bytes import TokenBytes
 
 # What is shown for bytes that do not make a character.
 REPLACEMENT = "\ufffd"
-# Most tokens held back. A character takes at most four bytes; an output of bytes that never make one must not be held
-# back for ever, nor decoded from its start with every token.
-_LONGEST_PENDING = 32
 # Tokens of the prompt that are decoded before an answer, where its text may depend on them. Chosen: a word of single
 # bytes fits.
 PROMPT_TOKENS = 32
@@ -114,7 +111,9 @@ class WindowDetokenizer:
         self._ids.append(token)
         whole, known = self._decode(self._prefix), self._decode(self._prefix, self._read)
         uncertain = len(whole) <= len(known) or whole.endswith(REPLACEMENT)
-        if uncertain and len(self._ids) - self._read < _LONGEST_PENDING:
+        # A character takes at most four bytes; an output of bytes that never make one must not be held back for ever,
+        # nor decoded from its start with every token.
+        if uncertain and len(self._ids) - self._read < 32:
             return ""
         return self._take()
 

@@ -21,8 +21,6 @@ from target_service.text.tokenizer import ModelTokenizer
 # Of added tokens that are not marked as special, those that look like it: <|user|>, also with wide bars, [INST], and
 # the marks of thoughts and tools.
 _MARKER = re.compile("<[|\uff5c].*[|\uff5c]>|\\[/?[A-Z_]+\\]|</?(think|tool[a-z_]*)>")
-# Flags of added tokens by which their text would be found otherwise than it is replaced.
-_EXACT = {"normalized": False, "single_word": False, "special": True}
 
 
 class GuardedEncoder:
@@ -96,7 +94,9 @@ def _renamed(tokenizer: Tokenizer, names: Mapping[str, str]) -> Tokenizer:
     state = json.loads(tokenizer.to_str())
     for token in state["added_tokens"]:
         if token["content"] in names:
-            token.update(_EXACT, content=names[token["content"]])
+            # Otherwise their text would be found in other ways than it is replaced.
+            exact = {"normalized": False, "single_word": False, "special": True}
+            token.update(exact, content=names[token["content"]])
     _rename_in_model(state["model"], names)
     renamed = Tokenizer.from_str(json.dumps(state))
     for text, name in names.items():
