@@ -24,8 +24,6 @@ from outrider.settings import Settings, SettingsError
 from outrider.wire.frames import TreeLimits
 
 _NAME = re.compile(r"[A-Za-z_]\w*(?:\.[A-Za-z_]\w*)*:[A-Za-z_]\w*")
-_METHODS = ("start", "stop", "open", "advance", "propose", "close", "stats")
-_ATTRIBUTES = {"name": str, "limits": TreeLimits, "max_context": int, "vocabulary_size": int}
 _HINT = "docs/drafters.md has one of thirty lines"
 
 
@@ -81,7 +79,8 @@ def _current_folder_last() -> Iterator[None]:
 
 def _check_methods(name: str, found: type) -> None:
     """Raise `NotSupported` for missing methods. `Drafter` has defaults for all but `propose`."""
-    missing = [method for method in _METHODS if not callable(getattr(found, method, None))]
+    methods = ("start", "stop", "open", "advance", "propose", "close", "stats")
+    missing = [method for method in methods if not callable(getattr(found, method, None))]
     if "propose" not in missing and getattr(found, "propose", None) is Drafter.propose:
         missing.append("propose")
     if missing:
@@ -98,7 +97,8 @@ def _made(name: str, found: Callable[..., Any], settings: tuple[Any, ...]) -> Dr
     # The user's class may fail in any way.
     except Exception as error:
         raise NotSupported(f"{name}: it cannot be made: {_where(error)}") from None
-    for attribute, kind in _ATTRIBUTES.items():
+    attributes = {"name": str, "limits": TreeLimits, "max_context": int, "vocabulary_size": int}
+    for attribute, kind in attributes.items():
         if not isinstance(getattr(drafter, attribute, None), kind):
             raise NotSupported(f"{name}: it is no drafter: its {attribute} is no {kind.__name__}; {_HINT}")
     if not drafter.name:

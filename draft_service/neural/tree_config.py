@@ -18,9 +18,6 @@ _LEAST_LEVELS, _LEAST_WIDTH = 5, 4
 # (`2026-11-25-cpu-table-sizes.md`); but with twice as many, and more of a trie, trees of 8 sequences took 5.3 ms, not
 # 4.5, and came too late for one pass in twenty more (two H100, `2026-11-25-h100-widened-fourteenth.md`).
 _NODES_PER_EXPANDED = 7.5
-# Nodes of the first levels of a tree, which are sent to be in time: as many as whole trees had when that was measured
-# (`2026-11-23-h200-launched-at-once.md`). Chosen; larger ones take longer to encode and to read.
-_EARLY_NODES = 239
 
 
 @dataclass(frozen=True, slots=True)
@@ -60,7 +57,9 @@ class TreeShape:
     @property
     def early_nodes(self) -> int:
         """Most nodes of the levels that are sent early."""
-        return min(self.num_draft_tokens, _EARLY_NODES)
+        # They are sent to be in time: as many as whole trees had when that was measured
+        # (`2026-11-23-h200-launched-at-once.md`). Chosen; larger ones take longer to encode and to read.
+        return min(self.num_draft_tokens, 239)
 
     def for_sequences(self, count: int) -> TreeShape:
         """The shape of trees for `count` sequences together, such that drafting for all takes no longer than for one.

@@ -37,14 +37,13 @@ MAX_CLOCK = (1 << 31) - (1 << 20)
 MAX_LOAD = 0.7
 _MIX = np.uint64(0x9E3779B97F4A7C15)
 _SHIFT = np.uint64(32)
-_FOLD = np.uint64(29)
 
 
 @compiled
 def hash_of(parent: int, token: int) -> np.uint64:
     """A 64-bit hash of an edge: the upper half chooses the slot, the lower half is stored as its mark."""
     mixed = ((np.uint64(parent) << _SHIFT) | np.uint64(token)) * _MIX
-    return (mixed ^ (mixed >> _FOLD)) * _MIX
+    return (mixed ^ (mixed >> np.uint64(29))) * _MIX
 
 
 @compiled

@@ -72,31 +72,29 @@ class TrieConfig(Settings):
         return TreeLimits(self.num_draft_tokens, self.branch_length)
 
     def evidence(self) -> Evidence:
-        """Weights of the sources, fitted with `benchmarks/drafters/draft_quality.py`."""
+        """Weights of the sources: the sequence's own trie, its tenant's, and a shared corpus's.
+
+        All but half-lives were fitted together by random search with `benchmarks/drafters/draft_quality.py` on half of
+        its traces, for tokens per step at 8 and 16 rows and with the rows that pay;
+        benchmarks/results/2026-11-22-notes.md has those of the other half.
+        """
         trust = np.zeros((SOURCES, ESCAPE + self.max_match + 1))
-        trust[:, RECENCY] = RECENT
-        trust[:, PRECEDENCE] = EARLIER
+        # Extra occurrences of the most recent continuation.
+        trust[:, RECENCY] = (1.1, 0.45, 0.0)
+        # Tokens that are added to the match length of a source when sources compete.
+        trust[:, PRECEDENCE] = (1.0, 0.0, 0.0)
         trust[:, HALF_LIFE] = (NEVER_LOG2, self.half_life_log2, NEVER_LOG2)
         lengths = np.arange(1, self.max_match + 1)
-        for source, (scale, power, least) in enumerate(UNSEEN):
+        # Of unseen tokens after a context of so many tokens, in occurrences.
+        for source, (scale, power, least) in enumerate(((2.8, 0.85, 0.02), (18.0, 1.7, 0.01), (18.0, 1.7, 0.01))):
             trust[source, ESCAPE + 1 :] = scale * lengths**-power + least
-        spread = np.arange(1 + MAX_SIBLINGS, dtype=np.float64) ** SPREAD
+        # That weight grows with the number of different continuations to this power.
+        spread = np.arange(1 + MAX_SIBLINGS, dtype=np.float64) ** 1.25
         return Evidence(trust, spread, np.array([self.min_match, self.max_match, self.selection == "recent"], np.int64))
 
 
-# The next four were fitted together by random search with `benchmarks/drafters/draft_quality.py` on half of its traces,
-# for tokens per step at 8 and 16 rows and with the rows that pay; benchmarks/results/2026-11-22-notes.md has those of
-# the other half. Triples are of the sequence's own trie, its tenant's, a shared corpus's. Weight of unseen tokens after
-# a context of m tokens, in occurrences: scale * m**-power + least.
-UNSEEN = ((2.8, 0.85, 0.02), (18.0, 1.7, 0.01), (18.0, 1.7, 0.01))
-# Extra occurrences of the most recent continuation.
-RECENT = (1.1, 0.45, 0.0)
-# Tokens that are added to the match length of a source when sources compete.
-EARLIER = (1.0, 0.0, 0.0)
-# The weight of unseen tokens grows with the number of different continuations to this power.
-SPREAD = 1.25
 # The half-life of tries that do not forget with age, a sequence's own and a shared corpus: counts halve every 2**30
 # tokens. A sequence ends long before, and the clock has 32 bits.
 NEVER_LOG2 = 30
-# How far the Gumbel-max draw over relative frequencies is trusted to be the target's. Fitted likewise.
+# How far the Gumbel-max draw over relative frequencies is trusted to be the target's. Fitted as the weights of sources.
 GUMBEL_SHARPNESS = 0.5

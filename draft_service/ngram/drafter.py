@@ -29,13 +29,9 @@ from outrider.tree import TokenTree
 from outrider.wire.frames import CorpusInfo, TreeLimits
 
 log = logging.getLogger(__name__)
-# Committed tokens are taught to the tenant's trie in pieces of this size, to spare the queue.
-_PIECE = 16
 # Seconds until a snapshot without a deleted corpus is written. Chosen, not measured: until then a crash would bring the
 # corpus back, and many deletions must not write the disk more often.
 _FORGET_SECONDS = 30.0
-# Below this temperature the target's distribution is a point, and raising frequencies further only overflows.
-_COLDEST = 0.1
 
 
 @dataclass(slots=True)
@@ -168,7 +164,8 @@ class NgramDrafter(Drafter):
         """Teach what is long enough. Only after all trees are made, since the learning thread would compete for the
         interpreter."""
         for sequence in sequences:
-            if len(sequence.token_ids) - sequence.state.inserted >= _PIECE:
+            # In pieces, to spare the queue.
+            if len(sequence.token_ids) - sequence.state.inserted >= 16:
                 self._insert_new(sequence)
 
     def add_corpus(self, tenant: str, corpus: str, token_ids: Sequence[int]) -> CorpusGrowth:
@@ -308,7 +305,8 @@ class _Held:
 
 def _gumbel_max_power(sequence: DraftSequence) -> float:
     """The exponent on probabilities in the Gumbel-max draw of a sampled sequence."""
-    return 1.0 / max(sequence.sampling.temperature or 1.0, _COLDEST)
+    # Below 0.1 the target's distribution is a point, and raising frequencies further only overflows.
+    return 1.0 / max(sequence.sampling.temperature or 1.0, 0.1)
 
 
 def _as_tokens(token_ids: Sequence[int]) -> Tokens:

@@ -12,8 +12,6 @@ from draft_service.ngram.eviction import copy_survivors, enter_all, slots_for, s
 
 # A full trie is cut to this share, so that cuts are rare.
 _KEEP_SHARE = 0.75
-# Tokens inserted per hold of the lock: readers wait for at most about a quarter of a millisecond.
-_CHUNK = 128
 _EMPTY = np.zeros(0, dtype=np.int32)
 
 
@@ -37,8 +35,9 @@ class NgramTrie:
         self.lock = threading.Lock()
         self.evictions = 0
         self.used = 1
-        # Four pieces at least between two cuts, however small the trie.
-        self._chunk = min(_CHUNK, max(1, (capacity - 1) // (4 * depth)))
+        # Tokens inserted per hold of the lock: readers wait for about a quarter of a millisecond at most. Four pieces
+        # at least between two cuts, however small the trie.
+        self._chunk = min(128, max(1, (capacity - 1) // (4 * depth)))
         rows = min(max(first_rows, 2 * depth), capacity)
         self._use(np.zeros((rows, COLUMNS), dtype=np.int32), np.zeros(slots_for(rows), dtype=np.int64))
 
