@@ -85,7 +85,7 @@ class ReadBackRecurrence(TreeRecurrence):
         starts, prefixes = tensors.query_starts.tolist(), tensors.prefix_lengths.tolist()
         trees = trees_of(starts, tensors.causal.tolist(), tensors.parents.tolist())
         laid_out = replace(batch, query_starts=tuple(starts), prefix_lengths=tuple(prefixes), parents=tuple(trees))
-        plan = self._form.plan(laid_out, tensors.slots.tolist(), states)
+        plan = self.form.plan(laid_out, tensors.slots.tolist(), states)
         places = functional.pad(plan.node_slots, (0, batch.rows - laid_out.rows), value=-1)
         return replace(plan, batch=batch, node_slots=places)
 

@@ -28,7 +28,7 @@ from benchmarks.shared.report import median_and_spread, parser_of, show, write_j
 from target_service.model.forward import ForwardInput
 from target_service.model.runner import ModelRunner
 from tree_kernels.attention import AttentionBatch
-from tree_kernels.recurrence import RecurrencePlan
+from tree_kernels.recurrence import RecurrencePlan, RecurrentPass
 
 ROWS = (128, 512, 2048, 8192)
 # Layers whose launches follow one another in a measurement: their memory is more than the cache's.
@@ -56,8 +56,9 @@ class PromptLayers(DeltaLayers):
         return captured_us([partial(self._run, plan, layer, self.inputs, self.gates) for layer in range(_LAYERS)])
 
     def _output(self, plan: RecurrencePlan) -> torch.Tensor:
-        convolved = self.recurrence.convolve(plan, self.states, 0, self.inputs, self.gates, self.convolution)
-        return self.recurrence.mix(plan, self.states, 0, convolved, self.gates, self.layout)
+        of_pass = RecurrentPass(self.recurrence, plan, self.states)
+        convolved = of_pass.convolve(0, self.inputs, self.gates, self.convolution)
+        return of_pass.mix(0, convolved, self.gates, self.layout)
 
     def peer_us(self) -> tuple[float, float, float]:
         """Of flash-linear-attention's launches, and how far its outputs are from ours, relative. Raises `ImportError`

@@ -25,6 +25,7 @@ from tree_kernels.attention import AttentionBatch
 from tree_kernels.recurrence import (
     HeadsLayout,
     RecurrencePlan,
+    RecurrentPass,
     RecurrentStates,
     ShortConvolution,
     StateRule,
@@ -73,8 +74,9 @@ class DeltaLayers:
         return captured_us([partial(self._run, plan, layer, inputs, gates) for layer in range(self.count)])
 
     def _run(self, plan: RecurrencePlan, layer: int, inputs: torch.Tensor, gates: torch.Tensor) -> None:
-        convolved = self.recurrence.convolve(plan, self.states, layer, inputs, gates, self.convolution)
-        self.recurrence.mix(plan, self.states, layer, convolved, gates, self.layout)
+        of_pass = RecurrentPass(self.recurrence, plan, self.states)
+        convolved = of_pass.convolve(layer, inputs, gates, self.convolution)
+        of_pass.mix(layer, convolved, gates, self.layout)
 
 
 def tree_batch(sequences: int, rows: int) -> AttentionBatch:

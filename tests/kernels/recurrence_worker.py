@@ -18,6 +18,7 @@ from torch import Tensor
 from tree_kernels.attention import AttentionBatch
 from tree_kernels.recurrence import (
     HeadsLayout,
+    RecurrentPass,
     RecurrentStates,
     ShortConvolution,
     SpaceOutput,
@@ -165,15 +166,14 @@ class Compared:
         made = []
         for form, states in zip(self.forms, self.states, strict=True):
             plan = form.plan(batch, (1, 2, 3), states)
+            of_pass = RecurrentPass(form, plan, states)
             early = gates[:, : self.case.shape.early_gates]
-            convolved = form.convolve(plan, states, 1, inputs, early, self.convolution)
+            convolved = of_pass.convolve(1, inputs, early, self.convolution)
             mixed = convolved.rows
             if self.case.shape.selective:
-                mixed = form.scan(plan, states, 1, convolved, gates, queries, self.decay)
-            elif self.case.shape.keyed:
-                mixed = form.mix_keyed(plan, states, 1, convolved, gates, self.layout)
+                mixed = of_pass.scan(1, convolved, gates, queries, self.decay)
             elif self.case.shape.heads:
-                mixed = form.mix(plan, states, 1, convolved, gates, self.layout)
+                mixed = of_pass.mix(1, convolved, gates, self.layout)
             made.append((convolved.rows.float(), mixed.float(), plan.node_slots))
         for place, (form_, count) in enumerate(zip(forms, counts, strict=True)):
             if count:

@@ -16,6 +16,7 @@ from torch import Tensor
 from tree_kernels.attention import AttentionBatch
 from tree_kernels.recurrence import (
     HeadsLayout,
+    RecurrentPass,
     RecurrentStates,
     ShortConvolution,
     StateRule,
@@ -88,15 +89,14 @@ class Layer:
         both, tree = tokens + self.tokens(1), None if isinstance(form, int) else form
         batch = AttentionBatch((0, rows, rows + 1), (prefix, 5), ((0,),) * 2, 1 << 20, (tree, None))
         plan = self.recurrence.plan(batch, (slot, BESIDE), self.states)
+        of_pass = RecurrentPass(self.recurrence, plan, self.states)
         early = both.gates[:, : self.shape.early_gates]
-        convolved = self.recurrence.convolve(plan, self.states, 1, both.inputs, early, self.convolution)
+        convolved = of_pass.convolve(1, both.inputs, early, self.convolution)
         made = convolved.rows
         if self.shape.selective:
-            made = self.recurrence.scan(plan, self.states, 1, convolved, both.gates, both.queries, self.decay)
-        elif self.shape.keyed:
-            made = self.recurrence.mix_keyed(plan, self.states, 1, convolved, both.gates, self.layout)
+            made = of_pass.scan(1, convolved, both.gates, both.queries, self.decay)
         elif self.shape.heads:
-            made = self.recurrence.mix(plan, self.states, 1, convolved, both.gates, self.layout)
+            made = of_pass.mix(1, convolved, both.gates, self.layout)
         return made[:rows]
 
     def accept(self, prefix: int, form: Form, last: int) -> list[int]:

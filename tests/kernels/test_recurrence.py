@@ -16,6 +16,7 @@ from tree_kernels.attention import AttentionBatch
 from tree_kernels.pages import OutOfPages
 from tree_kernels.recurrence import (
     HeadsLayout,
+    RecurrentPass,
     RecurrentStates,
     ShortConvolution,
     StateRule,
@@ -59,9 +60,9 @@ class Layer:
         self, batch: AttentionBatch, slots: tuple[int, ...], inputs: Tensor, gates: Tensor
     ) -> tuple[Tensor, Tensor]:
         """The convolution's outputs and those of the heads."""
-        plan = self.recurrence.plan(batch, slots, self.states)
-        convolved = self.recurrence.convolve(plan, self.states, 1, inputs, gates, self.convolution)
-        return convolved.rows, self.recurrence.mix(plan, self.states, 1, convolved, gates, self.layout)
+        of_pass = RecurrentPass(self.recurrence, self.recurrence.plan(batch, slots, self.states), self.states)
+        convolved = of_pass.convolve(1, inputs, gates, self.convolution)
+        return convolved.rows, of_pass.mix(1, convolved, gates, self.layout)
 
 
 def batch_of(prefixes: list[int], parents: list[tuple[int, ...] | int]) -> AttentionBatch:
@@ -231,7 +232,7 @@ def test_what_does_not_fit_is_refused() -> None:
     plan = layer.recurrence.plan(batch_of([0], [1]), (1,), layer.states)
     inputs, gates = layer.tokens(2)
     with pytest.raises(ValueError, match="expected inputs"):
-        layer.recurrence.convolve(plan, layer.states, 0, inputs, gates, layer.convolution)
+        RecurrentPass(layer.recurrence, plan, layer.states).convolve(0, inputs, gates, layer.convolution)
     with pytest.raises(ValueError, match="at least one tap"):
         StateShape(1, 0)
 

@@ -15,6 +15,7 @@ from torch import Tensor
 from tree_kernels.attention import AttentionBatch
 from tree_kernels.recurrence import (
     HeadsLayout,
+    RecurrentPass,
     RecurrentStates,
     ShortConvolution,
     StateRule,
@@ -57,10 +58,10 @@ class Scan:
 
     def run(self, batch: AttentionBatch, slots: tuple[int, ...], tokens: list[Tensor]) -> Tensor:
         inputs, gates, queries = tokens
-        plan = self.recurrence.plan(batch, slots, self.states)
+        of_pass = RecurrentPass(self.recurrence, self.recurrence.plan(batch, slots, self.states), self.states)
         early = inputs.new_empty(len(inputs), 0)
-        convolved = self.recurrence.convolve(plan, self.states, 1, inputs, early, self.convolution)
-        return self.recurrence.scan(plan, self.states, 1, convolved, gates, queries, self.decay)
+        convolved = of_pass.convolve(1, inputs, early, self.convolution)
+        return of_pass.scan(1, convolved, gates, queries, self.decay)
 
     def alone(self, text: list[Tensor]) -> Tensor:
         return scan_text(convolve_text(text[0], self.convolution), text[1], text[2], self.decay)
@@ -152,9 +153,9 @@ def test_keyed_states_of_every_row_are_those_of_its_path() -> None:
         inputs = torch.randn(batch.rows, KEYED.channels, generator=random)
         gates = torch.rand(batch.rows, KEYED.gates, generator=random)
         gates[:, : KEYED.heads * KEYED.key_width] *= -2
-        plan = recurrence.plan(batch, (slot,), states)
-        convolved = recurrence.convolve(plan, states, 0, inputs, gates[:, :0], convolution)
-        mixed = recurrence.mix_keyed(plan, states, 0, convolved, gates, LAYOUT)
+        of_pass = RecurrentPass(recurrence, recurrence.plan(batch, (slot,), states), states)
+        convolved = of_pass.convolve(0, inputs, gates[:, :0], convolution)
+        mixed = of_pass.mix(0, convolved, gates, LAYOUT)
         for row in range(batch.rows):
             path = path_to(form, row)
             whole = [torch.cat([old, own[path]]) for old, own in zip(text, (inputs, gates), strict=True)]
@@ -164,4 +165,4 @@ def test_keyed_states_of_every_row_are_those_of_its_path() -> None:
         states.move_nodes(slot, [prefix + row for row in accepted], range(prefix, prefix + len(accepted)))
         text = [torch.cat([old, own[accepted]]) for old, own in zip(text, (inputs, gates), strict=True)]
     with pytest.raises(ValueError, match="expected 8 gates of keyed states"):
-        recurrence.mix_keyed(plan, states, 0, convolved, gates[:, 1:], LAYOUT)
+        of_pass.mix(0, convolved, gates[:, 1:], LAYOUT)

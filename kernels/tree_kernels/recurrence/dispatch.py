@@ -1,4 +1,4 @@
-"""Recurrent layers over trees: `plan` once per step, then `convolve` and `mix` once per layer."""
+"""Recurrent layers over trees: `plan` once per step, then `RecurrentPass.convolve` and `mix` once per layer."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from torch import Tensor
 
 from tree_kernels.attention.batch import AttentionBatch
 from tree_kernels.recurrence.gating import SpaceOutput
-from tree_kernels.recurrence.states import RecurrentStates
+from tree_kernels.recurrence.states import LayerStates, RecurrentStates
 from tree_kernels.recurrence.torch_backend import TorchRecurrence
 from tree_kernels.recurrence.types import Convolved, HeadsLayout, RecurrencePlan, ShortConvolution
 
@@ -35,19 +35,20 @@ class TreeRecurrence:
         if backend not in get_args(RecurrenceBackend):
             raise ValueError(f"expected a backend among {get_args(RecurrenceBackend)}, got {backend!r}")
         self.backend = backend
-        self._form: TorchRecurrence | TritonRecurrence = TorchRecurrence(torch.device(device))
+        # What computes, without checks.
+        self.form: TorchRecurrence | TritonRecurrence = TorchRecurrence(torch.device(device))
         if backend == "triton":
             # Only here: Triton may be absent.
             from tree_kernels.recurrence.triton_backend import TritonRecurrence
 
-            self._form = TritonRecurrence(torch.device(device))
+            self.form = TritonRecurrence(torch.device(device))
 
     @property
     def capturable(self) -> TritonRecurrence:
         """The triton backend, for captured steps. `ValueError` for any other."""
         if self.backend != "triton":
             raise ValueError(f"only the triton backend runs in captured steps, this is {self.backend}")
-        return cast("TritonRecurrence", self._form)
+        return cast("TritonRecurrence", self.form)
 
     def plan(self, batch: AttentionBatch, slots: Sequence[int], states: RecurrentStates) -> RecurrencePlan:
         """Do the index work of one step, which has to run then: keys before it count as folded.
@@ -63,138 +64,83 @@ class TreeRecurrence:
         batch.check()
         if len(slots) != batch.sequences:
             raise ValueError(f"expected {batch.sequences} slots of states, got {len(slots)}")
-        return self._form.plan(batch, slots, states)
-
-    def convolve(
-        self,
-        plan: RecurrencePlan,
-        states: RecurrentStates,
-        layer: int,
-        inputs: Tensor,
-        gates: Tensor,
-        convolution: ShortConvolution,
-    ) -> Convolved:
-        """Convolve the inputs of a layer's rows with those of their ancestors, take accepted tokens' inputs into the
-        window, and keep the rows' inputs and gates.
-
-        Args:
-            plan: what `plan` of this object returned for this step.
-            states: where sequences' states are.
-            layer: counted among recurrent layers.
-            inputs: [R, C], of the states' dtype.
-            gates: [R, G] fp32, and [R, 0] of selective scans and of keyed states.
-            convolution: the layer's.
-        """
-        expected = plan.batch.rows, states.shape.channels
-        if inputs.shape != expected or gates.shape != (plan.batch.rows, states.shape.early_gates):
-            raise ValueError(
-                f"expected inputs {list(expected)} and {states.shape.early_gates} gates of each, "
-                f"got {list(inputs.shape)} and {list(gates.shape)}"
-            )
-        return self._form.convolve(plan, states, layer, inputs, gates, convolution)
-
-    def mix(
-        self,
-        plan: RecurrencePlan,
-        states: RecurrentStates,
-        layer: int,
-        convolved: Convolved,
-        gates: Tensor,
-        layout: HeadsLayout,
-    ) -> Tensor:
-        """Fold accepted tokens into a layer's states, and read the states at every row: [R, H, Dv] in the dtype of the
-        inputs.
-
-        Args:
-            plan, states, layer, gates: as given to `convolve`.
-            convolved: what that returned.
-            layout: how heads are made of it.
-        """
-        return self._form.mix(plan, states, layer, convolved, gates, layout)
-
-    def scan(
-        self,
-        plan: RecurrencePlan,
-        states: RecurrentStates,
-        layer: int,
-        convolved: Convolved,
-        gates: Tensor,
-        queries: Tensor,
-        decay: Tensor,
-    ) -> Tensor:
-        """Fold accepted tokens into a selective layer's states, read the states at every row, and keep the rows' gates:
-        [R, C] fp32. See `reference.scan_text`.
-
-        Args:
-            plan, states, layer: as given to `convolve`.
-            convolved: what that returned, of which the rows are values.
-            gates: [R, C + K * N] fp32, each channel's step and the keys of K groups of channels.
-            queries: [R, K * N] fp32.
-            decay: [C, N] fp32, negative.
-        """
-        if gates.shape != (plan.batch.rows, states.shape.gates) or not states.shape.selective:
-            raise ValueError(f"expected {states.shape.gates} gates of a selective layer, got {list(gates.shape)}")
-        return self._form.scan(plan, states, layer, convolved, gates, queries, decay)
-
-    def mix_keyed(
-        self,
-        plan: RecurrencePlan,
-        states: RecurrentStates,
-        layer: int,
-        convolved: Convolved,
-        gates: Tensor,
-        layout: HeadsLayout,
-    ) -> Tensor:
-        """As `mix`, of states each number of whose keys decays by itself, and keep the rows' gates. See
-        `reference.run_keyed_text`.
-
-        Args:
-            plan, states, layer, convolved: as given to `mix`.
-            gates: [R, H * Dk + H] fp32.
-            layout: how heads are made of it, without heads that share keys.
-        """
-        shape = states.shape
-        if gates.shape != (plan.batch.rows, shape.gates) or not shape.keyed or layout.key_heads != shape.heads:
-            raise ValueError(f"expected {shape.gates} gates of keyed states, got {list(gates.shape)}")
-        return self._form.mix_keyed(plan, states, layer, convolved, gates, layout)
+        return self.form.plan(batch, slots, states)
 
     def delta_gates(self, product: Tensor, decay: Tensor, bias: Tensor) -> Tensor:
         """See `gating.delta_gates`. The last dimension of `product` is contiguous."""
-        return self._form.delta_gates(product, decay, bias)
+        return self.form.delta_gates(product, decay, bias)
 
     def gated_heads(self, mixed: Tensor, gate: Tensor, weight: Tensor, epsilon: float) -> Tensor:
         """See `gating.gated_heads`. The last dimension of `gate` is contiguous, and all others are."""
-        return self._form.gated_heads(mixed, gate, weight, epsilon)
+        return self.form.gated_heads(mixed, gate, weight, epsilon)
 
     def space_gates(self, product: Tensor, decay: Tensor, bias: Tensor, limits: tuple[float, float]) -> Tensor:
         """See `gating.space_gates`. The last dimension of `product` is contiguous."""
-        return self._form.space_gates(product, decay, bias, limits)
+        return self.form.space_gates(product, decay, bias, limits)
 
     def space_output(self, mixed: Tensor, values: Tensor, gate: Tensor, of: SpaceOutput) -> Tensor:
         """See `gating.space_output`. The last dimension of `values` and of `gate` is contiguous, and all others are."""
-        return self._form.space_output(mixed, values, gate, of)
+        return self.form.space_output(mixed, values, gate, of)
 
 
 @dataclass(frozen=True, slots=True)
 class RecurrentPass:
-    """What every recurrent layer of one pass needs."""
+    """What every recurrent layer of one pass needs: the layer's inputs are convolved, and then mixed or scanned."""
 
     recurrence: TreeRecurrence
     plan: RecurrencePlan
     states: RecurrentStates
 
     def convolve(self, layer: int, inputs: Tensor, gates: Tensor, convolution: ShortConvolution) -> Convolved:
-        """See `TreeRecurrence.convolve`."""
-        return self.recurrence.convolve(self.plan, self.states, layer, inputs, gates, convolution)
+        """Convolve the inputs of a layer's rows with those of their ancestors, take accepted tokens' inputs into the
+        window, and keep the rows' inputs and gates.
+
+        Args:
+            layer: counted among recurrent layers.
+            inputs: [R, C], of the states' dtype.
+            gates: [R, G] fp32, and [R, 0] of selective scans and of keyed states.
+            convolution: the layer's.
+        """
+        shape, rows = self.states.shape, self.plan.batch.rows
+        if inputs.shape != (rows, shape.channels) or gates.shape != (rows, shape.early_gates):
+            raise ValueError(
+                f"expected inputs {[rows, shape.channels]} and {shape.early_gates} gates of each, "
+                f"got {list(inputs.shape)} and {list(gates.shape)}"
+            )
+        return self.recurrence.form.convolve(self._at(layer), inputs, gates, convolution)
 
     def mix(self, layer: int, convolved: Convolved, gates: Tensor, layout: HeadsLayout) -> Tensor:
-        """See `TreeRecurrence.mix`."""
-        return self.recurrence.mix(self.plan, self.states, layer, convolved, gates, layout)
+        """Fold accepted tokens into a layer's states, and read the states at every row: [R, H, Dv] in the dtype of the
+        inputs. Of keyed states, keep the rows' gates too; see `reference.run_keyed_text`.
+
+        Args:
+            layer: as given to `convolve`.
+            convolved: what that returned.
+            gates: as given to it; of keyed states [R, H * Dk + H] fp32.
+            layout: how heads are made of it; of keyed states without heads that share keys.
+        """
+        shape, form = self.states.shape, self.recurrence.form
+        if not shape.keyed:
+            return form.mix(self._at(layer), convolved, gates, layout)
+        if gates.shape != (self.plan.batch.rows, shape.gates) or layout.key_heads != shape.heads:
+            raise ValueError(f"expected {shape.gates} gates of keyed states, got {list(gates.shape)}")
+        return form.mix_keyed(self._at(layer), convolved, gates, layout)
 
     def scan(self, layer: int, convolved: Convolved, gates: Tensor, queries: Tensor, decay: Tensor) -> Tensor:
-        """See `TreeRecurrence.scan`."""
-        return self.recurrence.scan(self.plan, self.states, layer, convolved, gates, queries, decay)
+        """Fold accepted tokens into a selective layer's states, read the states at every row, and keep the rows' gates:
+        [R, C] fp32. See `reference.scan_text`.
 
-    def mix_keyed(self, layer: int, convolved: Convolved, gates: Tensor, layout: HeadsLayout) -> Tensor:
-        """See `TreeRecurrence.mix_keyed`."""
-        return self.recurrence.mix_keyed(self.plan, self.states, layer, convolved, gates, layout)
+        Args:
+            layer: as given to `convolve`.
+            convolved: what that returned, of which the rows are values.
+            gates: [R, C + K * N] fp32, each channel's step and the keys of K groups of channels.
+            queries: [R, K * N] fp32.
+            decay: [C, N] fp32, negative.
+        """
+        shape = self.states.shape
+        if gates.shape != (self.plan.batch.rows, shape.gates) or not shape.selective:
+            raise ValueError(f"expected {shape.gates} gates of a selective layer, got {list(gates.shape)}")
+        return self.recurrence.form.scan(self._at(layer), convolved, gates, queries, decay)
+
+    def _at(self, layer: int) -> LayerStates:
+        return LayerStates(self.plan, self.states, layer)

@@ -13,14 +13,14 @@ the state before, and the inputs up to the page end and further. The longer stat
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
-from typing import Protocol
+from typing import NamedTuple, Protocol
 
 import torch
 
 from tree_kernels.device_event import DeviceEvent
 from tree_kernels.lazy_memory import lazy_zeros
 from tree_kernels.pages import OutOfPages
-from tree_kernels.recurrence.types import StateShape
+from tree_kernels.recurrence.types import RecurrencePlan, StateShape
 
 
 class StatesMirror(Protocol):
@@ -187,3 +187,11 @@ class RecurrentStates:
     def __str__(self) -> str:
         kept = f" and {len(self.kept_slots)} copies" if self.kept_slots else ""
         return f"recurrent states of {self._sequences} sequences{kept}, {self.sequence_bytes:,} bytes each"
+
+
+class LayerStates(NamedTuple):
+    """The states of one layer in one step."""
+
+    plan: RecurrencePlan
+    states: RecurrentStates
+    layer: int

@@ -23,7 +23,7 @@ from tree_kernels.attention.batch import AttentionBatch
 from tree_kernels.attention.tree_mask import ancestor_mask
 from tree_kernels.recurrence.gating import SpaceOutput, delta_gates, gated_heads, space_gates, space_output
 from tree_kernels.recurrence.reference import split_heads
-from tree_kernels.recurrence.states import RecurrentStates
+from tree_kernels.recurrence.states import LayerStates, RecurrentStates
 from tree_kernels.recurrence.torch_selective import fold_tokens, keyed_behind, mix_keyed_nodes, scan_known, scan_nodes
 from tree_kernels.recurrence.types import Convolved, HeadsLayout, RecurrencePlan, ShortConvolution, StateRule
 
@@ -97,15 +97,8 @@ class TorchRecurrence:
             spans.append(SpanOfRows(start, start + rows, source, slot, prefix, max(0, folded), mask, parents))
         return TorchRecurrencePlan(batch, torch.tensor(places, dtype=torch.int32, device=self._device), spans)
 
-    def convolve(
-        self,
-        plan: RecurrencePlan,
-        states: RecurrentStates,
-        layer: int,
-        inputs: Tensor,
-        gates: Tensor,
-        convolution: ShortConvolution,
-    ) -> TorchConvolved:
+    def convolve(self, at: LayerStates, inputs: Tensor, gates: Tensor, convolution: ShortConvolution) -> TorchConvolved:
+        plan, states, layer = at
         assert isinstance(plan, TorchRecurrencePlan)
         output, folded = torch.zeros_like(inputs), []
         for span in plan.spans:
@@ -132,15 +125,8 @@ class TorchRecurrence:
             window.copy_(read[kept - len(window) : kept].clone())
         return TorchConvolved(output, folded)
 
-    def mix(
-        self,
-        plan: RecurrencePlan,
-        states: RecurrentStates,
-        layer: int,
-        convolved: Convolved,
-        gates: Tensor,
-        layout: HeadsLayout,
-    ) -> Tensor:
+    def mix(self, at: LayerStates, convolved: Convolved, gates: Tensor, layout: HeadsLayout) -> Tensor:
+        plan, states, layer = at
         assert isinstance(plan, TorchRecurrencePlan) and isinstance(convolved, TorchConvolved)
         shape, rows = states.shape, convolved.rows
         output = rows.new_zeros(len(rows), shape.heads, shape.value_width)
@@ -165,16 +151,8 @@ class TorchRecurrence:
                 state.copy_(added)
         return output
 
-    def scan(
-        self,
-        plan: RecurrencePlan,
-        states: RecurrentStates,
-        layer: int,
-        convolved: Convolved,
-        gates: Tensor,
-        queries: Tensor,
-        decay: Tensor,
-    ) -> Tensor:
+    def scan(self, at: LayerStates, convolved: Convolved, gates: Tensor, queries: Tensor, decay: Tensor) -> Tensor:
+        plan, states, layer = at
         assert isinstance(plan, TorchRecurrencePlan) and isinstance(convolved, TorchConvolved)
         values = convolved.rows.float()
         output = torch.zeros_like(values)
@@ -192,15 +170,8 @@ class TorchRecurrence:
             states.gates[layer, span.slot, places, 0] = own[1]
         return output
 
-    def mix_keyed(
-        self,
-        plan: RecurrencePlan,
-        states: RecurrentStates,
-        layer: int,
-        convolved: Convolved,
-        gates: Tensor,
-        layout: HeadsLayout,
-    ) -> Tensor:
+    def mix_keyed(self, at: LayerStates, convolved: Convolved, gates: Tensor, layout: HeadsLayout) -> Tensor:
+        plan, states, layer = at
         assert isinstance(plan, TorchRecurrencePlan) and isinstance(convolved, TorchConvolved)
         shape, rows = states.shape, convolved.rows
         output = rows.new_zeros(len(rows), shape.heads, shape.value_width)

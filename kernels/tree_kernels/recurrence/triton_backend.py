@@ -16,7 +16,7 @@ from torch import Tensor
 
 from tree_kernels.attention.batch import AttentionBatch
 from tree_kernels.recurrence.gating import SpaceOutput
-from tree_kernels.recurrence.states import RecurrentStates
+from tree_kernels.recurrence.states import LayerStates, RecurrentStates
 from tree_kernels.recurrence.triton_gating import (
     delta_gates_kernel,
     gated_heads_kernel,
@@ -132,14 +132,9 @@ class TritonRecurrence:
         return TritonRecurrencePlan(batch, node_slots, tensors, pending, sources, targets, words, depths, rows)
 
     def convolve(
-        self,
-        plan: RecurrencePlan,
-        states: RecurrentStates,
-        layer: int,
-        inputs: Tensor,
-        gates: Tensor,
-        convolution: ShortConvolution,
+        self, at: LayerStates, inputs: Tensor, gates: Tensor, convolution: ShortConvolution
     ) -> TritonConvolved:
+        plan, states, layer = at
         assert isinstance(plan, TritonRecurrencePlan)
         shape, tensors, count = states.shape, plan.tensors, plan.batch.sequences
         if inputs.stride(-1) != 1:
@@ -166,15 +161,8 @@ class TritonRecurrence:
             )  # fmt: skip
         return TritonConvolved(output, inputs, folded, folded_gates)
 
-    def mix(
-        self,
-        plan: RecurrencePlan,
-        states: RecurrentStates,
-        layer: int,
-        convolved: Convolved,
-        gates: Tensor,
-        layout: HeadsLayout,
-    ) -> Tensor:
+    def mix(self, at: LayerStates, convolved: Convolved, gates: Tensor, layout: HeadsLayout) -> Tensor:
+        plan, states, layer = at
         assert isinstance(plan, TritonRecurrencePlan) and isinstance(convolved, TritonConvolved)
         shape, tensors, rows, gates = states.shape, plan.tensors, convolved.rows, gates.contiguous()
         output, inputs = rows.new_empty(len(rows), shape.heads, shape.value_width), convolved.inputs
@@ -195,16 +183,8 @@ class TritonRecurrence:
         )  # fmt: skip
         return output
 
-    def scan(
-        self,
-        plan: RecurrencePlan,
-        states: RecurrentStates,
-        layer: int,
-        convolved: Convolved,
-        gates: Tensor,
-        queries: Tensor,
-        decay: Tensor,
-    ) -> Tensor:
+    def scan(self, at: LayerStates, convolved: Convolved, gates: Tensor, queries: Tensor, decay: Tensor) -> Tensor:
+        plan, states, layer = at
         assert isinstance(plan, TritonRecurrencePlan) and isinstance(convolved, TritonConvolved)
         shape, tensors, rows, ring = states.shape, plan.tensors, convolved.rows, states.gates[layer]
         output, count = torch.empty_like(rows, dtype=torch.float32), plan.batch.sequences
@@ -230,15 +210,8 @@ class TritonRecurrence:
         self._keep_gates(plan, states, layer, gates)
         return output
 
-    def mix_keyed(
-        self,
-        plan: RecurrencePlan,
-        states: RecurrentStates,
-        layer: int,
-        convolved: Convolved,
-        gates: Tensor,
-        layout: HeadsLayout,
-    ) -> Tensor:
+    def mix_keyed(self, at: LayerStates, convolved: Convolved, gates: Tensor, layout: HeadsLayout) -> Tensor:
+        plan, states, layer = at
         assert isinstance(plan, TritonRecurrencePlan) and isinstance(convolved, TritonConvolved)
         shape, tensors, rows = states.shape, plan.tensors, convolved.rows
         output = rows.new_empty(len(rows), shape.heads, shape.value_width)

@@ -318,7 +318,7 @@ class KimiDeltaAttention(nn.Module):
         of_pass: RecurrentPass = step.recurrent
         early = gates[:, :0]
         convolved = of_pass.convolve(self.state_layer, inputs, early, ShortConvolution(self.weight, silu=True))
-        return of_pass.mix_keyed(self.state_layer, convolved, gates, self.layout)
+        return of_pass.mix(self.state_layer, convolved, gates, self.layout)
 
     def slots(self, names: WeightNames, copy: Copy) -> Iterator[WeightSlot]:
         """Slots of the layer's tensors."""
