@@ -31,7 +31,7 @@ class GenerationEndpoint(Endpoint, Generic[Request, Built]):
         # The bytes stay counted, once for each call that carries them.
         call.held.grow_to(size * request.choices)
         call.line.request = request
-        builder = await self._models.response_builder(request, self._build)
+        builder = self._models.response_builder(request, self._build)
         call.writer.failure = builder.failure
         call.line.results = await self._answer(call, request, builder)
 

@@ -9,7 +9,6 @@ import time
 from collections import OrderedDict
 from collections.abc import Callable
 from functools import partial
-from typing import Generic, TypeVar
 
 from outrider.admission.newest_waits import NewestWaits
 from outrider.errors import InvalidField, OutriderError, PermissionDenied, Unauthenticated
@@ -24,23 +23,22 @@ logger = logging.getLogger(__name__)
 _REMEMBERED = 4096
 # Longer than a target delays a refusal.
 _ASK_SECONDS = 15.0
-Value = TypeVar("Value")
 # A caller's tenant, or what makes its refusal: an exception is raised once.
 Found = str | Callable[[], Refused]
 
 
-class Remembered(Generic[Value]):
+class Remembered:
     """What was last found out, for so many seconds and so many keys."""
 
     def __init__(self, seconds: float, most: int, clock: Callable[[], float]) -> None:
         self._seconds, self._most, self._clock = seconds, most, clock
-        self._entries: OrderedDict[bytes, tuple[Value, float]] = OrderedDict()
+        self._entries: OrderedDict[bytes, tuple[Found, float]] = OrderedDict()
 
-    def get(self, key: bytes) -> Value | None:
+    def get(self, key: bytes) -> Found | None:
         value, until = self._entries.get(key, (None, 0.0))
         return value if self._clock() < until else None
 
-    def put(self, key: bytes, value: Value) -> None:
+    def put(self, key: bytes, value: Found) -> None:
         self._entries[key] = value, self._clock() + self._seconds
         self._entries.move_to_end(key)
         if len(self._entries) > self._most:
@@ -58,8 +56,8 @@ class KnownCallers:
         self._targets = targets
         # How long an answer holds. A token that is revoked meanwhile is still refused by the target, for each request;
         # one that was given out meanwhile is refused here for so long. Chosen.
-        self._tenants: Remembered[Found] = Remembered(60.0, _REMEMBERED, clock)
-        self._refusals: Remembered[Found] = Remembered(2.0, _REMEMBERED, clock)
+        self._tenants = Remembered(60.0, _REMEMBERED, clock)
+        self._refusals = Remembered(2.0, _REMEMBERED, clock)
         self._asking: dict[bytes, asyncio.Task[Found]] = {}
         # Questions at once, far fewer than the streams of a connection to a target: those about wrong tokens are
         # answered late.

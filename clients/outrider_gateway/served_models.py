@@ -34,14 +34,12 @@ class ServedModels:
         known = [target.info.max_context - 1 for target in self._targets.usable if target.info is not None]
         return max(known, default=MOST_CONTEXT)
 
-    async def response_builder(self, request: Request, build: BuildAnswer[Request, Built]) -> Built:
+    def response_builder(self, request: Request, build: BuildAnswer[Request, Built]) -> Built:
         """The builder of a request's JSON, of this kind."""
         known = [target.info for target in self._targets.usable if target.info is not None]
         info = next((info for info in known if answers_to(info.names, request.model)), known[0] if known else None)
-        texts = TokenTexts()
-        if info is None:
-            return build(request, request.model, texts, ())
-        return build(request, info.model, texts, info.end_token_ids)
+        model, ends = (request.model, ()) if info is None else (info.model, info.end_token_ids)
+        return build(request, model, TokenTexts(), ends)
 
     async def models(self, caller: HttpCaller) -> list[dict[str, Any]]:
         """Every model that usable targets serve, asked in the caller's name. Raises `Refused`."""

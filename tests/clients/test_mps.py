@@ -305,7 +305,7 @@ gpus, sys.argv = int(sys.argv[1]), ["outrider", *sys.argv[2:]]
 mps.PROBE = ""
 mps.DEFAULT_PIPES = mps.Path("/nowhere")
 services.visible_gpus = lambda: gpus
-services.service_argv = lambda name, *flags: (
+services.module_command = lambda name, *flags: (
     sys.executable, "-c", SERVICE, flags[1], " ".join(("hello from", name, *flags))
 )
 sys.exit(main())

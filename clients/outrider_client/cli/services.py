@@ -16,13 +16,14 @@ from outrider.consoles import error_console
 from outrider.model_store import MODEL_STORE
 from outrider.named_heads import named_settings
 from outrider.ports import port_refusal
+from outrider.processes.python import module_command
 from outrider.roles import missing_for
 from outrider.runtime import run
 from outrider.settings import CONFIG_VARIABLE, SettingsError, settings_file
 from outrider_client.cli.base import Command, CommandFailed, options
 from outrider_client.local.mps import TAKE_TURNS, Mps
 from outrider_client.local.placement import GpuPlacement, place, visible_gpus
-from outrider_client.local.stack import given, private_directory, service_argv
+from outrider_client.local.stack import given, private_directory
 from outrider_client.local.supervisor import ServiceCommand, Supervisor
 from outrider_client.terminal.options import ClientOptions, UpOptions, flag_words
 
@@ -49,7 +50,7 @@ def _up(arguments: argparse.Namespace) -> int:
 
         def target_with(draft: str) -> ServiceCommand:
             flags = given(listen=listen, draft=draft, model=up.model, dtype=up.dtype)
-            argv = service_argv("target_service", *flags, *shared, *placed.target, *target_words)
+            argv = module_command("target_service", *flags, *shared, *placed.target, *target_words)
             # A drafter in its process reads the file that the environment names.
             environment = {CONFIG_VARIABLE: str(path)} if path else {}
             return ServiceCommand("target", argv, listen, environment, reach.secret(), reach.tls_options())
@@ -58,7 +59,7 @@ def _up(arguments: argparse.Namespace) -> int:
         if up.drafter != "none":
             address = up.draft_listen or f"unix:{directory / 'draft.sock'}"
             flags = (*given(listen=address, drafter=up.drafter), *shared, *placed.draft, *draft_words)
-            draft = ServiceCommand("draft", service_argv("draft_service", *flags), address)
+            draft = ServiceCommand("draft", module_command("draft_service", *flags), address)
         # Others may want to reach a draft whose address is named.
         if placed.shared and not apart:
             drafter = up.drafter or named["draft", "drafter"]
@@ -77,7 +78,7 @@ def _up(arguments: argparse.Namespace) -> int:
                 # A CPU makes fewer tokens than one process writes.
                 flags += ("--workers", "1")
             flags = (*flags, *flag_words(up.gateway_flags))
-            gateway = ServiceCommand("gateway", service_argv("outrider_gateway", *flags), http)
+            gateway = ServiceCommand("gateway", module_command("outrider_gateway", *flags), http)
         emit = partial(_emit, error_console())
         mps = up.mps and not placed.in_pass
         return _supervise(Supervisor(target, draft, emit, gateway=gateway, alone=alone), placed, mps)

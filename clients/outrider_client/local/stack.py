@@ -28,11 +28,6 @@ class ServiceFailed(Exception):
         self.tail = tuple(tail)
 
 
-def service_argv(service: str, *flags: str) -> tuple[str, ...]:
-    """The command line of the module `draft_service` or `target_service`, under this interpreter."""
-    return module_command(service, *flags)
-
-
 def given(**flags: str) -> tuple[str, ...]:
     """Flags with a value; empty ones are left to the service's own settings."""
     return tuple(word for name, value in flags.items() if value for word in (f"--{name}", value))
@@ -98,7 +93,7 @@ class Stack(AsyncClosing):
         address = self.address(name)
         # What is shown of a service that failed.
         tail: deque[str] = deque(maxlen=30)
-        child = await Child.start(name, service_argv(service, "--listen", address, *flags), tail.append)
+        child = await Child.start(name, module_command(service, "--listen", address, *flags), tail.append)
         self._children[name] = child, tail
         try:
             # Chosen: a large model may load for minutes.
