@@ -32,6 +32,10 @@ _YARN: dict[str, Any] = {
 _GROUPS: dict[str, Any] = {"n_routed_experts": 8, "n_group": 4, "topk_group": 2, "num_experts_per_tok": 3}
 V2 = _WIDTHS | _EXPERTS
 V3 = _WIDTHS | _EXPERTS | {"q_lora_rank": 24, "routed_scaling_factor": 2.5}
+LONGCAT = V3 | {
+    "num_layers": 2, "num_hidden_layers": 4, "head_dim": 8, "ffn_hidden_size": 64, "expert_ffn_hidden_size": 16,
+    "moe_topk": 3, "zero_expert_num": 3,
+}  # fmt: skip
 CHECKPOINTS: dict[str, tuple[str, dict[str, Any]]] = {
     "v2, one query projection": ("deepseek_v2", V2),
     "v2, yarn, query latents, groups": (

@@ -11,7 +11,8 @@ class WeightNames:
     """Names of modules; `.weight` and `.bias` are added. Where several names stand, the tensors lie one above another
     in one product; a single name there is a checkpoint's own merged tensor.
 
-    Below `layer`, names are relative to it; "{layer}" and "{expert}" stand for their numbers.
+    Below `layer`, names are relative to it; "{layer}" and "{expert}" stand for their numbers, "{half}" for 0 and 1 in
+    turn where a published layer is two.
     """
 
     embedding: str = "model.embed_tokens"
@@ -21,7 +22,7 @@ class WeightNames:
     head_transform: str = "lm_head.dense"
     head_norm: str = "lm_head.norm"
     layer: str = "model.layers.{layer}."
-    numbers: tuple[int, ...] = ()  # of the layers, where not all that are published are read
+    numbers: tuple[int, ...] = ()  # of the layers, where not all that are published are read, or some are two
     positions: str = ""  # of the table of vectors that are added by position
     # Weights of attention's and the MLP's products have inputs before outputs.
     by_columns: bool = False
@@ -141,5 +142,5 @@ class WeightNames:
 
     def in_layer(self, name: str, layer: int, expert: int = 0) -> str:
         """The whole name of what `name` is in a layer."""
-        layer = self.published_number(layer)
-        return (self.layer + name).format(layer=layer, expert=expert)
+        number = self.published_number(layer)
+        return (self.layer + name).format(layer=number, half=layer % 2, expert=expert)

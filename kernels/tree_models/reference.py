@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import copy
 import re
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
 from functools import cache
 from inspect import signature
@@ -18,13 +18,13 @@ from tree_kernels.attention import AttentionBatch, AttentionVariant, TreeAttenti
 from tree_kernels.recurrence import RecurrentPass, RecurrentStates, TreeRecurrence
 from tree_models.agreement import TOLERANCE
 from tree_models.building import build
-from tree_models.families import describe
+from tree_models.families import Description, describe
 from tree_models.layers.decoder import Decoder
 from tree_models.layers.paged import PagedPass, expanded_shape
 from tree_models.layers.placing import Placement
 from tree_models.layers.rotary import RotaryEmbedding
 from tree_models.names import WeightNames
-from tree_models.spec import AttentionSpec, DecoderSpec, LatentSpec, RecurrentSpec, RotarySpec
+from tree_models.spec import AttentionSpec, LatentSpec, LayerSpec, RecurrentSpec, RotarySpec
 from tree_models.weights.checkpoint import TensorsInMemory, TensorSource
 from tree_models.weights.joined_parts import joined
 
@@ -113,6 +113,9 @@ def layers_that_differ(decoder: Decoder, config: Any, source: TensorSource) -> l
     inner = _body(model)
     for kind in dict.fromkeys(decoder.spec.layers):
         index = decoder.spec.layers.index(kind)
+        if index and decoder.spec.layers[index - 1].ahead is not None:
+            # Compared with the one before it, which adds to it.
+            continue
         own = _made(inner, decoder.names.published_number(index), decoder.device).to(decoder.dtype)
         _fill(own, decoder, index, source)
         mine, expected = _outputs(own, inner, config, decoder, index)
@@ -171,7 +174,10 @@ def _fill(own: nn.Module, decoder: Decoder, layer: int, source: TensorSource) ->
             continue
         if whole not in stored and name.endswith((".experts.gate_up_proj", ".experts.up_proj", ".experts.down_proj")):
             of = names.expert_gate_up if name.endswith("up_proj") else (names.expert_down,)
-            memory.copy_(_stacked([[names.in_layer(one, layer, e) for one in of] for e in range(len(memory))], source))
+            every = [[names.in_layer(one, layer, e) for one in of] for e in range(len(memory))]
+            # transformers has memory for experts without weights too.
+            made = _stacked([each for each in every if f"{each[0]}.weight" in stored], source)
+            memory[: len(made)] = made
             continue
         if whole not in stored:
             whole = names.in_layer(_published_name(name, names), layer)
@@ -262,7 +268,8 @@ def _outputs(own: Any, inner: Any, config: Any, decoder: Decoder, index: int) ->
     if isinstance(spec, AttentionSpec | LatentSpec):
         heads, *widths = expanded_shape(spec)
         place = (layer.attention or layer.shared.attention).cache_layer
-        cache.keys[place], cache.values[place] = (hidden.new_zeros(1, _ROWS, heads, width) for width in widths)
+        for kept in (place, place + 1) if layer.spec.ahead is not None else (place,):
+            cache.keys[kept], cache.values[kept] = (hidden.new_zeros(1, _ROWS, heads, width) for width in widths)
     given: dict[str, Any] = {}
     if layer.shared is not None:
         vectors = torch.randn(_ROWS, decoder.hidden_size, generator=generator).to(hidden)
@@ -302,6 +309,8 @@ def _outputs(own: Any, inner: Any, config: Any, decoder: Decoder, index: int) ->
     plan = attention.plan(_batch())
     step = PagedPass(attention, plan, positions, cache, _recurrent_pass(decoder))
     found = layer(hidden, decoder.angles_of(index, positions), step, None, vectors)
+    if layer.spec.ahead is not None:
+        found = decoder.layers[index + 1](found, decoder.angles_of(index + 1, positions), step)
     return found - hidden, expected - hidden
 
 
@@ -350,11 +359,11 @@ def surroundings_that_differ(config: Any) -> list[str]:
         vectors = decoder.layer_inputs(words, embedded)
         if not all(_close(vectors[:, index], own["per_layer_input"][0]) for index, own in enumerate(seen.layers)):
             found.append("vectors of layers")
-    found += [f"the mask of layer {index}" for index in _masks_that_differ(description.spec, seen.layers)]
+    found += [f"the mask of layer {index}" for index in _masks_that_differ(description, seen.layers)]
     last = min(max(_PLACES), description.spec.max_positions - 1)
     places = torch.tensor([min(place, last) for place in _PLACES])
     turned, _ = _without_layers(small, words, places)
-    return found + [f"the angles of layer {index}" for index in _angles_that_differ(description.spec, turned, places)]
+    return found + [f"the angles of layer {index}" for index in _angles_that_differ(description, turned, places)]
 
 
 def _without_layers(config: Any, words: Tensor, places: Tensor) -> tuple[SimpleNamespace, Any]:
@@ -408,10 +417,20 @@ def _close(found: Tensor, expected: Tensor) -> bool:
     return float((found - expected).abs().max()) <= _CLOSE * float(expected.abs().max())
 
 
-def _masks_that_differ(spec: DecoderSpec, given: Sequence[dict[str, Any]]) -> list[int]:
+def _with_given(
+    description: Description, given: Sequence[dict[str, Any]]
+) -> Iterator[tuple[int, LayerSpec, dict[str, Any]]]:
+    """Our layers by number, and what transformers' layers that compute something are given; one may be two of ours."""
+    layers = description.spec.layers
+    numbers = [description.names.published_number(index) for index in range(len(layers))]
+    by_number = dict(zip(dict.fromkeys(numbers), given, strict=True))
+    return ((index, layer, by_number[numbers[index]]) for index, layer in enumerate(layers))
+
+
+def _masks_that_differ(description: Description, given: Sequence[dict[str, Any]]) -> list[int]:
     """Layers by number; MPT's masks are of what is hidden."""
     found = []
-    for index, (layer, arguments) in enumerate(zip(spec.layers, given, strict=True)):
+    for index, layer, arguments in _with_given(description, given):
         if not isinstance(layer.attention, AttentionSpec | LatentSpec):
             continue
         mask = arguments.get("causal_mask", arguments.get("attention_mask"))
@@ -425,9 +444,9 @@ def _masks_that_differ(spec: DecoderSpec, given: Sequence[dict[str, Any]]) -> li
     return found
 
 
-def _angles_that_differ(spec: DecoderSpec, seen: SimpleNamespace, places: Tensor) -> list[int]:
+def _angles_that_differ(description: Description, seen: SimpleNamespace, places: Tensor) -> list[int]:
     found = []
-    for index, (layer, arguments) in enumerate(zip(spec.layers, seen.layers, strict=True)):
+    for index, layer, arguments in _with_given(description, seen.layers):
         turning, given = layer.rotary, arguments.get("position_embeddings")
         if turning is None or given is None or not any(turning.frequencies):
             continue

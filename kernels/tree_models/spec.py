@@ -27,6 +27,7 @@ class NormSpec:
     kind: Literal["rms", "layer"]
     epsilon: float
     offset: float = 0.0  # added to the stored weight: Gemma and Nemotron store a weight less one
+    scale: float = 1.0  # of the stored weight
     weight: bool = True
     bias: bool = False
 
@@ -120,6 +121,7 @@ class LatentSpec:
     query_latent: int | None = None  # width of the queries' latent; None where one product makes them
     bias: bool = False  # of the products that make latents, and of the last
     latent_epsilon: float = 1e-6
+    latent_scale: float = 1.0  # of the normed latent, of which keys and values are products
 
     @property
     def query_width(self) -> int:
@@ -320,6 +322,7 @@ class ExpertsSpec:
     latent: int = 0  # width that experts read and write, between two products of the rows; 0 where that is the rows'
     shared: MLPSpec | None = None  # for every row
     shared_gate: bool = False  # whose output is weighed by the sigmoid of a product
+    idle: int = 0  # behind the others, of which rows come back as they are
     weighs_inputs: bool = False  # a row is multiplied by the weight of its only expert before that reads it (Llama 4)
 
 
@@ -415,6 +418,8 @@ class LayerSpec:
     residual_scale: float = 1.0  # of what attention and MLP add
     normed_residual: NormedResidualSpec | None = None
     beside: StateSpaceSpec | SelectiveSpec | None = None  # what reads the same rows as attention, and is added with it
+    # Experts that read what the MLP does; what they make is added behind the next layer (LongCat's shortcut).
+    ahead: ExpertsSpec | None = None
     added_input: AddedInputSpec | None = None
     scaled: bool = False  # the layer's output is multiplied by a stored number
     streams: StreamsSpec | None = None

@@ -9,6 +9,7 @@ from pathlib import Path
 import pytest
 from classic_models import CLASSIC
 from conftest import make_tiny
+from latent_models import LONGCAT
 from recurrent_models import RECURRENT
 from text_parts import TEXT_PARTS
 from transformers import LlamaConfig
@@ -39,11 +40,12 @@ FAMILIES = [kind for row in rows("| families |") for kind in re.findall(r"`([\w-
 REFUSALS = [said for row in rows("| it says |") for said in re.findall(r"`([^`]+)`", row[0])]
 # Their tiny models have as many key heads as query heads, as all of the family have.
 OLDER = {"deepseek_v3", "axk1"}
+_LONGCAT = "longcat_flash", LONGCAT
 
 
 @pytest.mark.parametrize("family", FAMILIES)
 def test_a_family_that_is_named_is_served(family: str) -> None:
-    known = (*RECURRENT.values(), *WINDOWED.values(), *CLASSIC.values(), *TEXT_PARTS.values())
+    known = (*RECURRENT.values(), *WINDOWED.values(), *CLASSIC.values(), *TEXT_PARTS.values(), _LONGCAT)
     own_settings = next((settings for kind, settings in known if kind == family), {})
     model = make_tiny(family, **({"num_key_value_heads": 4} if family in OLDER else own_settings))
     check_supported(model.config, model)

@@ -13,7 +13,7 @@ import pytest
 import torch
 from classic_models import CLASSIC
 from conftest import make_tiny
-from latent_models import V2, V3
+from latent_models import LONGCAT, V2, V3
 from recurrent_models import RECURRENT
 from text_parts import TEXT_PARTS
 from thread_ranks import ThreadRank, on_ranks
@@ -130,6 +130,7 @@ TINY_MODELS: dict[str, tuple[str, dict[str, Any]]] = {
     ),
     "deepseek_v3": ("deepseek_v3", V3 | SIGMOID),
     "axk1": ("axk1", V3 | SIGMOID),
+    "longcat_flash": ("longcat_flash", LONGCAT),
     "deepseek_v3, halves": ("deepseek_v3", V3 | {"q_lora_rank": None, "rope_interleave": False}),
     "glm4_moe_lite": ("glm4_moe_lite", V3 | SIGMOID),
     "glm4_moe_lite, listed": (

@@ -89,6 +89,7 @@ FAMILIES: Mapping[str, Family] = {
     "lfm2_moe": recurrent.lfm2_moe,
     "llama": llama.llama,
     "llama4_text": llama.llama4,
+    "longcat_flash": deepseek.longcat_flash,
     "mamba": recurrent.mamba,
     "mamba2": recurrent.mamba2,
     "mellum": qwen.qwen3_moe,

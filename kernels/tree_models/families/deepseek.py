@@ -1,5 +1,5 @@
 """DeepSeek V2, V3 and R1, Kimi K2, and the families with their latent attention: GLM-4.7-Flash, A.X-K1, Youtu,
-MiniCPM3, Kimi Linear."""
+MiniCPM3, Kimi Linear, LongCat-Flash."""
 
 from __future__ import annotations
 
@@ -30,6 +30,22 @@ _KIMI = WeightNames(
     expert_down=f"{_EXPERTS}experts.{{expert}}.w2",
     shared_gate_up=(f"{_EXPERTS}shared_experts.gate_proj", f"{_EXPERTS}shared_experts.up_proj"),
     shared_down=f"{_EXPERTS}shared_experts.down_proj",
+)
+_HALF = "self_attn.{half}."
+_LONGCAT = WeightNames(
+    before_attention="input_layernorm.{half}",
+    before_mlp="post_attention_layernorm.{half}",
+    query_latent=f"{_HALF}q_a_proj",
+    query_latent_norm=f"{_HALF}q_a_layernorm",
+    query_expanding=f"{_HALF}q_b_proj",
+    latent=f"{_HALF}kv_a_proj_with_mqa",
+    latent_norm=f"{_HALF}kv_a_layernorm",
+    expanding=f"{_HALF}kv_b_proj",
+    out=f"{_HALF}o_proj",
+    gate_up=("mlps.{half}.gate_proj", "mlps.{half}.up_proj"),
+    down="mlps.{half}.down_proj",
+    router="mlp.router.classifier",
+    correction="mlp.router.e_score_correction_bias",
 )
 
 
@@ -77,6 +93,32 @@ def minicpm3(config: Any) -> Description:
     )
     scales = {"embedding_scale": float(config.scale_emb), "logits_scale": 1.0 / float(config.logits_scaling)}
     return Description(decoder(config, [one] * count, norm, **scales), WeightNames())
+
+
+def longcat_flash(config: Any) -> Description:
+    """LongCat-Flash: each layer is two, and experts beside the first one's MLP are added behind the second. Some
+    experts give back what they read."""
+    norm, hidden, count = rms_norm(config), int(config.hidden_size), int(config.n_routed_experts)
+    # Of the latents of queries, which scores grow with, and of keys and values.
+    of_queries, of_keys = ((hidden / int(width)) ** 0.5 for width in (config.q_lora_rank, config.kv_lora_rank))
+    attending = latent_attention(config, interleaved=True)
+    attending = replace(attending, scaling=attending.scaling * of_queries, latent_scale=of_keys)
+    experts = ExpertsSpec(
+        count=count,
+        top_k=int(config.moe_topk),
+        width=int(config.expert_ffn_hidden_size),
+        router=RouterSpec(renormalised=False, correction=True, scaling=float(config.routed_scaling_factor), wide=True),
+        activation=activation(config),
+        idle=int(config.zero_expert_num or 0),
+    )
+    second = layer(attending, mlp(config, int(config.ffn_hidden_size), bias=False), norm)
+    layers = [replace(second, ahead=experts), second] * int(config.num_layers)
+    idle = "|".join(str(expert) for expert in range(count, count + experts.idle))
+    names = replace(_LONGCAT, numbers=tuple(index // 2 for index in range(len(layers))))
+    if idle:
+        # transformers writes weights for them.
+        names = replace(names, ignored=(*names.ignored, rf"model\.layers\.\d+\.mlp\.experts\.({idle})\..*"))
+    return Description(decoder(config, layers, norm), names)
 
 
 def kimi_linear(config: Any) -> Description:

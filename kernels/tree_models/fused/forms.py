@@ -124,6 +124,8 @@ def parts_of(layer: DecoderLayer) -> LayerParts | None:
     mixer, out, fed, added = None, None, None, None
     if layer.beside is not None or spec.normed_residual is not None or spec.streams or spec.laurel:
         return None
+    if spec.ahead is not None:
+        return None
     if attention is not None:
         product: Any = attention.out
         mixer, out = mixer_of(attention), product.plain
@@ -194,11 +196,16 @@ def _mlp_parts(mlp: MLP) -> MLPParts | None:
 
 
 def _expert_parts(experts: MixtureOfExperts) -> ExpertParts | None:
-    """The parts of experts; None where they read a latent or weighed rows, or a weighed MLP for every row has a bias at
-    its end."""
+    """The parts of experts; None where they read a latent or weighed rows, some are idle, or a weighed MLP for all rows
+    has a bias at its end."""
     shared = None if experts.shared is None else _mlp_parts(experts.shared)
     gate = None if experts.shared_gate is None else experts.shared_gate.plain
-    if experts.spec.weighs_inputs or experts.latent_in is not None or (shared is None) != (experts.shared is None):
+    if (
+        experts.spec.weighs_inputs
+        or experts.spec.idle
+        or experts.latent_in is not None
+        or (shared is None) != (experts.shared is None)
+    ):
         return None
     if (gate is None) != (experts.shared_gate is None) or (gate and shared and shared.down.bias is not None):
         return None

@@ -50,7 +50,8 @@ _Mixer = HeadAttention | LatentHeads | StateMixer
 
 
 class DecoderLayer(nn.Module):
-    """See `LayerSpec`: [R, H] -> [R, H], or [R, N, H] -> [R, N, H] of N streams."""
+    """See `LayerSpec`: [R, H] -> [R, H], or [R, N, H] -> [R, N, H] of N streams. Between a layer with experts ahead and
+    the next one rows are [R, 2, H]."""
 
     def __init__(
         self,
@@ -94,6 +95,7 @@ class DecoderLayer(nn.Module):
         norms = spec.before_attention, spec.after_attention, spec.before_mlp, spec.after_mlp
         made = (None if norm is None else Normalization(norm, hidden_size, place) for norm in norms)
         self.before_attention, self.after_attention, self.before_mlp, self.after_mlp = made
+        self.ahead = MixtureOfExperts(spec.ahead, hidden_size, layer, place) if spec.ahead else None
         self.added_input = AddedInput(spec.added_input, hidden_size, place) if spec.added_input else None
         self.scale = place.empty(1) if spec.scaled else None
         self.laurel = AugmentedResidual(spec.laurel, hidden_size, place) if spec.laurel else None
@@ -110,7 +112,9 @@ class DecoderLayer(nn.Module):
         """[R, H] -> [R, H], or of streams. `given` [R, read_vectors * H] is what attention reads in place of normed
         hidden rows, `vectors` [R, W] what the layer adds where it has an added input."""
         if self.streams is None:
+            hidden, late = hidden.unbind(1) if hidden.dim() == 3 else (hidden, None)
             hidden = self._halves(hidden, angles, step, given, vectors)
+            hidden = hidden if late is None else hidden + late
             if self.added_input is not None:
                 hidden = hidden + self.added_input(hidden, vectors)
         else:
@@ -129,7 +133,8 @@ class DecoderLayer(nn.Module):
         given: Tensor | None,
         embedded: Tensor | None = None,
     ) -> Tensor:
-        """[R, H] -> [R, H]: attention and MLP, or what reads the output of a block that is shared."""
+        """[R, H] -> [R, H]: attention and MLP, or what reads the output of a block that is shared. [R, 2, H] with what
+        the next layer is to add."""
         if self.shared is not None:
             assert self.beside is not None and self.before_attention is not None and embedded is not None, "of a block"
             read = self.before_attention(hidden + self.shared(hidden, embedded, angles, step))
@@ -156,6 +161,9 @@ class DecoderLayer(nn.Module):
             if normed is not None:
                 hidden, fed = rows * normed.mlp[0], fed * normed.mlp[1]
             hidden = self._added(hidden, fed, self.after_mlp, summed=summed)
+        if self.ahead is not None:
+            made: Tensor = self.ahead(rows)
+            return torch.stack([hidden, made if self._ranks is None else self._ranks.summed(made)], dim=1)
         return hidden
 
     def _added(self, residual: Tensor, output: Tensor, norm: Normalization | None, *, summed: bool = False) -> Tensor:
@@ -194,6 +202,8 @@ class DecoderLayer(nn.Module):
             yield from self.streams.slots(names, layer, copy)
         if self.scale is not None:
             yield in_place(names.in_layer(names.layer_scale, layer), self.scale, copy)
+        if self.ahead is not None:
+            yield from self.ahead.slots(names, copy)
         if self.mlp is not None and not isinstance(self.mlp, MLP):
             yield from self.mlp.slots(names, copy)
         elif self.mlp is not None:

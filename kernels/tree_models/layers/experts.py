@@ -30,7 +30,7 @@ class TopKRouter(nn.Module):
 
     def __init__(self, spec: ExpertsSpec, hidden_size: int, place: Placement) -> None:
         super().__init__()
-        each, rest = divmod(spec.count, spec.router.groups)
+        each, rest = divmod(spec.count + spec.idle, spec.router.groups)
         if rest or spec.top_k > each * spec.router.top_groups:
             chosen = (
                 f"{spec.top_k} of {spec.count} experts, from {spec.router.top_groups} of {spec.router.groups} groups"
@@ -41,12 +41,13 @@ class TopKRouter(nn.Module):
         self.routing = None if spec.router.scores == "sparsemixer" else _routing(spec.router, spec.top_k)
         # In fp32 where it is multiplied so, and where other numbers are multiplied into it.
         dtype = torch.float32 if spec.router.wide or spec.router.norm else place.dtype
-        self.weight = place.empty(spec.count, hidden_size, dtype=dtype)
+        count = spec.count + spec.idle
+        self.weight = place.empty(count, hidden_size, dtype=dtype)
         self.norm = Normalization(spec.router.norm, hidden_size, place) if spec.router.norm else None
-        self.expert_scales = place.empty(spec.count) if spec.router.expert_scales else None
-        self.bias = place.empty(spec.count, dtype=torch.float32) if spec.router.bias else None
+        self.expert_scales = place.empty(count) if spec.router.expert_scales else None
+        self.bias = place.empty(count, dtype=torch.float32) if spec.router.bias else None
         # In fp32, since it decides between close scores.
-        self.correction = place.empty(spec.count, dtype=torch.float32) if spec.router.correction else None
+        self.correction = place.empty(count, dtype=torch.float32) if spec.router.correction else None
 
     def choose(self, rows: ScaledRows, experts: RowExperts) -> Chosen:
         """The experts of normed rows [R, H], or with a norm of its own of rows that are not normed."""
@@ -125,6 +126,8 @@ class MixtureOfExperts(nn.Module):
     def __init__(self, spec: ExpertsSpec, hidden_size: int, layer: int, place: Placement) -> None:
         super().__init__()
         self.spec, self.layer = spec, layer
+        # Rows that come back are added once.
+        self._returns = bool(spec.idle) and (place.ranks is None or place.ranks.rank == 0)
         self.router = TopKRouter(spec, hidden_size, place)
         inner, made = spec.latent or hidden_size, 2 * spec.width if spec.gated else spec.width
         self.gate_up = place.empty(spec.count, made, inner)
@@ -167,8 +170,14 @@ class MixtureOfExperts(nn.Module):
         if self.spec.weighs_inputs:
             scaled = ScaledRows((rows * chosen.weights).to(rows.dtype), None, 0.0)
             chosen = replace(chosen, weights=torch.ones_like(chosen.weights))
-        output: Tensor = self.op.mix(scaled, chosen, self.weights)[0]
-        return output
+        output: Tensor
+        if not self.spec.idle:
+            output = self.op.mix(scaled, chosen, self.weights)[0]
+            return output
+        idle = chosen.experts >= self.spec.count
+        kept = Chosen(chosen.experts.masked_fill(idle, 0), chosen.weights.masked_fill(idle, 0.0))
+        output = self.op.mix(scaled, kept, self.weights)[0]
+        return output + rows * (chosen.weights - kept.weights).sum(-1, True).to(rows.dtype) if self._returns else output
 
     def slots(self, names: WeightNames, copy: Copy) -> Iterator[WeightSlot]:
         """Slots of the layer's tensors."""

@@ -57,7 +57,7 @@ class LatentHeads(nn.Module):
             self.latents = Linear(hidden_size, [spec.query_latent, latents], place, bias=spec.bias)
             self.query_latent_norm = Normalization(norm, spec.query_latent, place)
             self.query_expanding = Linear(spec.query_latent, [queries], place)
-        self.latent_norm = Normalization(norm, spec.latent, place)
+        self.latent_norm = Normalization(replace(norm, scale=spec.latent_scale), spec.latent, place)
         # Absorbed, it is not multiplied as a whole.
         whole = replace(place, packed=False) if place.latent else place
         self.expanding = Linear(spec.latent, [spec.heads * (spec.plain + spec.value)], whole)

@@ -48,14 +48,17 @@ class Normalization(nn.Module):
         """Slots of `name`'s weight and bias."""
         for suffix, memory in (("weight", self.weight), ("bias", self.bias)):
             if memory is not None:
-                yield self._slot(f"{name}.{suffix}", memory, copy, self.spec.offset if suffix == "weight" else 0.0)
+                changes = (self.spec.offset, self.spec.scale) if suffix == "weight" else (0.0, 1.0)
+                yield self._slot(f"{name}.{suffix}", memory, copy, *changes)
 
-    def _slot(self, name: str, memory: Tensor, copy: Copy, offset: float) -> WeightSlot:
+    def _slot(self, name: str, memory: Tensor, copy: Copy, offset: float, scale: float) -> WeightSlot:
+        as_stored = (offset, scale) == (0.0, 1.0)
+
         def write(tensors: Sequence[Tensor]) -> None:
             (tensor,) = tensors
-            copy(memory, tensor + offset if offset else tensor)
+            copy(memory, tensor if as_stored else (tensor + offset) * scale)
 
-        held = None if offset else memory.detach()
+        held = memory.detach() if as_stored else None
         return WeightSlot({name: TensorSpec(tuple(memory.shape), memory.dtype)}, write, held)
 
 

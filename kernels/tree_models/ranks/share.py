@@ -64,7 +64,7 @@ def share_of(spec: DecoderSpec, names: WeightNames, rank: int, ranks: int) -> Ra
         for name, cut in divided[layer][1]:
             if names.by_columns and name.endswith(".weight") and isinstance(cut, Spans):
                 cut = replace(cut, dimension=1 - cut.dimension)
-            numbers = range(len(spec.layers)) if layer.shared is not None else _experts(layer.mlp, name)
+            numbers = range(len(spec.layers)) if layer.shared is not None else _experts(layer.ahead or layer.mlp, name)
             cuts |= {names.in_layer(name, index, number): cut for number in numbers}
     layers = tuple(divided[layer][0] for layer in spec.layers)
     divided_spec = replace(spec, vocabulary_size=tokens, layers=layers, layer_inputs=inputs, unread_tokens=0)
@@ -107,7 +107,11 @@ class _Divider:
         if mlp is not None:
             mlp, of_mlp = self._mlp(mlp)
             cuts += of_mlp
-        return replace(layer, attention=mixer, mlp=mlp, beside=beside, shared=block), cuts
+        ahead = layer.ahead
+        if ahead is not None:
+            ahead, of_ahead = self._mixture(ahead)
+            cuts += of_ahead
+        return replace(layer, attention=mixer, mlp=mlp, beside=beside, shared=block, ahead=ahead), cuts
 
     def _mixer(self, spec: _MixerSpec) -> tuple[_MixerSpec, _Cuts]:
         if isinstance(spec, AttentionSpec):
