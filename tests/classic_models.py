@@ -25,6 +25,10 @@ CLASSIC: dict[str, tuple[str, dict[str, Any]]] = {
     "falcon, groups": ("falcon", NEW_FALCON | {"bias": True}),
     "falcon, groups and one norm": ("falcon", NEW_FALCON | {"num_ln_in_parallel_attn": 1, "tie_word_embeddings": True}),
     "falcon, one after the other": ("falcon", {"multi_query": False, "parallel_attn": False}),
+    "falcon, falling": ("falcon", {"multi_query": False, "parallel_attn": False, "bias": True, "alibi": True}),
+    "falcon, falling, twelve heads": (
+        "falcon", {"num_attention_heads": 12, "multi_query": False, "parallel_attn": False, "alibi": True},
+    ),
     "bloom": ("bloom", {"n_layer": 2, "n_head": 4}),
     "bloom, twelve heads": (
         "bloom", {"num_attention_heads": 12, "n_layer": 2, "n_head": 12, "tie_word_embeddings": True},

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import re
+import sys
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
 from functools import cache
@@ -108,8 +109,10 @@ def layers_that_differ(decoder: Decoder, config: Any, source: TensorSource) -> l
     if found := surroundings_that_differ(config):
         return found
     source = joined(source, decoder.names)
+    # Falcon's eager attention would add twice what its scores fall by.
+    way = "sdpa" if config.model_type == "falcon" and config.alibi else "eager"
     with torch.device("meta"):
-        model = causal_lm(config, attn_implementation="eager").eval()
+        model = causal_lm(config, attn_implementation=way).eval()
     inner = _body(model)
     for kind in dict.fromkeys(decoder.spec.layers):
         index = decoder.spec.layers.index(kind)
@@ -296,7 +299,7 @@ def _outputs(own: Any, inner: Any, config: Any, decoder: Decoder, index: int) ->
         given["causal_mask"] = mask[None, None]
     # Without padding, other layers need none.
     own_mask = None if isinstance(spec, RecurrentSpec) or layer.shared is not None else mask[None, None]
-    given |= {"attention_mask": own_mask, **_falling(own, inner, seen)}
+    given |= {"attention_mask": own_mask, **_falling(own, inner, seen, hidden.dtype)}
     output = own(
         hidden[None] if streams is None else hidden.transpose(0, 1)[:, None],
         position_ids=positions[None],
@@ -314,8 +317,9 @@ def _outputs(own: Any, inner: Any, config: Any, decoder: Decoder, index: int) ->
     return found - hidden, expected - hidden
 
 
-def _falling(own: Any, inner: Any, seen: Tensor) -> dict[str, Any]:
-    """What transformers' layer takes for scores that fall with distance, where it takes it; `seen` [R, R]."""
+def _falling(own: Any, inner: Any, seen: Tensor, dtype: torch.dtype) -> dict[str, Any]:
+    """What transformers' layer of this type takes for scores that fall with distance, where it takes it; `seen` [R,
+    R]."""
     names = signature(own.forward).parameters
     if "position_bias" in names:
         # MPT's, whose mask is of what is hidden.
@@ -325,6 +329,12 @@ def _falling(own: Any, inner: Any, seen: Tensor) -> dict[str, Any]:
         return {}
     made = getattr(inner, "build_alibi_tensor", None)
     every = torch.ones(1, _ROWS, device=seen.device)
+    if getattr(inner, "use_alibi", False):
+        # Falcon's, which stands in its mask.
+        made = sys.modules[type(inner).__module__].build_alibi_tensor
+        bias = made(every.long(), inner.num_heads, dtype=dtype)[None]
+        mask = (bias * own.self_attention.inv_norm_factor).masked_fill(~seen, torch.finfo(dtype).min)
+        return {"alibi": bias, "attention_mask": mask}
     return {"alibi": None if made is None else made(every, inner.num_heads, dtype=torch.float32)}
 
 

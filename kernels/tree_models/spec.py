@@ -60,6 +60,9 @@ class RotarySpec:
     interleaved: bool = False
     backwards: bool = False  # pairs turn the other way
     query_scale: PositionScale | None = None
+    # By key head: one number more of each key is its position times this, in bfloat16, and of each query is one. Scores
+    # so fall with distance as transformers' Falcon rounds it (ALiBi).
+    place_slopes: tuple[float, ...] = ()
 
     @property
     def width(self) -> int:
@@ -101,6 +104,11 @@ class AttentionSpec:
     value_norm: NormSpec | None = None  # of each value's head, without weights
     keys_are_values: bool = False  # values are the products that make keys, before these are normed and rotated
     keys_of: int | None = None  # the layer whose keys and values this one attends to, for it has none of its own
+
+    @property
+    def width_of_keys(self) -> int:
+        """Width of a key's head in the cache."""
+        return self.head_width + bool(self.rotary and self.rotary.place_slopes)
 
     @property
     def width_of_values(self) -> int:

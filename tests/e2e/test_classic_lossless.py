@@ -15,7 +15,7 @@ from outrider.sampling import SamplingParams
 
 @pytest.mark.parametrize("sampling", [GREEDY, SEEDED], ids=["greedy", "seeded"])
 @pytest.mark.parametrize(
-    "name", ["gpt2", "gpt_neo", "gpt_neox", "gptj", "falcon, groups", "bloom, twelve heads", "dbrx"]
+    "name", ["gpt2", "gpt_neo", "gpt_neox", "gptj", "falcon, groups", "falcon, falling", "bloom, twelve heads", "dbrx"]
 )
 def test_trees_change_nothing(name: str, sampling: SamplingParams) -> None:
     """Trees that are often right, verified by what a device runs, with prompts in parts; then without drafts."""

@@ -18,6 +18,7 @@ from recurrent_models import RECURRENT
 from text_parts import TEXT_PARTS
 from thread_ranks import ThreadRank, on_ranks
 from torch import Tensor
+from transformers.models.falcon.modeling_falcon import build_alibi_tensor
 from windowed_models import EXPERTS, PARTIAL, WINDOWED
 
 from tree_kernels.attention import AttentionBatch, TreeAttention
@@ -29,6 +30,7 @@ from tree_models.fused.forms import parts_of
 from tree_models.layers.decoder import Decoder
 from tree_models.layers.paged import PagedPass
 from tree_models.layers.placing import Placement
+from tree_models.layers.rotary import RotaryEmbedding
 from tree_models.ranks.decoder import build_rank
 from tree_models.ranks.share import share_of
 from tree_models.reference import layers_that_differ, published_tensors
@@ -350,6 +352,18 @@ def test_tokens_without_a_vector_of_their_own_read_the_first_ones() -> None:
     with torch.inference_mode():
         first, last, *beyond = decoder.layer_inputs(torch.tensor([0, 199, 200, 210]), torch.zeros(4, 48))
     assert not torch.equal(last, first) and all(torch.equal(one, first) for one in beyond)
+
+
+def test_falcon_falls_as_transformers_rounds_it() -> None:
+    """Also where a position is no number of bfloat16."""
+    model_type, settings = CLASSIC["falcon, falling, twelve heads"]
+    description = describe(make_tiny(model_type, **settings).config)
+    assert description is not None
+    turning = description.spec.layers[0].rotary
+    assert turning is not None
+    expected = build_alibi_tensor(torch.ones(1, 2000, dtype=torch.int64), 12, torch.bfloat16)
+    found = RotaryEmbedding(turning, torch.device("cpu"))(torch.arange(2000)).place_keys
+    assert found is not None and torch.equal(found.T[:, None], expected)
 
 
 def test_every_family_is_tried() -> None:

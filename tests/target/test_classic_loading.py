@@ -33,6 +33,7 @@ from tree_models.reference import published_tensors
         ("gptj", "", ["transformer.h.0.attn.bias", "transformer.h.0.attn.masked_bias"]),
         ("codegen", "", ["transformer.h.0.attn.causal_mask"]),
         ("falcon", "", []),
+        ("falcon, falling", "", []),
         ("opt", "", []),
         ("biogpt", "", []),
         ("xglm", "", []),

@@ -177,16 +177,16 @@ def gpt_neox(config: Any) -> Description:
 
 
 def falcon(config: Any) -> Description:
-    """Falcon 7B, 40B, 180B and Falcon 2: attention and MLP side by side, behind one norm or one each."""
-    if config.alibi:
-        # transformers rounds them to bfloat16 in every precision, which slopes by head cannot say.
-        raise FamilyRefused("scores that fall with distance as Falcon rounds them (alibi) are not served")
+    """Falcon 7B, 40B, 180B and Falcon 2: attention and MLP side by side, behind one norm or one each. Falcon-RW: scores
+    that fall with distance (ALiBi), and no rotation."""
     grouped, aside = bool(config.new_decoder_architecture), bool(config.parallel_attn)
     if grouped and not aside:
         raise FamilyRefused("grouped key heads without parallel attention are not served")
     heads, bias = int(config.num_attention_heads), bool(config.bias)
     keys = int(config.num_kv_heads) if grouped else 1 if config.multi_query else heads
-    turning = rotary(config, _width(config))
+    if config.alibi and keys != heads:
+        raise FamilyRefused("scores that fall with distance (alibi) over keys that heads share are not served")
+    turning = RotarySpec((), place_slopes=_octaves(heads)) if config.alibi else rotary(config, _width(config))
     own = _attention(config, kv_heads=keys, qkv_bias=bias, out_bias=bias, rotary=turning)
     feeding = MLPSpec(int(config.ffn_hidden_size), named_activation(config.activation), gated=False, bias=bias)
     norm, names = NormSpec("layer", float(config.layer_norm_epsilon), bias=True), _FALCON
@@ -199,16 +199,19 @@ def falcon(config: Any) -> Description:
     return Description(decoder(config, layers, norm), names)
 
 
+def _octaves(heads: int) -> tuple[float, ...]:
+    """transformers' build_alibi_tensor: powers of one base, and of its root for heads above a power of two."""
+    whole = 2 ** int(math.log2(heads))
+    slopes = [2.0 ** (-8 * power / whole) for power in range(1, whole + 1)]
+    return (*slopes, *[2.0 ** (-4 * power / whole) for power in range(1, 2 * (heads - whole), 2)])
+
+
 def bloom(config: Any) -> Description:
     """BLOOM: scores that fall with distance (ALiBi), and embedded rows that are normed."""
     if config.apply_residual_connection_post_layernorm:
         raise FamilyRefused("residuals of normed rows are not served")
     norm, heads = NormSpec("layer", float(config.layer_norm_epsilon), bias=True), int(config.num_attention_heads)
-    # transformers' build_alibi_tensor: powers of one base, and of its root for heads above a power of two.
-    whole = 2 ** int(math.log2(heads))
-    slopes = [2.0 ** (-8 * power / whole) for power in range(1, whole + 1)]
-    slopes += [2.0 ** (-4 * power / whole) for power in range(1, 2 * (heads - whole), 2)]
-    own = _attention(config, slopes=tuple(slopes))
+    own = _attention(config, slopes=_octaves(heads))
     feeding = MLPSpec(4 * int(config.hidden_size), "gelu_tanh", gated=False, bias=True)
     layers = [layer(own, feeding, norm) for _ in counted(config)]
     # No position is embedded, so texts have no longest one but what the model was trained with.

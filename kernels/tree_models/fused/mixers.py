@@ -242,7 +242,7 @@ def mixer_of(
 
 def _attention_mixer(attention: HeadAttention) -> AttentionMixer | None:
     heads, qkv, spec = _head_form(attention), attention.qkv.plain, attention.spec
-    if heads is None or qkv is None or not _is_launched(spec):
+    if heads is None or qkv is None or not _is_launched(spec) or spec.width_of_keys != spec.head_width:
         return None
     gate, activation = None, NO_ACTIVATION
     if attention.output_gate is not None:

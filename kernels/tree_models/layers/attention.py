@@ -7,6 +7,7 @@ from math import prod
 
 import torch
 from torch import Tensor, nn
+from torch.nn import functional
 
 from tree_kernels.attention import AttentionVariant
 from tree_kernels.linear import Activation, ActivationKind
@@ -90,6 +91,9 @@ class HeadAttention(nn.Module):
         query, key = rotating[:, : spec.heads], rotating[:, spec.heads :]
         if angles is not None and angles.query_scale is not None:
             query = scaled_queries(query, angles.query_scale)
+        if angles is not None and angles.place_keys is not None:
+            query = functional.pad(query, (0, 1), value=1.0)
+            key = torch.cat([key, angles.place_keys[..., None].to(key.dtype)], dim=-1)
         attended = attend(self, query, key, value, step)
         if gate is not None:
             attended = attended * torch.sigmoid(gate)

@@ -24,6 +24,7 @@ class Angles:
 
     cosines: Tensor
     sines: Tensor
+    place_keys: Tensor | None = None  # [R, Hkv] bf16, the last numbers of keys
     query_scale: Tensor | None = None  # [R] fp32, that queries are multiplied with once they are rotated
 
 
@@ -36,6 +37,8 @@ class RotaryEmbedding(nn.Module):
         frequencies = torch.tensor(spec.frequencies + spec.frequencies, dtype=torch.float32, device=device)
         self.register_buffer("_frequencies", frequencies, persistent=False)
         self._frequencies: Tensor
+        slopes = torch.tensor(spec.place_slopes, dtype=torch.bfloat16, device=device)
+        self._slopes = slopes if spec.place_slopes else None
         self._table: Angles | None = None
 
     def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> Self:
@@ -55,9 +58,9 @@ class RotaryEmbedding(nn.Module):
         table = self._table
         if table is None:
             return self._computed(positions)
-        scale = None if table.query_scale is None else table.query_scale[positions]
+        scale, places = (None if one is None else one[positions] for one in (table.query_scale, table.place_keys))
         cosines, sines = (functional.embedding(positions, one) for one in (table.cosines, table.sines))
-        return Angles(cosines, sines, scale)
+        return Angles(cosines, sines, places, scale)
 
     def _computed(self, positions: Tensor) -> Angles:
         places = positions.float()
@@ -65,7 +68,8 @@ class RotaryEmbedding(nn.Module):
         scale, grown = self._query_scale, None
         if scale is not None:
             grown = 1 + scale.beta * torch.log(1 + torch.floor((places + scale.ahead) / scale.length))
-        return Angles(angles.cos() * self._scaling, angles.sin() * self._scaling, grown)
+        falling = None if self._slopes is None else positions[:, None] * self._slopes
+        return Angles(angles.cos() * self._scaling, angles.sin() * self._scaling, falling, grown)
 
 
 def sines_of(rows: int, width: int) -> Tensor:
@@ -80,6 +84,8 @@ def rotate_heads(heads: Tensor, angles: Angles) -> Tensor:
     """Rotate the first W numbers of [R, heads, D], in their type."""
     cosines, sines = angles.cosines[:, None], angles.sines[:, None]
     width = cosines.shape[-1]
+    if not width:
+        return heads
     if width == heads.shape[-1]:
         return _rotated(heads, cosines, sines)
     return torch.cat([_rotated(heads[..., :width], cosines, sines), heads[..., width:]], dim=-1)

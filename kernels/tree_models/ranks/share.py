@@ -160,9 +160,12 @@ class _Divider:
             norms = [(names.query_norm, Spans(0, (_scaled(heads, each),)))]
             norms.append((names.key_norm, Spans(0, (_scaled(keys, each),))))
             cuts += _with_bias(norms)
-        slopes = spec.slopes[heads.start : heads.stop]
+        slopes, turning = spec.slopes[heads.start : heads.stop], spec.rotary
+        if turning is not None and turning.place_slopes:
+            turning = replace(turning, place_slopes=turning.place_slopes[keys.start : keys.stop])
         shards = spec.shards // self.ranks
-        return replace(spec, heads=len(heads), kv_heads=len(keys), shards=shards, slopes=slopes), cuts
+        divided = replace(spec, heads=len(heads), kv_heads=len(keys), shards=shards, slopes=slopes, rotary=turning)
+        return divided, cuts
 
     def _shared_block(self, spec: SharedBlockSpec, attention: AttentionSpec) -> tuple[SharedBlockSpec, _Cuts]:
         """But for the attention's own tensors."""
