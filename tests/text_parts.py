@@ -11,6 +11,7 @@ from transformers import AutoConfig, AutoModelForImageTextToText, PreTrainedMode
 EXPERTS: dict[str, Any] = {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 24}
 # Positions of time, height and width, by pairs of a head of 16.
 THREEFOLD = {"rope_type": "default", "rope_theta": 10000.0, "mrope_section": [2, 3, 3]}
+_WIDTHS: dict[str, Any] = {"hidden_size": 16, "intermediate_size": 16}
 # By a name for the test: `model_type`, and settings beside the usual ones of `conftest.TINY`.
 TEXT_PARTS: dict[str, tuple[str, dict[str, Any]]] = {
     "qwen2_vl": ("qwen2_vl_text", {"hidden_size": 64, "rope_parameters": THREEFOLD}),
@@ -67,12 +68,24 @@ TEXT_PARTS: dict[str, tuple[str, dict[str, Any]]] = {
     "mllama": (
         "mllama_text_model", {"num_hidden_layers": 4, "cross_attention_layers": [1, 3], "tie_word_embeddings": False},
     ),
+    "phi4_multimodal": (
+        "phi4_multimodal",
+        {
+            "vision_config": {
+                **_WIDTHS, "num_hidden_layers": 1, "num_attention_heads": 2, "image_size": 28, "crop_size": 28,
+                "feature_layer": -1,
+            },
+            "audio_config": {
+                **_WIDTHS, "num_blocks": 1, "num_attention_heads": 2, "ext_pw_out_channel": 16,
+                "depthwise_separable_out_channel": 16, "nemo_conv_channels": 16,
+            },
+        },
+    ),
     "aria": ("aria_text", {"moe_num_experts": 4, "moe_topk": 2, "moe_num_shared_experts": 2, "intermediate_size": 24}),
     "emu3": ("emu3_text_model", {"num_key_value_heads": 2, "pad_token_id": 0}),
 }  # fmt: skip
 
 _QWEN: dict[str, Any] = {"depth": 1, "num_heads": 2, "patch_size": 4}
-_WIDTHS: dict[str, Any] = {"hidden_size": 16, "intermediate_size": 16}
 _DEEP: dict[str, Any] = {
     **_QWEN, **_WIDTHS, "out_hidden_size": 48, "num_position_embeddings": 16, "deepstack_visual_indexes": [0],
 }  # fmt: skip

@@ -27,7 +27,7 @@ from tree_models.layers.rotary import RotaryEmbedding
 from tree_models.names import WeightNames
 from tree_models.spec import AttentionSpec, LatentSpec, LayerSpec, RecurrentSpec, RotarySpec
 from tree_models.weights.checkpoint import TensorsInMemory, TensorSource
-from tree_models.weights.joined_parts import joined
+from tree_models.weights.joined_parts import joined, renamed
 
 # Of the comparison with transformers' layers.
 _ROWS = 5
@@ -171,8 +171,7 @@ def _fill(own: nn.Module, decoder: Decoder, layer: int, source: TensorSource) ->
     for name, memory in own.state_dict(keep_vars=True).items():
         of_block = block is not None and name.startswith(names.shared_norm.partition(".")[0])
         whole = names.in_layer(name, block.first if block is not None and of_block else layer)
-        for published, stands in names.renamed:
-            whole = whole.replace(f".{published}.", f".{stands}.")
+        whole = renamed(whole, names)
         if any(re.fullmatch(pattern, whole) for pattern in names.ignored):
             continue
         if whole not in stored and name.endswith((".experts.gate_up_proj", ".experts.up_proj", ".experts.down_proj")):
@@ -192,16 +191,16 @@ def _fill(own: nn.Module, decoder: Decoder, layer: int, source: TensorSource) ->
 def _published_name(name: str, names: WeightNames) -> str:
     """What checkpoints call a tensor of a layer that has another name in memory."""
     usual = WeightNames()
-    renamed = {usual.sinks: names.sinks, usual.shared_down: names.shared_down}
+    known = {usual.sinks: names.sinks, usual.shared_down: names.shared_down}
     # A.X-K1's, which is a part of its experts in memory.
-    renamed["mlp.post_mlp_layernorm"] = names.after_mlp
+    known["mlp.post_mlp_layernorm"] = names.after_mlp
     # A single name is of a merged tensor, which is merged in memory too.
-    renamed |= dict(zip(usual.shared_gate_up, names.shared_gate_up, strict=False))
+    known |= dict(zip(usual.shared_gate_up, names.shared_gate_up, strict=False))
     gate = "self_attn.forget_gate."
     # Kimi Linear's, which are a layer's own in checkpoints.
-    renamed |= {f"{gate}A_log": names.decay, f"{gate}dt_bias": names.decay_bias}
-    renamed |= {f"{gate}{one}": f"self_attn.{one}" for one in ("f_a_proj", "f_b_proj")}
-    for own, published in renamed.items():
+    known |= {f"{gate}A_log": names.decay, f"{gate}dt_bias": names.decay_bias}
+    known |= {f"{gate}{one}": f"self_attn.{one}" for one in ("f_a_proj", "f_b_proj")}
+    for own, published in known.items():
         if name == own or name.startswith(f"{own}."):
             return published + name.removeprefix(own)
     return names.correction if name.endswith("correction_bias") else f"{names.router}.weight"
@@ -347,6 +346,10 @@ def surroundings_that_differ(config: Any) -> list[str]:
     """
     small = copy.deepcopy(config)
     small.vocab_size = min(_WORDS, int(config.vocab_size))
+    for part, size in (("vision_config", "num_hidden_layers"), ("audio_config", "num_blocks")):
+        # What reads no text, where a model of text has it too.
+        if hasattr(getattr(small, part, None), size):
+            setattr(getattr(small, part), size, 1)
     small.dtype, small.pad_token_id = None, 0  # Emu3's may not be None.
     if getattr(small, "vocab_size_per_layer_input", None):
         small.vocab_size_per_layer_input = small.vocab_size

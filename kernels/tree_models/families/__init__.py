@@ -117,6 +117,7 @@ FAMILIES: Mapping[str, Family] = {
     "persimmon": classic.persimmon,
     "phi": phi.phi,
     "phi3": phi.phi3,
+    "phi4_multimodal": phi.phi4_multimodal,
     "phimoe": phi.phimoe,
     "qwen2": qwen.qwen2,
     "qwen2_5_vl_text": qwen.qwen2_vl,

@@ -53,6 +53,13 @@ def phi3(config: Any) -> Description:
     return replace(found, names=replace(found.names, qkv=("self_attn.qkv_proj",), gate_up=("mlp.gate_up_proj",)))
 
 
+def phi4_multimodal(config: Any) -> Description:
+    """The text of Phi-4-multimodal: Phi-4, beside what reads images and sound."""
+    found = phi3(config)
+    ignored = (*found.names.ignored, r"model\.embed_tokens_extend\..*")
+    return replace(found, names=replace(found.names, ignored=ignored))
+
+
 def phimoe(config: Any) -> Description:
     """Phi-3.5-MoE: LayerNorms, biases, two experts by sparsemixer."""
     norm = NormSpec("layer", float(config.rms_norm_eps), bias=True)

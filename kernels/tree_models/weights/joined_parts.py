@@ -41,6 +41,11 @@ def _joined_name(name: str, names: WeightNames) -> str:
     """The name of what a stored tensor is, or is a part of."""
     for part in names.convolution_parts:
         name = name.replace(f".{part}.", f".{names.convolution}.")
+    return renamed(name, names)
+
+
+def renamed(name: str, names: WeightNames) -> str:
+    """The name that stands here for a stored tensor's, of which a module or the end may be published otherwise."""
     for published, own in names.renamed:
-        name = name.replace(f".{published}.", f".{own}.")
+        name = f"{name}.".replace(f".{published}.", f".{own}.")[:-1]
     return name
