@@ -19,6 +19,7 @@ CLASSIC: dict[str, tuple[str, dict[str, Any]]] = {
     ),
     "gpt_neox": ("gpt_neox", {"rope_parameters": PARTIAL}),
     "gpt_neox, one after the other": ("gpt_neox", {"use_parallel_residual": False, "attention_bias": False}),
+    "gpt_neox_japanese": ("gpt_neox_japanese", {"intermediate_multiple_size": 2}),
     "gptj": ("gptj", {"rotary_dim": 8}),
     "codegen": ("codegen", {"rotary_dim": 8}),
     "falcon": ("falcon", {"multi_query": True, "parallel_attn": True}),

@@ -30,6 +30,7 @@ from tree_models.reference import published_tensors
         ("gpt_bigcode", "", []),
         ("gpt_neo", "", ["transformer.h.0.attn.attention.bias", "transformer.h.1.attn.attention.masked_bias"]),
         ("gpt_neox", "", ["gpt_neox.layers.0.attention.bias", "gpt_neox.layers.1.attention.rotary_emb.inv_freq"]),
+        ("gpt_neox_japanese", "", []),
         ("gptj", "", ["transformer.h.0.attn.bias", "transformer.h.0.attn.masked_bias"]),
         ("codegen", "", ["transformer.h.0.attn.causal_mask"]),
         ("falcon", "", []),

@@ -68,6 +68,7 @@ FAMILIES: Mapping[str, Family] = {
     "gpt_bigcode": classic.gpt_bigcode,
     "gpt_neo": classic.gpt_neo,
     "gpt_neox": classic.gpt_neox,
+    "gpt_neox_japanese": classic.gpt_neox_japanese,
     "gptj": classic.gptj,
     "gpt_oss": mixtures.gpt_oss,
     "granite": granite.granite,

@@ -62,6 +62,14 @@ _GPT_NEOX = WeightNames(
     out="attention.dense",
     **_4H,
 )
+_JAPANESE = "gpt_neox_japanese."
+_GPT_NEOX_JAPANESE = replace(
+    _GPT_NEOX,
+    embedding=f"{_JAPANESE}embed_in",
+    final_norm=f"{_JAPANESE}final_layer_norm",
+    layer=f"{_JAPANESE}layers.{{layer}}.",
+    renamed=(("attention.dense_bias", "attention.dense.bias"),),
+)
 _FALCON = WeightNames(
     embedding="transformer.word_embeddings",
     final_norm="transformer.ln_f",
@@ -174,6 +182,16 @@ def gpt_neox(config: Any) -> Description:
     feeding, parallel = mlp(config, gated=False, bias=True), bool(config.use_parallel_residual)
     layers = [layer(own, feeding, norm, parallel=parallel) for _ in counted(config)]
     return Description(decoder(config, layers, norm), _GPT_NEOX)
+
+
+def gpt_neox_japanese(config: Any) -> Description:
+    """GPT-NeoX-Japanese: attention and MLP one after the other, and one bias, behind the last layer's attention."""
+    norm = NormSpec("layer", float(config.layer_norm_eps), bias=True)
+    own = _attention(config, qkv_bias=False, out_bias=False, rotary=rotary(config, _width(config)))
+    feeding = mlp(config, int(config.hidden_size * config.intermediate_multiple_size), gated=False, bias=False)
+    layers = [layer(own, feeding, norm) for _ in counted(config)]
+    layers[-1] = layer(replace(own, out_bias=True), feeding, norm)
+    return Description(decoder(config, layers, norm), _GPT_NEOX_JAPANESE)
 
 
 def falcon(config: Any) -> Description:
