@@ -45,8 +45,10 @@ FALCON: dict[str, Any] = {
 ALIKE = {"mamba2", "falcon_mamba"}
 # Layers of states alone.
 SELECTIVE: dict[str, Any] = {"state_size": 6, "time_step_rank": 5, "num_hidden_layers": 2}
+XLSTM: dict[str, Any] = {"num_heads": 4, "ffn_round_up_to_multiple_of": 8, "chunk_size": CHUNK}
 # By a name for the test: `model_type`, and settings beside the usual ones of `conftest.TINY`.
 RECURRENT: dict[str, tuple[str, dict[str, Any]]] = {
+    "xlstm": ("xlstm", XLSTM),
     "lfm2": ("lfm2", CONVOLVED),
     "lfm2, biases": ("lfm2", CONVOLVED | {"conv_bias": True, "conv_L_cache": 4, "block_auto_adjust_ff_dim": False}),
     "lfm2_moe": ("lfm2_moe", CONVOLVED | EXPERTS | {"num_dense_layers": 1, "routed_scaling_factor": 1.5}),

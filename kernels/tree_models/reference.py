@@ -299,12 +299,12 @@ def _outputs(own: Any, inner: Any, config: Any, decoder: Decoder, index: int) ->
     # Without padding, other layers need none.
     own_mask = None if isinstance(spec, RecurrentSpec) or layer.shared is not None else mask[None, None]
     given |= {"attention_mask": own_mask, **_falling(own, inner, seen, hidden.dtype)}
-    output = own(
-        hidden[None] if streams is None else hidden.transpose(0, 1)[:, None],
-        position_ids=positions[None],
-        position_embeddings=_turns(inner, config, hidden, positions, index),
-        **given,
-    )
+    given |= {"position_ids": positions[None], "position_embeddings": _turns(inner, config, hidden, positions, index)}
+    taken = signature(own.forward).parameters
+    if all(one.kind is not one.VAR_KEYWORD for one in taken.values()):
+        # xLSTM's take no more than rows.
+        given = {name: one for name, one in given.items() if name in taken}
+    output = own(hidden[None] if streams is None else hidden.transpose(0, 1)[:, None], **given)
     expected = output[0] if isinstance(output, tuple) else output
     expected = expected[0] if streams is None else expected[:, 0].transpose(0, 1)
     attention = TreeAttention("reference", decoder.device)

@@ -137,22 +137,28 @@ class LatentSpec:
         return self.plain + self.rotary.width
 
 
+class _Unturned:
+    """What is in place of attention and embeds no positions."""
+
+    __slots__ = ()
+
+    @property
+    def rotary(self) -> None:
+        """None."""
+        return None
+
+
 @dataclass(frozen=True, slots=True)
-class GatedConvolutionSpec:
+class GatedConvolutionSpec(_Unturned):
     """A short causal convolution in place of attention, between two gates: out(c * convolve(b * x))."""
 
     taps: int
     bias: bool = False  # of the products and of the convolution
     width: int | None = None  # of what is convolved; None for that of hidden rows
 
-    @property
-    def rotary(self) -> None:
-        """No positions are embedded."""
-        return None
-
 
 @dataclass(frozen=True, slots=True)
-class DeltaNetSpec:
+class DeltaNetSpec(_Unturned):
     """A gated delta net in place of attention: queries, keys and values go through a short convolution and SiLU, and
     the state of each head is changed by the delta rule. Heads of values share those of keys, in groups."""
 
@@ -164,14 +170,9 @@ class DeltaNetSpec:
     epsilon: float  # of the norm of the heads' outputs, which is gated
     beta_scale: float = 1.0  # 2 where the rule may turn a state's sign
 
-    @property
-    def rotary(self) -> None:
-        """No positions are embedded."""
-        return None
-
 
 @dataclass(frozen=True, slots=True)
-class StateSpaceSpec:
+class StateSpaceSpec(_Unturned):
     """Mamba2 in place of attention: like a delta net, but tokens are added to the state of each head as they are."""
 
     groups: int  # heads of keys and queries, which are called B and C there
@@ -190,14 +191,9 @@ class StateSpaceSpec:
     part_scales: tuple[float, float, float, float, float] = (1.0, 1.0, 1.0, 1.0, 1.0)
     scale: float = 1.0
 
-    @property
-    def rotary(self) -> None:
-        """No positions are embedded."""
-        return None
-
 
 @dataclass(frozen=True, slots=True)
-class SelectiveSpec:
+class SelectiveSpec(_Unturned):
     """Mamba's selective scan in place of attention: each channel has a state of its own, and steps, keys and queries
     are products of all channels' convolved values."""
 
@@ -210,11 +206,6 @@ class SelectiveSpec:
     convolution_bias: bool = True
     # Of channels, each with steps, keys and queries that are products of its own values; 0 where all have the same.
     heads: int = 0
-
-    @property
-    def rotary(self) -> None:
-        """No positions are embedded."""
-        return None
 
 
 @dataclass(frozen=True, slots=True)
@@ -230,7 +221,7 @@ class GriffinSpec:
 
 
 @dataclass(frozen=True, slots=True)
-class KimiDeltaSpec:
+class KimiDeltaSpec(_Unturned):
     """Kimi Delta Attention in place of attention: a delta net each number of whose keys decays by a gate of its own."""
 
     heads: int
@@ -238,14 +229,9 @@ class KimiDeltaSpec:
     taps: int
     epsilon: float  # of the norm of the heads' outputs, which is gated
 
-    @property
-    def rotary(self) -> None:
-        """No positions are embedded."""
-        return None
-
 
 @dataclass(frozen=True, slots=True)
-class LightningSpec:
+class LightningSpec(_Unturned):
     """Lightning attention in place of attention (MiniMax-01): queries, keys and values go through SiLU, tokens are
     added to the state of each head as they are, and states decay by factors that are fixed by head and layer."""
 
@@ -257,15 +243,29 @@ class LightningSpec:
     all_heads: int
     first_head: int = 0
 
-    @property
-    def rotary(self) -> None:
-        """No positions are embedded."""
-        return None
+
+@dataclass(frozen=True, slots=True)
+class MatrixMemorySpec(_Unturned):
+    """xLSTM's matrix memory in place of attention (mLSTM, arXiv 2405.04517): tokens are added to the state of each head
+    by an exponential gate, and what is read is divided by what the same gates make of keys alone."""
+
+    heads: int
+    key_width: int
+    value_width: int
+    epsilon: float  # of the norm of each head's output, which is gated
+    gate_cap: float  # both gates are cap * tanh(gate / cap)
 
 
 # What keeps a state of a fixed size in place of keys and values.
 RecurrentSpec = (
-    GatedConvolutionSpec | DeltaNetSpec | StateSpaceSpec | LightningSpec | SelectiveSpec | KimiDeltaSpec | GriffinSpec
+    GatedConvolutionSpec
+    | DeltaNetSpec
+    | StateSpaceSpec
+    | LightningSpec
+    | SelectiveSpec
+    | KimiDeltaSpec
+    | GriffinSpec
+    | MatrixMemorySpec
 )
 
 

@@ -354,6 +354,25 @@ def test_tokens_without_a_vector_of_their_own_read_the_first_ones() -> None:
     assert not torch.equal(last, first) and all(torch.equal(one, first) for one in beyond)
 
 
+@pytest.mark.parametrize("bias", [-1.0, 3.0, 9.0])
+def test_matrix_memories_are_divided_by_what_their_keys_make(bias: float) -> None:
+    """Gates begin so small in xLSTM that one is what is divided by."""
+    model_type, settings = RECURRENT["xlstm"]
+    model = make_tiny(model_type, **settings)
+    with torch.no_grad():
+        for name, tensor in model.named_parameters():
+            if name.endswith("igate_preact.bias"):
+                tensor.fill_(bias)
+    description = describe(model.config)
+    assert description is not None
+    served = Served(
+        build(description, published_tensors(model), Placement(torch.device("cpu"), torch.float32)), 16, False
+    )
+    tokens = [(17 + 7919 * i) % 211 for i in range(60)]
+    got = torch.cat([served.run(tokens[:40], 0), served.run(tokens[40:], 40)])
+    torch.testing.assert_close(got, own_logits(model, tokens), **TOLERANCE)
+
+
 def test_falcon_falls_as_transformers_rounds_it() -> None:
     """Also where a position is no number of bfloat16."""
     model_type, settings = CLASSIC["falcon, falling, twelve heads"]

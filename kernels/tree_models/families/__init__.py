@@ -139,6 +139,7 @@ FAMILIES: Mapping[str, Family] = {
     "starcoder2": others.starcoder2,
     "vaultgemma": gemma.vaultgemma,
     "xglm": classic.xglm,
+    "xlstm": recurrent.xlstm,
     "youtu": deepseek.youtu,
     "zamba": others.zamba,
     "zamba2": others.zamba2,

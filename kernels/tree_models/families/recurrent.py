@@ -18,6 +18,7 @@ from tree_models.spec import (
     GriffinSpec,
     HeadNormSpec,
     LayerSpec,
+    MatrixMemorySpec,
     MLPSpec,
     NormSpec,
     RouterSpec,
@@ -71,6 +72,22 @@ STATE_LAYERS: dict[str, Any] = {
     "mixer_out": f"{_MIXER}out_proj",
 }
 _MAMBA = WeightNames(**STATE_LAYERS, selection=f"{_MIXER}x_proj", steps=f"{_MIXER}dt_proj")
+
+
+_MEMORY = "mlstm_layer."
+_XLSTM = WeightNames(
+    embedding="backbone.embeddings",
+    final_norm="backbone.out_norm",
+    layer="backbone.blocks.{layer}.",
+    before_attention="norm_mlstm",
+    before_mlp="norm_ffn",
+    mixer_in=tuple(f"{_MEMORY}{name}" for name in ("q", "k", "v", "ogate_preact")),
+    mixer_gates=(f"{_MEMORY}igate_preact", f"{_MEMORY}fgate_preact"),
+    mixer_norm=f"{_MEMORY}multihead_norm",
+    mixer_out=f"{_MEMORY}out_proj",
+    gate_up=("ffn.proj_up_gate", "ffn.proj_up"),
+    down="ffn.proj_down",
+)
 
 
 def lfm2(config: Any) -> Description:
@@ -155,6 +172,24 @@ def mamba2(config: Any) -> Description:
         step_limits=(float(least), float(most)),
     )
     return _states(config, space)
+
+
+def xlstm(config: Any) -> Description:
+    """xLSTM: matrix memories."""
+    if config.use_bias or config.weight_mode != "single":
+        raise FamilyRefused("matrix memories with biases, or with merged products, are not served")
+    hidden, heads, step = int(config.hidden_size), int(config.num_heads), int(config.ffn_round_up_to_multiple_of)
+    norm = NormSpec("rms", float(config.norm_eps))
+    memory = MatrixMemorySpec(
+        heads=heads,
+        key_width=int(hidden * config.qk_dim_factor) // heads,
+        value_width=int(hidden * config.v_dim_factor) // heads,
+        epsilon=float(config.norm_eps),
+        gate_cap=float(config.gate_soft_cap),
+    )
+    feeding = MLPSpec(int((hidden * config.ffn_proj_factor + step - 1) // step) * step)
+    layers = [layer(memory, feeding, norm) for _ in range(int(config.num_blocks))]
+    return Description(decoder(config, layers, norm, logits_cap=float(config.output_logit_soft_cap)), _XLSTM)
 
 
 def _selective(config: Any, norm: NormSpec | None) -> SelectiveSpec:

@@ -36,6 +36,7 @@ from tree_models.spec import (
     GriffinSpec,
     KimiDeltaSpec,
     LightningSpec,
+    MatrixMemorySpec,
     RecurrentSpec,
     SelectiveSpec,
     StateSpaceSpec,
@@ -350,6 +351,10 @@ def state_shape(spec: RecurrentSpec, hidden_size: int) -> StateShape:
     """What a layer keeps of a sequence."""
     if isinstance(spec, GatedConvolutionSpec):
         return StateShape(spec.width or hidden_size, spec.taps)
+    if isinstance(spec, MatrixMemorySpec):
+        # One more number of each value is one: so is what a head divides by kept.
+        keys, values = spec.heads * spec.key_width, spec.heads * (spec.value_width + 1)
+        return StateShape(2 * keys + values, 1, spec.heads, spec.key_width, spec.value_width + 1)
     if isinstance(spec, LightningSpec):
         return StateShape(3 * spec.heads * spec.width, 1, spec.heads, spec.width, spec.width)
     if isinstance(spec, KimiDeltaSpec):

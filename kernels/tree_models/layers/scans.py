@@ -1,5 +1,5 @@
 """Layers whose channels have states of their own in place of keys and values: Mamba's selective scan, and Griffin's
-gated linear recurrence."""
+gated linear recurrence. xLSTM's matrix memory."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from torch.nn import functional
 
 from tree_kernels.compiled_layers import uncompiled
-from tree_kernels.recurrence import Convolved, RecurrentPass, ShortConvolution
+from tree_kernels.recurrence import Convolved, HeadsLayout, RecurrentPass, ShortConvolution, StateRule
 from tree_models.layers.linear import BlockLinear, Linear
 from tree_models.layers.mlp import FUNCTIONS
 from tree_models.layers.norm import Normalization
@@ -35,6 +35,7 @@ from tree_models.spec import (
     GriffinSpec,
     KimiDeltaSpec,
     LightningSpec,
+    MatrixMemorySpec,
     SelectiveSpec,
     StateSpaceSpec,
 )
@@ -192,12 +193,68 @@ class GriffinRecurrence(nn.Module):
 
 
 # What keeps states, by its description.
+class MatrixMemory(nn.Module):
+    """See `MatrixMemorySpec`. Queries, keys, values and the output's gates are one product, and so are both gates of
+    the state.
+
+    transformers divides states by their largest gate so far, which changes no output but by the 1e-6 that it adds to
+    the divisor; the norm behind takes that out again.
+    """
+
+    def __init__(
+        self, spec: MatrixMemorySpec, hidden_size: int, layer: int, place: Placement, state_layer: int
+    ) -> None:
+        """`state_layer` counts layers with states."""
+        super().__init__()
+        self.spec, self.layer, self.state_layer = spec, layer, state_layer
+        keys, values = spec.heads * spec.key_width, spec.heads * spec.value_width
+        self._parts = [2 * keys, values, values]
+        self.products = Linear(hidden_size, [keys, keys, values, values], place)
+        self.gates = Linear(hidden_size, [spec.heads, spec.heads], place, bias=True)
+        self.norm = place.empty(values)
+        self.out = Linear(values, [hidden_size], place)
+        self.layout = HeadsLayout(StateRule.SUM, spec.heads, 0, keys, 2 * keys, scaling=spec.key_width**-0.5)
+        weight = torch.ones(2 * keys + values + spec.heads, 1, dtype=place.dtype, device=place.device)
+        self.register_buffer("_weight", weight, persistent=False)
+        self._weight: Tensor
+
+    def forward(self, rows: Tensor, angles: Angles | None, step: PagedPass) -> Tensor:
+        """[R, H] -> [R, H]."""
+        del angles
+        spec, width = self.spec, (self.spec.value_width,)
+        turned, values, opening = torch.split(self.products(rows), self._parts, dim=-1)
+        counted = functional.pad(values.unflatten(1, (spec.heads, -1)), (0, 1), value=1.0)  # type: ignore[no-untyped-call]
+        adding, keeping = (spec.gate_cap * torch.tanh(self.gates(rows).float() / spec.gate_cap)).chunk(2, dim=-1)
+        gates = torch.cat([functional.logsigmoid(keeping), adding.exp()], dim=-1)
+        mixed = self._mixed(torch.cat([turned, counted.flatten(1)], dim=-1), gates, step).float()
+        read = mixed[..., :-1] / mixed[..., -1:].abs().clamp(min=1.0)
+        normed = functional.layer_norm(read, width, None, None, spec.epsilon).to(rows.dtype).flatten(1)
+        output: Tensor = self.out(torch.sigmoid(opening) * (self.norm * normed))
+        return output
+
+    @uncompiled
+    def _mixed(self, inputs: Tensor, gates: Tensor, step: PagedPass) -> Tensor:
+        """[R, heads, width + 1]. Not compiled, as above."""
+        of_pass: RecurrentPass = step.recurrent
+        convolved = of_pass.convolve(self.state_layer, inputs, gates, ShortConvolution(self._weight))
+        return of_pass.mix(self.state_layer, convolved, gates, self.layout)
+
+    def slots(self, names: WeightNames, copy: Copy) -> Iterator[WeightSlot]:
+        """Slots of the layer's tensors."""
+        of = partial(names.in_layer, layer=self.layer)
+        yield from self.products.slots([of(name) for name in names.mixer_in], copy)
+        yield from self.gates.slots([of(name) for name in names.mixer_gates], copy)
+        yield in_place(f"{of(names.mixer_norm)}.weight", self.norm, copy)
+        yield from self.out.slots([of(names.mixer_out)], copy)
+
+
 StateMixer = (
     GatedConvolution
     | GatedDeltaNet
     | GriffinRecurrence
     | KimiDeltaAttention
     | LightningAttention
+    | MatrixMemory
     | SelectiveScan
     | StateSpace
 )
@@ -207,6 +264,7 @@ STATE_MIXERS: dict[type, Callable[..., StateMixer]] = {
     GriffinSpec: GriffinRecurrence,
     KimiDeltaSpec: KimiDeltaAttention,
     LightningSpec: LightningAttention,
+    MatrixMemorySpec: MatrixMemory,
     SelectiveSpec: SelectiveScan,
     StateSpaceSpec: StateSpace,
 }

@@ -25,6 +25,7 @@ from tree_models.spec import (
     LatentSpec,
     LayerSpec,
     LightningSpec,
+    MatrixMemorySpec,
     MLPSpec,
     RecurrentSpec,
     SelectiveSpec,
@@ -122,6 +123,8 @@ class _Divider:
             return self._convolution(spec)
         if isinstance(spec, LightningSpec):
             return self._lightning(spec)
+        if isinstance(spec, MatrixMemorySpec):
+            return self._matrix_memory(spec)
         if isinstance(spec, KimiDeltaSpec):
             return self._kimi_delta(spec)
         if isinstance(spec, SelectiveSpec):
@@ -227,6 +230,15 @@ class _Divider:
         cuts = list(_with_bias([*rows, (of_gate, values), (names.mixer_norm, values)]))
         cuts += self._last(names.mixer_out, heads, spec.width)
         return replace(spec, heads=len(heads), first_head=heads.start), cuts
+
+    def _matrix_memory(self, spec: MatrixMemorySpec) -> tuple[MatrixMemorySpec, _Cuts]:
+        names, heads = self.names, self._block(spec.heads, "heads of matrix memories")
+        keys = spec.heads * spec.key_width, _scaled(heads, spec.key_width)
+        values = spec.heads * spec.value_width, _scaled(heads, spec.value_width)
+        rows = [*_above_another(names.mixer_in, [keys, keys, values, values])]
+        rows += _above_another(names.mixer_gates, [(spec.heads, heads)] * 2)
+        cuts = [*_with_bias([*rows, (names.mixer_norm, Spans(0, (values[1],)))])]
+        return replace(spec, heads=len(heads)), [*cuts, *self._last(names.mixer_out, heads, spec.value_width)]
 
     def _kimi_delta(self, spec: KimiDeltaSpec) -> tuple[KimiDeltaSpec, _Cuts]:
         names, heads = self.names, self._block(spec.heads, "heads of Kimi Delta Attention")
