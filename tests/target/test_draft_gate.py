@@ -8,6 +8,7 @@ from dataclasses import dataclass, field
 
 import pytest
 
+from benchmarks.shared.virtual_clock import VirtualClock
 from target_service.speculation.policy.draft_gate import DraftGate
 
 pytestmark = pytest.mark.values
@@ -156,6 +157,21 @@ def test_one_that_halves_the_speed_costs_little(longer: float, noise: float, see
     engine = Engine(0.5, noise, longer, seed)
     engine.run(seconds=60)
     assert engine.lost() < (0.035 if noise < 0.6 else 0.055)
+
+
+def test_a_pause_passes_by_the_clock_that_was_installed() -> None:
+    clock = VirtualClock()
+    with clock.installed():
+        gate = DraftGate()
+        for _ in range(ALONE_FIRST):
+            gate.observe_pass(1, ROWS, ONE_PASS, with_draft=False)
+            gate.observe_pass(1, ROWS, 2 * ONE_PASS, with_draft=True)
+        while gate.uses_draft(1):
+            gate.compare(1, 4.0, 4.0)
+        clock.pass_by(1.4)
+        assert not gate.uses_draft(1)
+        clock.pass_by(0.2)
+        assert gate.uses_draft(1)
 
 
 def test_pauses_double() -> None:

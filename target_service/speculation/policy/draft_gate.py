@@ -178,9 +178,9 @@ class _LoadGain:
 class DraftGate:
     """Decides by load, see `load_size`."""
 
-    def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
-        """`clock` in seconds."""
-        self._clock = clock
+    def __init__(self, clock: Callable[[], float] | None = None) -> None:
+        """`clock` in seconds, by default `time.monotonic` as it is now: a simulation has replaced it."""
+        self._clock = clock or time.monotonic
         self._loads: defaultdict[int, _LoadGain] = defaultdict(_LoadGain)
 
     def uses_draft(self, load: int) -> bool:
