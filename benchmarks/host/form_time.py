@@ -54,7 +54,6 @@ from target_service.grammars import following
 from target_service.grammars.following import FollowedGrammar
 from target_service.model.loading.store import resolve
 from target_service.speculation.policy.step_cost import StepCost
-from target_service.speculation.policy.throughput_trial import SpeculationLevel
 from target_service.telemetry.metrics import PrometheusObserver
 from target_service.text.loading import load_tokenizer
 
@@ -152,7 +151,8 @@ class FormBench:
 
     def _fix_rows(self, rows: int) -> None:
         controller = self.loop.speculation.controller
-        setattr(controller, "allowed", lambda _load: SpeculationLevel.DRAFT)  # noqa: B010
+        setattr(controller, "uses_draft", lambda _load: True)  # noqa: B010
+        setattr(controller.throughput_trial, "allows_rows", lambda _load: True)  # noqa: B010
         setattr(controller, "_tried", lambda sizes, *_: min(sizes, key=lambda size: abs(size - rows)))  # noqa: B010
 
     def _watch(self) -> None:

@@ -31,7 +31,6 @@ from target_service.speculation.policy.predicted_nodes import (
     graft_expected,
     graft_predictions,
 )
-from target_service.speculation.policy.throughput_trial import SpeculationLevel
 
 log = logging.getLogger(__name__)
 # Longest time that a pass is held for its draft: in times of an answer, and in seconds before the first answer.
@@ -131,11 +130,8 @@ class StepLauncher:
         # Hidden states are taken pass by pass, of at most this many rows.
         most = min(self._scheduler.max_step_rows, AHEAD_ROWS) if fed else self._scheduler.max_step_rows
         waits = self._drafting.latency.answer_seconds if self._mode is LaunchMode.WAIT_FOR_DRAFT else 0.0
-        device_rows = None
-        if self._controller.allowed(len(schedule.chunks)) is not SpeculationLevel.NONE:
-            device_rows = self._controller.choose(
-                schedule, most, self._updates.mode_with_draft(self._mode), waits, gathered.drafted_rows
-            )
+        mode = self._updates.mode_with_draft(self._mode)
+        device_rows = self._controller.choose(schedule, most, mode, waits, gathered.drafted_rows)
         # Where a pass behind drafts begins, only the device can find out.
         several = behind is not None and (device_rows is not None or not behind.has_drafts)
         several = several and gathered.use is LaunchMode.RUN_AHEAD and not (fed or gathered.has_trees)

@@ -126,12 +126,7 @@ class PolicyUpdates:
             return
         waited = step.clock.forwarded - step.clock.waits_since + stats.draft_wait_ns
         self.gathering.controller.throughput_trial.observe_launch(
-            stats.sequences,
-            self.gathering.most,
-            stats.committed_tokens,
-            period,
-            waited * 1e-9,
-            drafted=step.batch.device_rows is not None,
+            stats.sequences, stats.committed_tokens, period, waited * 1e-9, drafted=step.batch.device_rows is not None
         )
 
     def _compare(self, verdicts: SequenceOf[StepVerdict], drafted: int, *, with_draft: bool) -> None:

@@ -68,7 +68,6 @@ class EngineSpeculation:
             cutter=TreeCutter(step_cost),
             live=live,
             controller=self.controller,
-            looks_up=lookup_tokens > 0,
         )
         self.updates = PolicyUpdates(
             gathering=self.gathering,

@@ -10,7 +10,6 @@ import pytest
 
 from benchmarks.host.host_limit import DRAFT, LOOKUP, PLAIN, Load, engine, measure
 from benchmarks.shared.virtual_clock import VirtualClock
-from target_service.speculation.policy.throughput_trial import SpeculationLevel
 
 # Of what the host does between two looks at the clock; a step has some twenty.
 TICK = 5e-5
@@ -32,7 +31,7 @@ def test_every_mode_makes_tokens(mode: str) -> None:
     found = measure(mode, options())
     assert found["mode"] == mode
     assert found["tokens_per_second"] > 100
-    # Tenants may keep each other out of steps, and races leave drafts out.
+    # Tenants may keep each other out of steps, and trials leave drafts out.
     assert 0 < found["sequences"] <= 8
     assert mode != PLAIN or found["with_drafts"] == 0
 
@@ -64,10 +63,10 @@ def test_tenants_are_held_to_whole_steps() -> None:
     assert sum(learnt) == pytest.approx(time.monotonic() - begin, rel=0.2)
 
 
-def test_nothing_is_raced_where_every_drafted_row_is_verified() -> None:
+def test_nothing_is_tried_where_every_drafted_row_is_verified() -> None:
     """Although passes of a twentieth of a millisecond leave the host no time."""
     loop = engine(LOOKUP, options(pass_ms=0.05, tenants=False), adaptive=False)
     load = Load(loop, 8, tenants=False)
     for _ in range(300):
         load.step()
-        assert loop.gathering.controller.allowed(8) is SpeculationLevel.DRAFT
+        assert loop.gathering.controller.throughput_trial.allows_rows(8)

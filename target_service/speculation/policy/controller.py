@@ -36,7 +36,7 @@ from target_service.speculation.policy.estimates import (
 from target_service.speculation.policy.launch_mode import HOPELESS, MARGIN, LaunchMode
 from target_service.speculation.policy.live_sequence import LiveSequence
 from target_service.speculation.policy.step_cost import StepCost
-from target_service.speculation.policy.throughput_trial import SpeculationLevel, ThroughputTrial
+from target_service.speculation.policy.throughput_trial import ThroughputTrial
 from target_service.speculation.policy.tries import Tries
 from tree_kernels.node_table.layout import KEPT
 
@@ -96,7 +96,7 @@ class _ExpectedPass(NamedTuple):
 
 
 class SpeculationController:
-    """Chooses level, launch mode and rows of each launch."""
+    """Chooses launch mode and rows of each launch, and whether they are a draft's."""
 
     def __init__(
         self, most: int, cost: StepCost | None, live: Mapping[int, LiveSequence], disable_above: int = 1 << 30
@@ -150,14 +150,9 @@ class SpeculationController:
         self._preferred = LaunchMode.RUN_AHEAD
         self._cuts, self._compared = TokenYield(_CUT_SHARE), None
 
-    def allowed(self, load: int) -> SpeculationLevel:
-        """Where the drafted rows of the next launch may come from."""
-        if not self.on or self.times is None:
-            return SpeculationLevel.DRAFT
-        level = self.throughput_trial.allowed(load)
-        if level is SpeculationLevel.DRAFT and not self.draft_gate.uses_draft(load):
-            return SpeculationLevel.LOOKUP_ONLY
-        return level
+    def uses_draft(self, load: int) -> bool:
+        """Whether drafted rows of the next launches may be a draft's."""
+        return self.throughput_trial.allows_rows(load) and self.draft_gate.uses_draft(load)
 
     def rows_worth_a_draft(self, load: int, remaining: int) -> float:
         """Rows of a prompt that take as much time as the draft spares a sequence of which `remaining` tokens may
@@ -226,7 +221,7 @@ class SpeculationController:
         """The rows of a step of at most `max_rows`, which waits `waits` seconds for its drafts, with those of the
         sequences whose rows the host lays out, `cut_rows` drafted ones among them; None where a plain step is better,
         or there are only such sequences."""
-        if not self.on:
+        if not (self.on and self.throughput_trial.allows_rows(len(schedule.chunks))):
             return None
         self._mode, self._waits, self._most_rows = mode, waits, max_rows
         live, chunks, laid_out = self._live, schedule.chunks, schedule.laid_out

@@ -25,7 +25,6 @@ from target_service.speculation.policy.controller import SpeculationController
 from target_service.speculation.policy.estimates import Mode
 from target_service.speculation.policy.launch_mode import LaunchMode
 from target_service.speculation.policy.live_sequence import LiveSequence
-from target_service.speculation.policy.throughput_trial import SpeculationLevel
 from target_service.speculation.policy.tree_cuts import IN_ORDER_NODES, CutTree, Offer, TreeCutter
 from tree_kernels.node_table.layout import PROSPECTS
 from tree_kernels.pages import OutOfPages
@@ -103,8 +102,6 @@ class Gathering:
     # The engine's own table.
     live: Mapping[int, LiveSequence]
     controller: SpeculationController
-    # Whether the device looks tokens up in the sequences' own texts.
-    looks_up: bool = False
     # How the next step uses drafts, and whether it may be launched behind the one under way.
     _use: LaunchMode = field(default=LaunchMode.WAIT_FOR_DRAFT, init=False)
     _ahead: bool = field(default=False, init=False)
@@ -115,8 +112,7 @@ class Gathering:
         if self.controller.times is None:
             return True
         if self.controller.on:
-            load = max(1, len(self.scheduler.running))
-            return self.controller.allowed(load) is SpeculationLevel.DRAFT
+            return self.controller.uses_draft(max(1, len(self.scheduler.running)))
         load = self.scheduler.load
         if load and self.drafting.reads_features and self.controller.needs_unfed(load):
             return False
@@ -124,13 +120,6 @@ class Gathering:
         # something: with heads, and with several sequences. Chosen: opening the sequences again takes as long as a few
         # plain steps.
         return self.controller.keeps_cuts(8)
-
-    @property
-    def most(self) -> SpeculationLevel:
-        """The most that launches may use, where nothing speaks against it."""
-        if self.drafting.connected:
-            return SpeculationLevel.DRAFT
-        return SpeculationLevel.LOOKUP_ONLY if self.looks_up else SpeculationLevel.NONE
 
     def _pays_for_beginning(self) -> bool:
         """Whether a head's drafts are expected to pay now that sequences begin. They have to be open there from their
