@@ -8,6 +8,7 @@ PARTIAL = {"rope_type": "default", "rope_theta": 10000.0, "partial_rotary_factor
 NEW_FALCON: dict[str, Any] = {"new_decoder_architecture": True, "num_kv_heads": 2, "parallel_attn": True}
 # By a name for the test: `model_type`, and settings beside the usual ones of `conftest.TINY`.
 CLASSIC: dict[str, tuple[str, dict[str, Any]]] = {
+    "openai-gpt": ("openai-gpt", {"tie_word_embeddings": True}),
     "gpt2": ("gpt2", {}),
     "gpt2, scaled by layer": ("gpt2", {"scale_attn_by_inverse_layer_idx": True, "n_inner": 72}),
     "gpt2, tied": ("gpt2", {"tie_word_embeddings": True, "scale_attn_weights": False}),

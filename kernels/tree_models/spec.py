@@ -24,7 +24,7 @@ class FamilyRefused(ValueError):
 class NormSpec:
     """A norm over the hidden size, or over heads."""
 
-    kind: Literal["rms", "layer"]
+    kind: Literal["rms", "layer", "none"]  # none leaves rows as they are
     epsilon: float
     offset: float = 0.0  # added to the stored weight: Gemma and Nemotron store a weight less one
     scale: float = 1.0  # of the stored weight
@@ -423,6 +423,7 @@ class LayerSpec:
     after_attention: NormSpec | None = None
     after_mlp: NormSpec | None = None
     parallel: bool = False
+    norms_sums: bool = False  # the norms behind are of the residual with the output
     residual_scale: float = 1.0  # of what attention and MLP add
     normed_residual: NormedResidualSpec | None = None
     beside: StateSpaceSpec | SelectiveSpec | None = None  # what reads the same rows as attention, and is added with it

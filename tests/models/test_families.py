@@ -226,6 +226,8 @@ def pair(request: pytest.FixtureRequest) -> tuple[Any, Decoder]:
     with torch.no_grad():
         # Weights that are initialised to ones or zeros would hide where they go.
         for index, (name, tensor) in enumerate(itertools.chain(model.named_parameters(), model.named_buffers())):
+            if not tensor.is_floating_point():
+                continue
             if (tensor.ndim == 1 or not tensor.any()) and "inv_freq" not in name and "act_fn" not in name:
                 tensor.add_(0.2 * torch.randn(tensor.shape, generator=torch.Generator().manual_seed(index)))
     model.set_attn_implementation("eager")

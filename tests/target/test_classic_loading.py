@@ -27,6 +27,7 @@ from tree_models.reference import published_tensors
     [
         # The body was written by itself.
         ("gpt2", "transformer.", ["h.0.attn.bias", "h.1.attn.masked_bias"]),
+        ("openai-gpt", "transformer.", ["h.0.attn.bias"]),
         ("gpt_bigcode", "", []),
         ("gpt_neo", "", ["transformer.h.0.attn.attention.bias", "transformer.h.1.attn.attention.masked_bias"]),
         ("gpt_neox", "", ["gpt_neox.layers.0.attention.bias", "gpt_neox.layers.1.attention.rotary_emb.inv_freq"]),

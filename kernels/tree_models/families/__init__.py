@@ -114,6 +114,7 @@ FAMILIES: Mapping[str, Family] = {
     "olmo3": olmo.olmo3,
     "olmo_hybrid": olmo.olmo_hybrid,
     "olmoe": olmo.olmoe,
+    "openai-gpt": classic.openai_gpt,
     "opt": classic.opt,
     "persimmon": classic.persimmon,
     "phi": phi.phi,

@@ -1,5 +1,5 @@
-"""Decoders by the plan of GPT, with LayerNorms and MLPs without gates: GPT-2, StarCoder 1, GPT-Neo, GPT-J, CodeGen,
-GPT-NeoX and Pythia, OPT, BioGPT, XGLM, Falcon, BLOOM, MPT, Persimmon. ModernBERT's decoder."""
+"""Decoders by the plan of GPT, with LayerNorms and MLPs without gates: GPT-1, GPT-2, StarCoder 1, GPT-Neo, GPT-J,
+CodeGen, GPT-NeoX and Pythia, OPT, BioGPT, XGLM, Falcon, BLOOM, MPT, Persimmon. ModernBERT's decoder."""
 
 from __future__ import annotations
 
@@ -42,6 +42,12 @@ _TRANSFORMER: dict[str, Any] = {
     "down": "mlp.c_proj",
     "ignored": _IGNORED,
 }
+_GPT = WeightNames(
+    by_columns=True,
+    **_TRANSFORMER
+    | {"embedding": "transformer.tokens_embed", "positions": "transformer.positions_embed", "final_norm": ""}
+    | {"before_attention": "", "before_mlp": "", "after_attention": "ln_1", "after_mlp": "ln_2"},
+)
 _GPT_NEO = WeightNames(
     **_TRANSFORMER | {"qkv": tuple(f"attn.attention.{part}_proj" for part in "qkv"), "out": "attn.attention.out_proj"}
 )
@@ -127,6 +133,19 @@ def gpt2(config: Any) -> Description:
     by_layer = bool(config.scale_attn_by_inverse_layer_idx)
     attending = [_attention(config, scaling=scaling / (index + 1 if by_layer else 1)) for index in counted(config)]
     return _gpt(config, attending, WeightNames(by_columns=True, **_TRANSFORMER), config.n_inner)
+
+
+def openai_gpt(config: Any) -> Description:
+    """GPT-1: a norm behind each sum, and none behind the layers."""
+    norm = NormSpec("layer", float(config.layer_norm_epsilon), bias=True)
+    # Its "gelu" is the approximation.
+    of = "gelu_new" if config.afn == "gelu" else config.afn
+    feeding = MLPSpec(4 * int(config.hidden_size), named_activation(of), gated=False, bias=True)
+    changes = {"before_attention": None, "before_mlp": None, "after_attention": norm, "after_mlp": norm}
+    layers = [layer(_attention(config), feeding, norm, norms_sums=True, **changes) for _ in counted(config)]
+    positions = PositionTableSpec(int(config.max_position_embeddings))
+    ends = NormSpec("none", 0.0, weight=False)
+    return Description(decoder(config, layers, ends, positions=positions), _GPT)
 
 
 def gpt_bigcode(config: Any) -> Description:

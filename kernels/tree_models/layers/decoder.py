@@ -171,7 +171,9 @@ class DecoderLayer(nn.Module):
         if self._ranks is not None and not summed:
             output = self._ranks.summed(output)
         if norm is not None:
-            output = norm(output)
+            output = norm(residual + output if self.spec.norms_sums else output)
+            if self.spec.norms_sums:
+                return output
         if self.spec.residual_scale != 1.0:
             output = output * self.spec.residual_scale
         return residual + output

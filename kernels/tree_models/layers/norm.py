@@ -33,6 +33,8 @@ class Normalization(nn.Module):
     def forward(self, rows: Tensor) -> Tensor:
         """[.., W] -> [.., W], or [R, heads, W] of heads with their own weights."""
         spec, weight, bias = self.spec, self.weight, self.bias
+        if spec.kind == "none":
+            return rows
         own = weight is not None and weight.dim() > 1
         wide = rows if weight is None or (weight.dtype == rows.dtype and not own) else rows.float()
         inner = (None, None) if own else (weight, bias)
