@@ -47,9 +47,6 @@ from tree_kernels.verification import DeviceVerifier, Mode, RowsToVerify, Verdic
 log = logging.getLogger(__name__)
 # Results in flight at most: that of a step, and that of the one launched after it.
 _RESULTS = 2
-# Without a step for so long, sizes of steps are captured, for each of which a request that comes then waits: 0.14 s on
-# an H100 (`benchmarks/results/2026-11-27-h100-start.md`). Chosen.
-_QUIET_SECONDS = 0.5
 
 
 def best_steps(runner: ModelRunner, *, max_sequences: int, max_rows: int, typical: bool = False) -> Steps:
@@ -156,7 +153,9 @@ class DeviceSteps:
 
     def use_pause(self) -> bool:
         """See `Steps.use_pause`."""
-        if time.monotonic() - self._launched < _QUIET_SECONDS:
+        # For each size that is captured, a request that comes then waits: 0.14 s on an H100
+        # (`benchmarks/results/2026-11-27-h100-start.md`). Chosen.
+        if time.monotonic() - self._launched < 0.5:
             # The next request may come at once.
             self._post_pass.capture_more()
             return True

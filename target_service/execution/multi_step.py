@@ -9,8 +9,6 @@ from target_service.execution.batch import DeviceRows, keys_of
 
 # A client gets the tokens of a launch together, and a new request waits for its end.
 _LONGEST_SECONDS = 8e-3
-# Launches that are measured between two changes.
-_LAUNCHES_MEASURED = 8
 # Shares of the time that the host works. Above the first, a launch waits for the host; below the second, it would not
 # with half as many passes either.
 _BUSY, _IDLE = 0.85, 0.35
@@ -54,7 +52,8 @@ class MultiStep:
         self._seen += 1
         self._seconds += seconds
         self._working += seconds - waited
-        if self._seen < _LAUNCHES_MEASURED:
+        # Measured between two changes.
+        if self._seen < 8:
             return
         busy, each = self._working / self._seconds, self._seconds / self._seen
         self._seen, self._seconds, self._working = 0, 0.0, 0.0

@@ -32,9 +32,6 @@ Reals = npt.NDArray[np.float64]
 _TOKEN, _PARENT, _CHILD, _SIBLING = range(4)
 # A parent that is not in the tree: the node and its descendants are left out.
 _MISSING = -1
-# Growths that a tree keeps the ids of; one more starts it over. Chosen, not measured: a draft sends one or two a step,
-# most of which replace the tree.
-_MAX_GROWTHS = 64
 _OWNER_SECRET = secrets.token_bytes(16)
 
 
@@ -208,7 +205,9 @@ class NodeTables:
 
     def _root_of(self, tree: _Tree, growth: SequenceGrowth, base: int, token_ids: SequenceOf[int]) -> int:
         """The place of the token from which the growth starts. A tree that is full or does not hold it starts over."""
-        full = tree.count + len(growth.token_ids) > NODES or len(tree.growths) >= _MAX_GROWTHS
+        # The ids of 64 growths are kept. Chosen, not measured: a draft sends one or two a step, most of which replace
+        # the tree.
+        full = tree.count + len(growth.token_ids) > NODES or len(tree.growths) >= 64
         if not growth.replaces and tree.count and tree.base <= base and not full:
             place = 0
             for token in token_ids[tree.base : base]:

@@ -17,10 +17,6 @@ from tree_kernels.verification import Verdicts
 from tree_models.in_pass import InPassDrafter, TablesToWrite, VerifiedPass
 from tree_models.layers.paged import PagedPass
 
-# Change of the trust in a draft's scores from which the device is told of it. Chosen: a node's cost then changes by a
-# thirtieth of that of a halving.
-_NOTED_CHANGE = 0.02
-
 
 class DraftingKind(NamedTuple):
     """What is done behind a pass: for how many sequences at most, whether trees are grown, and some are COUPLED."""
@@ -50,7 +46,8 @@ class PassDrafting:
 
     def set_trust(self, trust: float) -> None:
         """Multiply scores by this from the next launch on."""
-        if abs(trust - self._noted) > _NOTED_CHANGE * self._noted:
+        # Changes that the device is told of. Chosen: a node's cost changes by a thirtieth of that of a halving.
+        if abs(trust - self._noted) > 0.02 * self._noted:
             self._noted = trust
             self._trust.fill_(trust)
 

@@ -13,8 +13,6 @@ from outrider_client.results import Chunk
 DRAFTED_STYLE = "green"
 OWN_STYLE = "yellow"
 _REPLACEMENT = "\ufffd"
-# Most tokens that wait for a character to be complete, as in the target, whose texts are compared.
-_LONGEST_PENDING = 32
 
 
 def legend() -> Text:
@@ -91,7 +89,8 @@ class Painter:
         self._pending = whole[len(known) :]
         start = self._shown + len(self._text)
         waiting = not self._pending or self._pending.endswith(_REPLACEMENT)
-        if waiting and len(self._ids) - self._read < _LONGEST_PENDING:
+        # As many tokens wait for a character to be complete as in the target, whose texts are compared.
+        if waiting and len(self._ids) - self._read < 32:
             return max(start + len(self._pending.rstrip(_REPLACEMENT)), self._ends[-1][0] if self._ends else 0)
         self._take_pending()
         return self._shown + len(self._text)

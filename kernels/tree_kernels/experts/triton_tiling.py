@@ -40,8 +40,6 @@ class ExpertVectorTilings:
     down: VectorTiling
 
 
-# Rows up to which weights go through registers: those that were tried.
-MAX_VECTOR_ROWS = 4
 # Shorter rows of a weight leave threads without work. Chosen.
 _MIN_VECTOR_HIDDEN, _MIN_VECTOR_INNER = 2048, 512
 # Each the fastest with 1, 2 and 4 rows of Qwen3-30B-A3B's shape on an H100, or within 1 % of it:
@@ -78,7 +76,8 @@ def choose_expert_tilings(rows: int, top_k: int, experts: int, *, invariant: boo
 
 def reads_few_rows(rows: int, hidden: int) -> bool:
     """Whether so many rows of a hidden size go through registers."""
-    return 0 < rows <= MAX_VECTOR_ROWS and hidden >= _MIN_VECTOR_HIDDEN
+    # More were not tried.
+    return 0 < rows <= 4 and hidden >= _MIN_VECTOR_HIDDEN
 
 
 def choose_expert_vectors(rows: int, hidden: int, inner: int, *, itemsize: int) -> ExpertVectorTilings | None:

@@ -14,9 +14,6 @@ from tree_kernels.philox import exponentials, gumbel_words_by_sequence
 
 # Probability below which a token counts as impossible.
 _LEAST = 1e-30
-# Children of a row, and entrants of a Gumbel-max draw, that one program of a kernel holds; more are found by PyTorch.
-MAX_KERNEL_WIDTH = 32
-MAX_KERNEL_ENTRANTS = 2048
 
 
 def make_growth(sequences: int, levels: int, width: int, breadth: int, device: torch.device) -> Growth:
@@ -47,7 +44,8 @@ def likeliest(logits: Tensor, temperatures: Tensor, breadth: int, token_ids: Ten
 
     Temperatures [B] float32 are positive, each for R / B consecutive rows; `token_ids` [V'] int32 are the target's ids
     of the network's, None when they are the same."""
-    if logits.is_cuda and breadth <= MAX_KERNEL_WIDTH:
+    # More are not held by one program of the kernel.
+    if logits.is_cuda and breadth <= 32:
         # Only here: Triton may be absent.
         from tree_kernels.growth import triton_children
 
@@ -71,7 +69,8 @@ def gumbel_max_winners(
     with expected noise. `level` is the depth of the children, from 1, and `sharpness` how far the Gumbel-max draw over
     the network's distribution is taken for the target's own. The others are those of `likeliest`.
     """
-    if logits.is_cuda and min(entrants, logits.shape[1]) <= MAX_KERNEL_ENTRANTS:
+    # More are not held by one program of the kernel.
+    if logits.is_cuda and min(entrants, logits.shape[1]) <= 2048:
         from tree_kernels.growth import triton_children
 
         return triton_children.gumbel_max_winners(

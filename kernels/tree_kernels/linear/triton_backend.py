@@ -33,8 +33,6 @@ from tree_kernels.linear.triton_tiling import (
 # Bytes of one prefetch, and of what its address must be a multiple.
 _PREFETCH_BYTES, _PREFETCH_ALIGNMENT = 256, 16
 _PREFETCH_THREADS = 128
-# Of the addresses and rows of what a tensor map describes, in bytes.
-_MAP_ALIGNMENT = 16
 _MIN_OUTPUTS = 16
 # Tiles of one launch that may be split: those of more than 60,000 rows.
 _MAX_TILES = 65536
@@ -396,7 +394,7 @@ def _mappable(rows: Tensor, weight: Weight) -> bool:
     if isinstance(weight, Int8Weight) or not len(rows):
         return False
     strides = (one.stride(0) * one.element_size() for one in (rows, weight))
-    return not any(each % _MAP_ALIGNMENT for each in (rows.data_ptr(), weight.data_ptr(), *strides))
+    return not any(each % 16 for each in (rows.data_ptr(), weight.data_ptr(), *strides))
 
 
 def _maps(tiling: LinearTiling, rows: Tensor, weight: Weight, outputs: int) -> dict[str, Any]:

@@ -61,8 +61,6 @@ _MAPPED = {
 # The fastest of 32 on an H100 for both shapes of Qwen3, or within 4 % of it:
 # benchmarks/results/2026-11-27-h100-head-tilings.json.
 _HEADS_OF_128 = {32: (64, 2, 8, 8, 8), MAX_BLOCK_ROWS: (128, 2, 8, 3, 8)}
-# Longest block of other tiles that are a head: with longer ones a program's stages would be too few. Not measured.
-_HEAD_BLOCK_INNER = 64
 # The same for weights in int8, each near the fastest of those tried on an H100:
 # benchmarks/results/2026-11-25-h100-linear-eight-bits.json. A program reads half the bytes, so few outputs take longer
 # blocks or more splits.
@@ -128,7 +126,8 @@ def whole_head_tiling(tiling: LinearTiling, width: int, outputs: int, inner: int
         return tiling
     # As many as 64 rows of an 8B layer have, whose memory is busy.
     programs = max(96, -(-outputs // tiling.block_outputs) * tiling.splits)
-    splits, block_inner = 1, min(tiling.block_inner, _HEAD_BLOCK_INNER)
+    # With longer blocks a program's stages would be too few. Not measured.
+    splits, block_inner = 1, min(tiling.block_inner, 64)
     while splits < 8 and splits * (outputs // width) < programs and inner % (2 * splits * block_inner) == 0:
         splits *= 2
     in_flight = tiling.block_outputs * tiling.block_inner * tiling.stages

@@ -23,9 +23,6 @@ from tree_kernels.node_table.layout import TABLE
 TURNS = 4
 # Numbers of tables wrap around after it.
 LAST_NUMBER = (1 << 30) - 1
-# Boxes are copied as one range if at least one in so many has a new table. Chosen, not measured: every copy takes host
-# time, and a box of 80 KB little of the bus's.
-_BOXES_PER_NEW_TABLE = 4
 # Sends in flight at most. A table's place on the host is reused after `TURNS` sends, its numbers' place after these.
 _IN_FLIGHT = 2
 
@@ -97,7 +94,9 @@ class Mailboxes:
         themselves, and a part of one that the host is just writing is not read: its number comes behind a later copy.
         """
         first, end = min(self._put), max(self._put) + 1
-        if len(self._put) > 1 and end - first <= _BOXES_PER_NEW_TABLE * len(self._put):
+        # As one range if at least one box in four has a new table. Chosen, not measured: every copy takes host time,
+        # and a box of 80 KB little of the bus's.
+        if len(self._put) > 1 and end - first <= 4 * len(self._put):
             return [self.tables[first:end]], [self._own[first:end]]
         turns = [(slot, int(self._numbers[slot]) % TURNS) for slot in self._put]
         return [self._to[slot][turn] for slot, turn in turns], [self._from[slot][turn] for slot, turn in turns]

@@ -41,9 +41,6 @@ if TYPE_CHECKING:
 # Up to so many sequences one warp chooses for all, and up to so many four do.
 _ONE_WARP, _FOUR_WARPS = 2, 64
 
-# Of a program that ranks a sequence's candidates: two of them a thread. With these and `_BOUNDS` 1,007 nodes take 20 us
-# on an H100 (`benchmarks/results/2026-11-25-h100-widened-fourteenth.md`); no others were measured.
-_RANKING_WARPS = 16
 # Width of a sequence's candidates.
 _CANDIDATES = tl.constexpr(triton.next_power_of_2(layout.NODES + layout.LOOKUP))
 # Bounds that are tried at once for the keys of a sequence's candidates: seven rounds at most, in each 32 comparisons a
@@ -440,7 +437,9 @@ def _tensors(table: NodeTable, step: StepIntegers) -> tuple[Tensor, ...]:
 def _constants(table: NodeTable, step: StepIntegers) -> dict[str, Any]:
     recycles = table.recycles_in(step)
     sizes = {"CHAIN": table.lookup_tokens, "PAGE_SIZE": table.page_size, "RECYCLES": recycles}
-    return sizes | {"num_warps": _RANKING_WARPS}
+    # Two of a sequence's candidates a thread. With these and `_BOUNDS` 1,007 nodes take 20 us on an H100
+    # (`benchmarks/results/2026-11-25-h100-widened-fourteenth.md`); no others were measured.
+    return sizes | {"num_warps": 16}
 
 
 def _lay_out(table: NodeTable, step: StepIntegers) -> None:

@@ -38,9 +38,8 @@ _FIELDS = {
 _RECORD_TYPE = np.dtype([(name, f"<{kind}") for name, kind in _FIELDS.items()])
 # The same for one record. For a few sequences an array of records costs several times as much.
 _RECORD_BYTES = struct.Struct("<" + "".join(_FIELDS.values()))
-_INTEGER_BYTES = 4
 # Where each field begins in a record, and where the record ends, in integers.
-*PLACES, RECORD = accumulate((struct.calcsize(kind) // _INTEGER_BYTES for kind in _FIELDS.values()), initial=0)
+*PLACES, RECORD = accumulate((struct.calcsize(kind) // 4 for kind in _FIELDS.values()), initial=0)
 FIRST_ROW, ROWS, MODE, IS_CHAIN, SEED, POSITION, TOP_K, FILTERED = PLACES[:8]
 TEMPERATURE, TOP_P, MIN_P, BEGINS, EPSILON, DELTA, SHAPING, LOGPROBS = PLACES[8:16]
 FOLLOWING, ROOM, DRAFTS = PLACES[16:]

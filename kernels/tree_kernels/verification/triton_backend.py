@@ -15,12 +15,6 @@ from tree_kernels.verification.triton_walk import walk_kernel
 
 _CHUNK = 2048
 _BLOCK = 128
-# Tokens that the filter lists, and searches, at a time. Lists of text are short; more would be faster for flat
-# distributions.
-_TILE = 2048
-_SEARCH = 1024
-# Each program of the filter lists up to V tokens for itself, 12 bytes each.
-_FILTER_PROGRAMS = 128
 
 
 class TritonVerification:
@@ -111,8 +105,12 @@ class TritonVerification:
         )  # fmt: skip
         cuts = torch.empty(rows, dtype=torch.float64, device=device)
         cut_ids = torch.empty(rows, dtype=torch.int32, device=device)
-        programs, row_blocks = min(rows, _FILTER_PROGRAMS), block_peaks.shape[1]
+        # Each program lists up to V tokens for itself, 12 bytes each.
+        programs, row_blocks = min(rows, 128), block_peaks.shape[1]
         length = row_blocks * _BLOCK
+        # So many tokens are listed, and searched, at a time. Lists of text are short; more would be faster for flat
+        # distributions.
+        tiles = {"TILE": 2048, "SEARCH": 1024}
         filter_kernel[(programs,)](
             logits, logits.stride(0), parameters, self._sequences, peaks, block_peaks, masses,
             torch.empty(programs, length, dtype=torch.float64, device=device),
@@ -120,6 +118,6 @@ class TritonVerification:
             torch.empty(programs, row_blocks, dtype=torch.int32, device=device),
             cuts, cut_ids, rows, self._vocabulary_size, self._chunks, row_blocks, length,
             BLOCK_CHUNKS=self._block_chunks, BLOCK=_BLOCK, ALL_BLOCKS=self._block_chunks * _CHUNK // _BLOCK,
-            TILE=_TILE, SEARCH=_SEARCH, num_warps=8, num_stages=1,
+            num_warps=8, num_stages=1, **tiles,
         )  # fmt: skip
         return cuts, cut_ids

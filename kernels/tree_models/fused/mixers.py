@@ -30,9 +30,6 @@ from tree_models.layers.recurrent import GatedConvolution, GatedDeltaNet, StateS
 from tree_models.layers.rotary import Angles, scaled_queries
 from tree_models.spec import AttentionSpec
 
-# Of the table for layers that embed no positions: those of the largest captured pass by default.
-_UNTURNED_ROWS = 512
-
 
 @dataclass(frozen=True, slots=True)
 class QuantizedWeight:
@@ -110,7 +107,8 @@ class AttentionMixer:
     def _unturned(self, rows: int, step: PagedPass) -> Angles:
         """Made once for many rows, since a launch costs time."""
         if not self.still or len(self.still[0].cosines) < rows:
-            shape, device = (max(rows, _UNTURNED_ROWS), self.head_width), step.slots.device
+            # As many as the largest captured pass has by default.
+            shape, device = (max(rows, 512), self.head_width), step.slots.device
             with torch.inference_mode(False):
                 self.still[:] = [Angles(torch.ones(shape, device=device), torch.zeros(shape, device=device))]
         still = self.still[0]

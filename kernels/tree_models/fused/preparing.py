@@ -58,9 +58,6 @@ MAX_ROWS = 64
 # Above, the plain form runs, which takes 1 to 3 % longer up to 512 rows (same record). The limit is chosen, not
 # measured: three times the largest pass that is captured by default, so that chunks of prompts are below it.
 MANY_ROWS = 1536
-_PROBE_ROWS = 5
-# Between the positions of two rows, so that slow angles turn too.
-_PROBE_STRIDE = 37
 # Returns what a layer adds, and the keys and values that it writes.
 _Trial = Callable[[], Sequence[Tensor]]
 
@@ -216,7 +213,7 @@ def _trials(stack: LayerStack, index: int, form: FusedForm) -> Iterator[tuple[_T
     layer: Any = stack.layers[index]
     attention = layer.attention
     for most, linears in form.linears.ranges:
-        hidden, given, angles = _probe_rows(stack, index, int(min(_PROBE_ROWS, most)))
+        hidden, given, angles = _probe_rows(stack, index, int(min(5, most)))
         vectors = _probe_vectors(layer.spec.added_input, hidden)
         alone = FusedForm(form.parts, LinearsByRows(((inf, linears),)), form.experts, form.ranks)
         yield (
@@ -234,7 +231,8 @@ def _probe_rows(stack: LayerStack, index: int, rows: int) -> tuple[Tensor, Tenso
     # Small beside what the layer adds, which is what is compared.
     hidden = 0.05 * torch.randn(rows, width, generator=generator)
     given = torch.randn(rows, vectors * width, generator=generator).to(device, dtype) if vectors > 1 else None
-    positions = _PROBE_STRIDE * torch.arange(1, rows + 1, device=device)
+    # Far enough apart that slow angles turn too.
+    positions = 37 * torch.arange(1, rows + 1, device=device)
     positions = positions.clamp(max=stack.longest_context - 1)
     return hidden.to(device, dtype), given, stack.angles_of(index, positions)
 

@@ -33,9 +33,6 @@ from tree_models.spec import (
     StreamsSpec,
 )
 
-# The least mean square of a stream that is scaled.
-_LEAST_SQUARE = 1e-5
-
 
 class LayerInputs(nn.Module):
     """See `LayerInputsSpec`. What is looked up by the token lies beside the embedding, of which it is no part."""
@@ -206,7 +203,7 @@ class AugmentedResidual(nn.Module):
 def _as_large(rows: Tensor, measure: Tensor) -> Tensor:
     """Rows [R, H], each scaled to the root mean square of the row of `measure` [R, H]."""
     wanted = measure.square().mean(-1, keepdim=True).sqrt()
-    return rows * wanted / rows.square().mean(-1, keepdim=True).clamp_min(_LEAST_SQUARE).sqrt()
+    return rows * wanted / rows.square().mean(-1, keepdim=True).clamp_min(1e-5).sqrt()
 
 
 class SharedBlock(nn.Module):

@@ -40,9 +40,6 @@ from tree_models.spec import (
     StateSpaceSpec,
 )
 
-# The least gate that a step is divided by: what is added is then still finite in fp32.
-_LEAST_GATE = 1e-20
-
 
 class SelectiveScan(nn.Module):
     """See `SelectiveSpec`. Values and the output's gates are one product."""
@@ -155,7 +152,8 @@ class GriffinRecurrence(nn.Module):
         inputs, gate = product.chunk(2, dim=-1)
         convolved = self._convolved(inputs, step)
         entering, steps = self.gates(convolved.rows).float().sigmoid().chunk(2, dim=-1)
-        steps = steps.clamp(min=_LEAST_GATE)
+        # What is added is then still finite in fp32.
+        steps = steps.clamp(min=1e-20)
         factors = torch.sqrt(1 - torch.exp(2 * steps * self.decay))
         # No other whole number of radians has no sine.
         factors = torch.where(angles.sines[:, :1] == 0, 1.0, factors)

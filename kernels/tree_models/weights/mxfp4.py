@@ -13,9 +13,6 @@ from tree_models.weights.checkpoint import Stored, StoredTensor, TensorSource, W
 
 # E2M1 (OCP Microscaling Formats 1.0): a sign, two bits of exponent and one of mantissa.
 _MAGNITUDES = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0)
-# Of E8M0, the exponent of a scale.
-_BIAS = 127
-_BYTES_OF_A_BLOCK = 16
 _BLOCKS, _SCALES = "_blocks", "_scales"
 
 
@@ -51,7 +48,8 @@ def dequantised(blocks: Tensor, scales: Tensor) -> Tensor:
     # One expert at a time, since indices are four times as large as bytes.
     for own, into in zip(blocks, found, strict=True):
         torch.index_select(pairs, 0, own.flatten().int(), out=into.view(-1))
-    factors = torch.ldexp(torch.ones(256), byte - _BIAS).bfloat16()[scales.int()]
+    # Exponents in E8M0, whose bias is 127.
+    factors = torch.ldexp(torch.ones(256), byte - 127).bfloat16()[scales.int()]
     values = found.view(torch.bfloat16).mul_(factors[..., None])
     return values.flatten(2).transpose(1, 2)
 
@@ -59,7 +57,8 @@ def dequantised(blocks: Tensor, scales: Tensor) -> Tensor:
 def _plain(name: str, blocks: Stored, scales: Stored) -> Stored:
     if blocks.dtype != "U8" or scales.dtype != "U8":
         raise WeightsRefused(f"{name} and its scales are {blocks.dtype} and {scales.dtype}, expected bytes")
-    if len(blocks.shape) != 4 or blocks.shape[:-1] != scales.shape or blocks.shape[-1] != _BYTES_OF_A_BLOCK:
+    # A block of 32 numbers has 16 bytes.
+    if len(blocks.shape) != 4 or blocks.shape[:-1] != scales.shape or blocks.shape[-1] != 16:
         shapes = list(blocks.shape), list(scales.shape)
         raise WeightsRefused(f"{name} is {shapes[0]} and its scales are {shapes[1]}, expected [E, out, in / 32, 16]")
     experts, outputs, count, size = blocks.shape

@@ -20,13 +20,7 @@ _SIZE = re.compile(r"(num|n)_\w+|\w+_(size|dim|dims|rank|heads|layers|experts)|m
 _EPSILON = re.compile(r"(\w+_)?(eps|epsilon)")
 # Ids and counts are 32 bits wide on devices.
 _MOST = 2**31 - 1
-# In tokens. No model has a longer context, and tables by position are made for all of it.
-LONGEST_CONTEXT = 1 << 24
-# The text by which a model is checked at load has 13.
-_LEAST_CONTEXT = 16
 _POSITIONS = {"max_position_embeddings", "n_positions", "n_ctx"}
-# Modules of some families are made one by one. Published models have up to 512 experts and 1,000 layers.
-_MOST_MODULES = 1 << 16
 
 
 def check_sizes(config: Mapping[str, Any], tensor_count: int | None = None) -> None:
@@ -53,10 +47,17 @@ def check_sizes(config: Mapping[str, Any], tensor_count: int | None = None) -> N
 def _check_size(name: str, value: Any) -> None:
     if type(value) is not int:
         raise CheckpointRefused(f"config.json has {name} {str(value)[:40]!r}, which is no whole number")
-    least = _LEAST_CONTEXT if name == "max_position_embeddings" else 1 if name in _POSITIVE else 0
+    # The text by which a model is checked at load has 13 tokens.
+    least = 16 if name == "max_position_embeddings" else 1 if name in _POSITIVE else 0
     if value < least:
         raise CheckpointRefused(f"config.json has {name} {value}, expected at least {least}")
-    most = LONGEST_CONTEXT if name in _POSITIONS else _MOST_MODULES if _is_count(name) else _MOST
+    most = _MOST
+    if name in _POSITIONS:
+        # No model has a longer context, and tables by position are made for all of it.
+        most = 1 << 24
+    elif _is_count(name):
+        # Modules of some families are made one by one. Published models have up to 512 experts and 1,000 layers.
+        most = 1 << 16
     if value > most:
         raise CheckpointRefused(f"config.json has {name} {str(value)[:40]}, expected at most {most}")
 

@@ -26,18 +26,15 @@ _DTYPES = {
 }
 
 
-# Of a tensor in pinned memory, which is never paged out, and is kept for the next one. Those of an 8B model's layers
-# have at most 117 MB.
-_MOST_PINNED_BYTES = 128 << 20
-
-
 def read_tensor(entry: TensorEntry, *, pinned: bool = False) -> Tensor:
     """The tensor on the CPU, in its stored type; `pinned` where a GPU takes it next, unless it is large. Raises
     `CheckpointRefused` for a type that is no plain number, and where the file has changed since its header was read."""
     dtype = _DTYPES.get(entry.dtype)
     if dtype is None:
         raise CheckpointRefused(f"{entry.name} is {entry.dtype}, which is not read")
-    tensor = torch.empty(entry.shape, dtype=dtype, pin_memory=pinned and entry.nbytes <= _MOST_PINNED_BYTES)
+    # Pinned memory is never paged out, and is kept for the next tensor. Those of an 8B model's layers have at most
+    # 117 MB.
+    tensor = torch.empty(entry.shape, dtype=dtype, pin_memory=pinned and entry.nbytes <= 128 << 20)
     _fill(entry, tensor)
     return tensor
 

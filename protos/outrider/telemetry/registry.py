@@ -218,8 +218,7 @@ def _buckets(histogram: Histogram) -> list[tuple[str, float] | tuple[str, float,
     return buckets
 
 
-# Concurrent requests, and seconds for one to arrive; connections past these limits are closed. Scrapers send little.
-_MOST_REQUESTS = 16
+# For a request to arrive; later connections are closed. Scrapers send little.
 _REQUEST_SECONDS = 5.0
 
 
@@ -309,7 +308,8 @@ class _BoundedServer(ThreadingWSGIServer):
 
     def __init__(self, *arguments: Any, **named: Any) -> None:
         super().__init__(*arguments, **named)
-        self._places = threading.BoundedSemaphore(_MOST_REQUESTS)
+        # Of requests at once; further connections are closed.
+        self._places = threading.BoundedSemaphore(16)
 
     def process_request(self, request: Any, client_address: Any) -> None:
         if self._places.acquire(blocking=False):

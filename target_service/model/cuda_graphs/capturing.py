@@ -17,10 +17,6 @@ from target_service.model.cuda_graphs.sizes import Bucket
 from target_service.model.support import ModelRefused
 
 log = logging.getLogger(__name__)
-# Reserved for what each graph takes beside the pool that all share.
-_GRAPH_BYTES = 16 << 20
-# Steps of other sizes split the pool's memory differently from the largest, which is measured.
-_POOL_SLACK = 1.5
 # With more rows of a sequence, a step is likelier to read a prompt.
 _TREE_ROWS = 64
 # Steps of so many rows run in the size that is made for them from the first request on. Chosen: larger ones take longer
@@ -53,9 +49,11 @@ def capture_steps(captured: CapturedRunner, *, seconds: float, memory_share: flo
         captured.node_table = captured.in_pass = None
     taken = max(0, before - captured.free_memory())
     if memory_share:
-        # Partial results of latents are four times as wide as those of usual heads.
-        each = max(_GRAPH_BYTES, captured.scratch_bytes)
-        reserved = taken * _POOL_SLACK + len(captured.buckets) * each
+        # What each graph takes beside the pool that all share. Partial results of latents are four times as wide as
+        # those of usual heads.
+        each = max(16 << 20, captured.scratch_bytes)
+        # Steps of other sizes split the pool's memory differently from the largest, which is measured.
+        reserved = taken * 1.5 + len(captured.buckets) * each
         captured.drop_captures()
         captured.use_cache(_cache_of(captured.cache, captured.free_memory() - reserved, memory_share))
         log.info("KV cache of %s", captured.cache)

@@ -37,19 +37,16 @@ class Bucket:
         return _LARGEST_TREE if rows <= _LARGEST_TREE else 0
 
 
-# Below this, reading the weights costs more than the rows, and fewer sizes are compiled and captured in less time.
-_ROWS_AT_NO_COST = 16
-# Above this, time grows with rows: at 8B size 32 sequences took 6.7 ms with 128 rows, 8.6 with 256 and 12.8 with 512
-# (H200, `benchmarks/results/2026-11-23-h200-widened-seventh.md`), and a prompt of 260 tokens took as long as 512 rows.
-_ROWS_AT_FULL_COST = 128
-
-
 @cache
 def row_sizes(largest: int) -> tuple[int, ...]:
     """1, 4, 16, 32, 64, 128, 192, 256, 384, 512 .. and `largest` itself."""
     powers = [1 << exponent for exponent in range(largest.bit_length())]
-    between = [power + power // 2 for power in powers if power >= _ROWS_AT_FULL_COST]
-    kept = [power for power in powers if power >= _ROWS_AT_NO_COST or power in (1, 4)]
+    # From here on time grows with rows: at 8B size 32 sequences took 6.7 ms with 128 rows, 8.6 with 256 and 12.8 with
+    # 512 (H200, `benchmarks/results/2026-11-23-h200-widened-seventh.md`), and a prompt of 260 tokens took as long as
+    # 512 rows.
+    between = [power + power // 2 for power in powers if power >= 128]
+    # Below 16, reading the weights costs more than the rows, and fewer sizes are compiled and captured in less time.
+    kept = [power for power in powers if power >= 16 or power in (1, 4)]
     return (*sorted(size for size in (*kept, *between) if size < largest), largest)
 
 
