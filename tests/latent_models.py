@@ -32,6 +32,13 @@ _YARN: dict[str, Any] = {
 _GROUPS: dict[str, Any] = {"n_routed_experts": 8, "n_group": 4, "topk_group": 2, "num_experts_per_tok": 3}
 V2 = _WIDTHS | _EXPERTS
 V3 = _WIDTHS | _EXPERTS | {"q_lora_rank": 24, "routed_scaling_factor": 2.5}
+MISTRAL4 = V3 | {
+    "n_shared_experts": 1,
+    "rope_parameters": {
+        "rope_type": "yarn", "rope_theta": 10000.0, "factor": 4.0, "original_max_position_embeddings": 8,
+        "mscale": 1.0, "mscale_all_dim": 1.0, "llama_4_scaling_beta": 0.1,
+    },
+}  # fmt: skip
 LONGCAT = V3 | {
     "num_layers": 2, "num_hidden_layers": 4, "head_dim": 8, "ffn_hidden_size": 64, "expert_ffn_hidden_size": 16,
     "moe_topk": 3, "zero_expert_num": 3,

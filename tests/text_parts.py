@@ -6,6 +6,7 @@ from typing import Any
 
 import torch
 from conftest import TINY
+from latent_models import MISTRAL4
 from transformers import AutoConfig, AutoModelForImageTextToText, PreTrainedModel
 
 EXPERTS: dict[str, Any] = {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 24}
@@ -81,6 +82,7 @@ TEXT_PARTS: dict[str, tuple[str, dict[str, Any]]] = {
             },
         },
     ),
+    "mistral4": ("mistral4", MISTRAL4),
     "aria": ("aria_text", {"moe_num_experts": 4, "moe_topk": 2, "moe_num_shared_experts": 2, "intermediate_size": 24}),
     "emu3": ("emu3_text_model", {"num_key_value_heads": 2, "pad_token_id": 0}),
 }  # fmt: skip
@@ -118,6 +120,13 @@ WHOLE: dict[str, tuple[str, dict[str, Any]]] = {
             **_WIDTHS, "num_hidden_layers": 1, "num_global_layers": 1, "attention_heads": 2, "vision_output_dim": 32,
             "image_size": 16, "patch_size": 4, "intermediate_layers_indices": [0], "max_num_tiles": 1,
             "supported_aspect_ratios": [[1, 1]],
+        },
+    ),
+    "mistral4": (
+        "mistral3",
+        {
+            **_WIDTHS, "model_type": "pixtral", "num_hidden_layers": 1, "num_attention_heads": 2, "head_dim": 8,
+            "image_size": 16, "patch_size": 4,
         },
     ),
     "aria": (

@@ -101,6 +101,7 @@ FAMILIES: Mapping[str, Family] = {
     "ministral": llama.mistral,
     "ministral3": llama.ministral3,
     "mistral": llama.mistral,
+    "mistral4": deepseek.mistral4,
     "mixtral": mixtures.mixtral,
     "mllama_text_model": llama.mllama,
     "modernbert-decoder": classic.modernbert,

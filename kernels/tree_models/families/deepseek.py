@@ -1,5 +1,5 @@
 """DeepSeek V2, V3 and R1, Kimi K2, and the families with their latent attention: GLM-4.7-Flash, A.X-K1, Youtu,
-MiniCPM3, Kimi Linear, LongCat-Flash."""
+MiniCPM3, Kimi Linear, LongCat-Flash, Mistral 4."""
 
 from __future__ import annotations
 
@@ -10,8 +10,18 @@ from typing import Any
 from tree_models.families.common import Description, activation, counted, decoder, layer, mlp, rms_norm
 from tree_models.families.rotary import rotary, yarn_softness
 from tree_models.names import WeightNames
-from tree_models.spec import ExpertsSpec, FamilyRefused, KimiDeltaSpec, LatentSpec, RotarySpec, RouterSpec
+from tree_models.spec import (
+    ExpertsSpec,
+    FamilyRefused,
+    KimiDeltaSpec,
+    LatentSpec,
+    PositionScale,
+    RotarySpec,
+    RouterSpec,
+)
 
+# Added to the sum of the chosen experts' weights: transformers' DeepseekV3TopkRouter.
+_LEAST_SUM = 1e-20
 _DELTA, _EXPERTS = "self_attn.", "block_sparse_moe."
 _KIMI = WeightNames(
     mixer_in=tuple(f"{_DELTA}{name}_proj" for name in ("q", "k", "v", "f_a", "g_a", "b")),
@@ -59,12 +69,13 @@ def deepseek_v2(config: Any) -> Description:
         scaling=float(config.routed_scaling_factor),
         wide=True,
     )
-    return _latent_experts(config, _experts(config, router), interleaved=True)
+    return _latent_experts(config, _experts(config, router), latent_attention(config, interleaved=True))
 
 
 def deepseek_v3(config: Any) -> Description:
     """DeepSeek V3 and R1, Kimi K2, GLM-4.7-Flash: sigmoid scores, a bias that balances load."""
-    return _latent_experts(config, sigmoid_experts(config), interleaved=bool(config.rope_interleave))
+    attending = latent_attention(config, interleaved=bool(config.rope_interleave))
+    return _latent_experts(config, sigmoid_experts(config), attending)
 
 
 def axk1(config: Any) -> Description:
@@ -93,6 +104,27 @@ def minicpm3(config: Any) -> Description:
     )
     scales = {"embedding_scale": float(config.scale_emb), "logits_scale": 1.0 / float(config.logits_scaling)}
     return Description(decoder(config, [one] * count, norm, **scales), WeightNames())
+
+
+def mistral4(config: Any) -> Description:
+    """Mistral Small 4's text: latent attention whose queries grow with their position, softmax scores."""
+    plain, turned, rope = int(config.qk_nope_head_dim), int(config.qk_rope_head_dim), config.rope_parameters
+    beta = rope.get("llama_4_scaling_beta")
+    scale = PositionScale(float(beta), int(rope["original_max_position_embeddings"])) if beta else None
+    # Its share of a whole head is what is rotated.
+    interleaved = bool(config.rope_interleave)
+    turning = replace(rotary(config, plain + turned, interleaved=interleaved), query_scale=scale)
+    attending = replace(latent_attention(config, interleaved=interleaved), rotary=turning)
+    router = RouterSpec(
+        renormalised=bool(config.norm_topk_prob),
+        least_sum=_LEAST_SUM,
+        groups=int(config.n_group),
+        top_groups=int(config.topk_group),
+        group_score="top2",
+        scaling=float(config.routed_scaling_factor),
+        rounded=True,
+    )
+    return _latent_experts(config, _experts(config, router), attending)
 
 
 def longcat_flash(config: Any) -> Description:
@@ -171,8 +203,7 @@ def sigmoid_experts(config: Any) -> ExpertsSpec:
     router = RouterSpec(
         "sigmoid",
         renormalised=bool(config.norm_topk_prob),
-        # Added to the sum of the chosen experts' weights: transformers' DeepseekV3TopkRouter.
-        least_sum=1e-20,
+        least_sum=_LEAST_SUM,
         correction=True,
         groups=int(config.n_group),
         top_groups=int(config.topk_group),
@@ -196,9 +227,8 @@ def _experts(config: Any, router: RouterSpec) -> ExpertsSpec:
     )
 
 
-def _latent_experts(config: Any, experts: ExpertsSpec, *, interleaved: bool) -> Description:
+def _latent_experts(config: Any, experts: ExpertsSpec, attending: LatentSpec) -> Description:
     norm, dense = rms_norm(config), mlp(config, bias=False)
-    attending = latent_attention(config, interleaved=interleaved)
     kinds = getattr(config, "mlp_layer_types", None)
     if kinds is None:
         kinds = ["sparse" if index >= config.first_k_dense_replace else "dense" for index in counted(config)]

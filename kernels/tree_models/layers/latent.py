@@ -28,7 +28,7 @@ from tree_models.layers.linear import Linear
 from tree_models.layers.norm import Normalization
 from tree_models.layers.paged import PagedPass, UncachedPass, attend
 from tree_models.layers.placing import Placement
-from tree_models.layers.rotary import Angles
+from tree_models.layers.rotary import Angles, scaled_queries
 from tree_models.names import WeightNames
 from tree_models.slots import Copy, WeightSlot
 from tree_models.spec import LatentSpec, NormSpec
@@ -67,6 +67,8 @@ class LatentHeads(nn.Module):
         """[R, H] -> [R, H]."""
         assert angles is not None, "latent attention is described with rotary embedding"
         query, vectors = self._products(rows)
+        if angles.query_scale is not None:
+            query = scaled_queries(query, angles.query_scale)
         attended = self._attend(query, vectors, angles, step)
         output: Tensor = self.out(attended)
         return output
