@@ -23,6 +23,11 @@ TEXT_PARTS: dict[str, tuple[str, dict[str, Any]]] = {
             "max_window_layers": 1,
         },
     ),
+    "qwen2_5_omni": ("qwen2_5_omni_text", {"hidden_size": 64, "rope_parameters": THREEFOLD}),
+    "qwen3_omni_moe": (
+        "qwen3_omni_moe_text",
+        EXPERTS | {"head_dim": 16, "mlp_only_layers": [0], "rope_parameters": THREEFOLD | {"mrope_interleaved": True}},
+    ),
     "qwen3_vl": ("qwen3_vl_text", {"head_dim": 16, "rope_parameters": THREEFOLD | {"mrope_interleaved": True}}),
     "qwen3_vl_moe": (
         "qwen3_vl_moe_text",

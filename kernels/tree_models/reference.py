@@ -39,6 +39,11 @@ _WORDS = 16
 _PLACES = (0, 1, 7, 97, 1021)
 # Texts' causal language models that transformers knows by the whole model's configuration alone.
 _OF_WHOLE = {"emu3_text_model": "Emu3ForCausalLM", "mllama_text_model": "MllamaForCausalLM"}
+# Texts' bodies that it knows by no configuration.
+_BODIES = {
+    "qwen2_5_omni_text": "Qwen2_5OmniThinkerTextModel",
+    "qwen3_omni_moe_text": "Qwen3OmniMoeThinkerTextModel",
+}
 # Families whose layers are given no masks, for they have their own.
 _MASKED_WITHIN = {"openai-gpt"}
 # Of logits, relative, and of cosines and sines, in fp32.
@@ -53,6 +58,8 @@ def causal_lm(config: Any, **options: Any) -> Any:
 
     if config.model_type in _OF_WHOLE:
         return getattr(transformers, _OF_WHOLE[config.model_type])._from_config(config, **options)
+    if config.model_type in _BODIES:
+        return _with_head(getattr(transformers, _BODIES[config.model_type]))._from_config(config, **options)
     if type(config) in MODEL_FOR_CAUSAL_LM_MAPPING or type(config) not in MODEL_MAPPING:
         return transformers.AutoModelForCausalLM.from_config(config, **options)
     return _with_head(MODEL_MAPPING[type(config)])._from_config(config, **options)

@@ -55,7 +55,8 @@ def text_part(config: PretrainedConfig) -> PretrainedConfig:
         return config
     if text.model_type not in causal_lm_names():
         # The whole model has the head, and so shows whether it is tied.
-        text.tie_word_embeddings = bool(getattr(config, "tie_word_embeddings", False))
+        whole = getattr(config, "thinker_config", config)
+        text.tie_word_embeddings = bool(getattr(whole, "tie_word_embeddings", False))
     return text
 
 

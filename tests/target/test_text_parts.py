@@ -10,7 +10,7 @@ import pytest
 import torch
 from conftest import make_tiny
 from safetensors.torch import save_file
-from text_parts import WHOLE, whole_model
+from text_parts import TEXT_PARTS, WHOLE, whole_model
 from windowed_models import WINDOWED
 
 from target_service.config import TargetConfig
@@ -76,6 +76,23 @@ def test_gemma_4_is_served_as_it_is_published(tmp_path: Path, byte_tokenizer: An
     check_runner(runner, own_logits(model))
     assert inspect(tmp_path).verdict == "can be served"
     assert len(runner.cache.keys) == 3
+
+
+@pytest.mark.parametrize(("name", "speaking"), [("qwen2_5_omni", "token2wav"), ("qwen3_omni_moe", "code2wav")])
+def test_what_thinks_in_an_omni_model_is_served(name: str, speaking: str, tmp_path: Path, byte_tokenizer: Any) -> None:
+    """Beside what hears, sees and speaks."""
+    model_type, settings = TEXT_PARTS[name]
+    model = make_tiny(model_type, **settings | {"vocab_size": 300})
+    published = published_tensors(model)
+    tensors = {f"thinker.{own}": published.read(own).clone() for own in published.stored}
+    others = "thinker.visual.merger", "thinker.audio_tower.proj1", "talker.model.norm", f"{speaking}.decoder"
+    save_file(tensors | {f"{other}.weight": torch.zeros(4) for other in others}, tmp_path / "model.safetensors")
+    config = {"model_type": name, "thinker_config": {"text_config": model.config.to_dict()}}
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    byte_tokenizer.save_pretrained(tmp_path)
+    assert inspect(tmp_path).verdict == "can be served"
+    runner = load_runner(TargetConfig(model=str(tmp_path), dtype="float32", kv_tokens=64))
+    check_runner(runner, own_logits(model))
 
 
 @pytest.mark.parametrize("name", WHOLE)

@@ -65,9 +65,15 @@ def qwen3_vl(config: Any) -> Description:
     return llama(config, mlp(config, bias=False), head_norm=HeadNormSpec(rms_norm(config)))
 
 
-def qwen3_vl_moe(config: Any) -> Description:
+def qwen3_omni_moe(config: Any) -> Description:
+    """The text of Qwen3-Omni: Qwen3-VL's with experts."""
+    found = qwen3_vl_moe(config, renormalised=bool(config.norm_topk_prob))
+    return Description(found.spec, WeightNames())
+
+
+def qwen3_vl_moe(config: Any, *, renormalised: bool = True) -> Description:
     """The same with experts."""
-    norm, experts = rms_norm(config), _mixture(config, None, renormalised=True)
+    norm, experts = rms_norm(config), _mixture(config, None, renormalised=renormalised)
     layers = []
     for index in counted(config):
         dense = index in (config.mlp_only_layers or ()) or (index + 1) % config.decoder_sparse_step

@@ -26,10 +26,12 @@ _TEXT = (
     ("model.text_model.", "model."),
     ("text_model.model.", "model."),
     ("text_model.lm_head.", "lm_head."),
+    ("thinker.model.", "model."),
+    ("thinker.lm_head.", "lm_head."),
 )
-# Modules of parts that read images, sounds or videos.
+# Modules of parts that read images, sounds or videos, or that speak.
 _OTHER_PARTS = re.compile(
-    r"(model\.)?(visual|vision_\w+|vit|image_\w+|audio_\w+|multi_modal_projector|mm_projector|connector|aligner|"
+    r"(talker|token2wav|code2wav)\..*|(model\.|thinker\.)?(visual|vision_\w+|vit|image_\w+|audio_\w+|multi_modal_projector|mm_projector|connector|aligner|"
     r"patch_merger|embed_vision|embed_audio|vqmodel)\..*"
 )
 
