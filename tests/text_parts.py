@@ -88,6 +88,16 @@ TEXT_PARTS: dict[str, tuple[str, dict[str, Any]]] = {
         },
     ),
     "mistral4": ("mistral4", MISTRAL4),
+    "step": (
+        "step3p5",
+        {
+            "num_hidden_layers": 3, "num_sliding_attention_heads": 8, "sliding_window": 5, "head_dim": 12,
+            "layer_types": ["sliding_attention", "full_attention", "full_attention"],
+            "mlp_layer_types": ["dense", "sparse", "sparse"], "n_routed_experts": 4, "num_experts_per_tok": 2,
+            "moe_intermediate_size": 24, "share_expert_dim": 24, "moe_router_scaling_factor": 2.5,
+            "swiglu_limits": [None, 0.05, None], "swiglu_limits_shared": [0.05, 0.05, None],
+        },
+    ),
     "aria": ("aria_text", {"moe_num_experts": 4, "moe_topk": 2, "moe_num_shared_experts": 2, "intermediate_size": 24}),
     "emu3": ("emu3_text_model", {"num_key_value_heads": 2, "pad_token_id": 0}),
 }  # fmt: skip
@@ -133,6 +143,10 @@ WHOLE: dict[str, tuple[str, dict[str, Any]]] = {
             **_WIDTHS, "model_type": "pixtral", "num_hidden_layers": 1, "num_attention_heads": 2, "head_dim": 8,
             "image_size": 16, "patch_size": 4,
         },
+    ),
+    "step": (
+        "step3p7",
+        {**_WIDTHS, "num_hidden_layers": 1, "num_attention_heads": 2, "patch_size": 4, "image_size": 16},
     ),
     "aria": (
         "aria",

@@ -43,6 +43,7 @@ _OF_WHOLE = {"emu3_text_model": "Emu3ForCausalLM", "mllama_text_model": "MllamaF
 _BODIES = {
     "qwen2_5_omni_text": "Qwen2_5OmniThinkerTextModel",
     "qwen3_omni_moe_text": "Qwen3OmniMoeThinkerTextModel",
+    "step3p5": "Step3p7TextModel",
 }
 # Families whose layers are given no masks, for they have their own.
 _MASKED_WITHIN = {"openai-gpt"}
@@ -76,7 +77,8 @@ def _with_head(body: Any) -> Any:
         self.model = body(config)
         self.lm_head = nn.Linear(config.hidden_size, config.vocab_size, bias=False)
         # A part is published as the whole model is.
-        self._weight_conversions = get_checkpoint_conversion_mapping(config.model_type.removesuffix("_text"))
+        named = config.model_type.removesuffix("_text")
+        self._weight_conversions = get_checkpoint_conversion_mapping("step3p7" if named == "step3p5" else named)
         self.post_init()
 
     def forward(self: Any, input_ids: Tensor, **arguments: Any) -> Any:
@@ -218,7 +220,7 @@ def _published_name(name: str, names: WeightNames) -> str:
 def _stacked(names: Sequence[Sequence[str]], source: TensorSource) -> Tensor:
     """[E, ..]: of each expert its tensors, one above another; or the one tensor of all."""
     if names[0] == names[-1] and len(names) > 1:
-        return source.read(f"{names[0][0]}.weight")
+        return torch.cat([source.read(f"{name}.weight") for name in names[0]], dim=1)
     return torch.stack([torch.cat([source.read(f"{name}.weight") for name in of]) for of in names])
 
 

@@ -141,6 +141,7 @@ FAMILIES: Mapping[str, Family] = {
     "solar_open": glm.solar_open,
     "stablelm": others.stablelm,
     "starcoder2": others.starcoder2,
+    "step3p5": mixtures.step3,
     "vaultgemma": gemma.vaultgemma,
     "xglm": classic.xglm,
     "xlstm": recurrent.xlstm,

@@ -1,5 +1,5 @@
 """Mixtures of experts that stand by themselves: Mixtral, DBRX, the text of Aria, MiniMax-01 and M2, gpt-oss, MiMo-V2,
-K-EXAONE, Laguna, Trinity, Hunyuan, Hy 3, ERNIE 4.5."""
+K-EXAONE, Laguna, Trinity, Step 3.7, Hunyuan, Hy 3, ERNIE 4.5."""
 
 from __future__ import annotations
 
@@ -58,6 +58,14 @@ _DBRX = WeightNames(
     expert_down=f"{_FFN}w2",
     expert_suffix="",
     experts_lie="flat",
+)
+_STEP = WeightNames(
+    router="moe.gate",
+    correction="moe.router_bias",
+    expert_gate_up=("moe.gate_proj", "moe.up_proj"),
+    expert_down="moe.down_proj",
+    shared_gate_up=("share_expert.gate_proj", "share_expert.up_proj"),
+    shared_down="share_expert.down_proj",
 )
 _ARIA = WeightNames(
     router="mlp.router", expert_gate_up=("mlp.experts.fc1",), expert_down="mlp.experts.fc2", experts_lie="by_columns"
@@ -234,6 +242,41 @@ def laguna(config: Any) -> Description:
         shared_down=f"{shared}down_proj",
     )
     return Description(decoder(config, layers, norm), names)
+
+
+def step3(config: Any) -> Description:
+    """The text of Step 3.7 Flash: a gate of each head's output, more heads in layers with windows, experts
+    whose gates are limited once they are activated."""
+    if config.use_bidirectional_attention or config.gating not in (True, "per-head"):
+        raise FamilyRefused("gates of each number of a head, or tokens that see later ones, are not served")
+    norm, layers = rms_norm(config, offset=1.0), []
+    router = RouterSpec("sigmoid", correction=True, scaling=float(config.moe_router_scaling_factor))
+    for index in counted(config):
+        own = {"head_norm": HeadNormSpec(norm), "output_gate": OutputGateSpec("sigmoid", per_head=True)}
+        scaling = float(config.query_pre_attn_scalar) ** -0.5
+        # Of each layer by itself, as those with windows have other heads.
+        attending = attention(config.per_layer_config[index], index, windows=True, scaling=scaling, **own)
+        limited, shared = (_limit(limits, index) for limits in (config.swiglu_limits, config.swiglu_limits_shared))
+        if config.mlp_layer_types[index] == "dense":
+            layers.append(layer(attending, mlp(config, gate=shared), norm))
+            continue
+        experts = ExpertsSpec(
+            count=int(config.n_routed_experts),
+            top_k=int(config.num_experts_per_tok),
+            width=int(config.moe_intermediate_size),
+            router=router,
+            activation=activation(config),
+            gate=limited,
+            shared=mlp(config, config.share_expert_dim, gate=shared),
+        )
+        layers.append(layer(attending, experts, norm))
+    return Description(decoder(config, layers, norm), _STEP)
+
+
+def _limit(limits: Any, index: int) -> GateSpec:
+    """A layer's own of a list, in which nothing and zero are no limit."""
+    limit = limits[index] if limits else None
+    return GateSpec(float(limit), limits_activated=True) if limit else GateSpec()
 
 
 def afmoe(config: Any) -> Description:

@@ -203,7 +203,9 @@ class MixtureOfExperts(nn.Module):
         self, published: Sequence[str], memory: Tensor, names: WeightNames, copy: Copy
     ) -> Iterator[WeightSlot]:
         if "{expert}" not in published[0]:
-            yield in_place(f"{names.in_layer(published[0], self.layer)}{names.expert_suffix}", memory, copy)
+            whole = [f"{names.in_layer(name, self.layer)}{names.expert_suffix}" for name in published]
+            for name, part in zip(whole, memory.chunk(len(whole), dim=1), strict=True):
+                yield in_place(name, part, copy)
             return
         for expert in range(self.spec.count):
             of = [f"{names.in_layer(name, self.layer, expert)}.weight" for name in published]
