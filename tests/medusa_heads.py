@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from typing import Any
 
 import torch
-from engine_harness import plain
+from engine_harness import plain_each
 from hidden_states import states_of
 from taught_heads import HIDDEN, LAYERS, SAMPLINGS, prompts, request_of
 from taught_heads import VOCABULARY as TAUGHT_VOCABULARY
@@ -67,14 +67,14 @@ def taught_heads(teacher: PreTrainedModel, max_tokens: int, steps: int = 150) ->
         weight.normal_(0.0, (3 * HIDDEN) ** -0.5)
     heads.requires_grad_(True)
     states, following, weights = list[Tensor](), list[Tensor](), list[Tensor]()
-    for sampling in SAMPLINGS.values():
-        for prompt in prompts():
-            tokens = [*prompt, *plain(teacher, request_of(prompt, sampling, max_tokens))]
-            states.append(states_of(teacher, tokens, (LAYERS,)))
-            # [K, tokens] of each head's targets, of which the last have none, and the share of each in the text's mean.
-            targets = [functional.pad(torch.tensor(tokens[2 + k :]), (0, 2 + k), value=-1) for k in range(3)]
-            following.append(torch.stack(targets))
-            weights.append(torch.stack([(one >= 0) / (one >= 0).sum() for one in targets]))
+    wanted = [request_of(prompt, sampling, max_tokens) for sampling in SAMPLINGS.values() for prompt in prompts()]
+    for one, said in zip(wanted, plain_each(teacher, wanted), strict=True):
+        tokens = [*one.token_ids, *said]
+        states.append(states_of(teacher, tokens, (LAYERS,)))
+        # [K, tokens] of each head's targets, of which the last have none, and the share of each in the text's mean.
+        targets = [functional.pad(torch.tensor(tokens[2 + k :]), (0, 2 + k), value=-1) for k in range(3)]
+        following.append(torch.stack(targets))
+        weights.append(torch.stack([(one >= 0) / (one >= 0).sum() for one in targets]))
     rows, targets_of_all, weight_of_all = torch.cat(states), torch.cat(following, 1), torch.cat(weights, 1)
     optimizer = torch.optim.Adam(heads.parameters(), lr=4e-3)
     for _ in range(steps):

@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from conftest import TINY
 from eagle_heads import as_module, beginning
-from engine_harness import plain, request
+from engine_harness import plain_each, request
 from hidden_states import states_of
 from once import once
 from torch import Tensor
@@ -77,7 +77,7 @@ def taught_head(
     teacher: PreTrainedModel,
     kind: str,
     max_tokens: int = MAX_TOKENS,
-    steps: int = 90,
+    steps: int = 60,
     samplings: Mapping[str, SamplingParams] = SAMPLINGS,
 ) -> EagleHead:
     """A head that has seen what the teacher says to every prompt in every way of sampling. Made once for all tests of a
@@ -99,7 +99,7 @@ def taught_modules(teacher: PreTrainedModel, *, normed_state: bool, chained: boo
     learning = [parameter for module in modules for parameter in module.parameters() if parameter.requires_grad]
     optimizer = torch.optim.Adam(learning, lr=4e-3)
     padded = _Texts(texts)
-    for _ in range(90):
+    for _ in range(60):
         loss, hidden = torch.zeros(()), padded.states
         for k, module in enumerate(modules, start=1):
             of_module, hidden = padded.pass_over(module, hidden if chained else padded.states, k, 0)
@@ -115,12 +115,9 @@ def _texts(
     teacher: PreTrainedModel, max_tokens: int, samplings: Mapping[str, SamplingParams], layers: Sequence[int]
 ) -> list[tuple[list[int], Tensor]]:
     """What the teacher says to every prompt in every way of sampling, and its states."""
-    texts = []
-    for sampling in samplings.values():
-        for prompt in prompts():
-            tokens = [*prompt, *plain(teacher, request_of(prompt, sampling, max_tokens))]
-            texts.append((tokens, states_of(teacher, tokens, layers)))
-    return texts
+    wanted = [request_of(prompt, sampling, max_tokens) for sampling in samplings.values() for prompt in prompts()]
+    texts = [[*one.token_ids, *said] for one, said in zip(wanted, plain_each(teacher, wanted), strict=True)]
+    return [(tokens, states_of(teacher, tokens, layers)) for tokens in texts]
 
 
 class _Padded(UncachedPass):

@@ -11,7 +11,7 @@ import pytest
 import torch
 from conftest import make_tiny
 from draft_process import Service
-from engine_harness import Connect, make_runner, plain, plain_each, run
+from engine_harness import Connect, make_runner, plain_each, run
 from head_runs import (
     WireRun,
     accepted_in,
@@ -103,10 +103,10 @@ class Module(nn.Module):
         return {name: one.detach().clone() for name, one in (found | {"mtp.fc.weight": self.fc.weight}).items()}
 
 
-def teach(module: Module, teacher: PreTrainedModel, steps: int = 70) -> None:
+def teach(module: Module, teacher: PreTrainedModel, steps: int = 50) -> None:
     """What the teacher says to every prompt in every way of sampling, from its states and from the module's own."""
     wanted = [request_of(prompt, sampling) for sampling in SAMPLINGS.values() for prompt in prompts()]
-    texts = [[*one.token_ids, *plain(teacher, one)] for one in wanted]
+    texts = [[*one.token_ids, *said] for one, said in zip(wanted, plain_each(teacher, wanted), strict=True)]
     longest = max(map(len, texts))
     states = torch.zeros(len(texts), longest, HIDDEN)
     tokens = torch.full((len(texts), longest), -100)
