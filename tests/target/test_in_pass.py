@@ -134,7 +134,7 @@ def wanted(sampling: SamplingParams) -> list[SequenceRequest]:
     return [request(prompt, MAX_TOKENS, sampling=sampling) for prompt in prompts]
 
 
-@pytest.mark.pairs
+@pytest.mark.values
 @pytest.mark.parametrize("kind", SAMPLINGS)
 @pytest.mark.parametrize("passes", [1, 4])
 def test_the_output_is_that_without_drafts_and_the_trees_are_the_heads(
