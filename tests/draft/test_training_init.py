@@ -31,14 +31,15 @@ from outrider.settings import SettingsError
 FACTS = TeacherFacts("m", 50, 16, 24, 6, 4, 2, 4, 128, 1e-5, {"rope_type": "default", "rope_theta": 1e4}, "print")
 SMALL: dict[str, Any] = {
     "dtype": "float32",
-    "tokens": "1k",
+    "tokens": "600",
     "max_length": 96,
     "max_prompt": 32,
     "batch_tokens": 512,
     "vocabulary": 100,
     "steps": 2,
     "epochs": 2.0,
-    "validation": 4,
+    "validation": 2,
+    "sequences": 4,
 }
 COMMAND = ("outrider", "train-head")
 

@@ -34,7 +34,7 @@ HEADS = 3
 SMALL: dict[str, Any] = {
     "kind": "medusa",
     "dtype": "float32",
-    "tokens": "3k",
+    "tokens": "2k",
     "max_length": 96,
     "max_prompt": 32,
     "batch_tokens": 512,

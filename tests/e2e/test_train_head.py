@@ -37,7 +37,7 @@ from outrider.settings import SettingsError
 
 SMALL: dict[str, Any] = {
     "dtype": "float32",
-    "tokens": "3k",
+    "tokens": "2k",
     "max_length": 96,
     "max_prompt": 32,
     "batch_tokens": 512,
@@ -65,7 +65,9 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def config_of(model: Path, out: Path, **settings: Any) -> TrainingConfig:
-    return TrainingConfig(**(SMALL | {"model": str(model), "out": str(out / "head")} | settings))
+    """Of few texts, since writing them takes longer than learning from them."""
+    few = {"model": str(model), "out": str(out / "head"), "sequences": 4, "validation": 2}
+    return TrainingConfig(**(SMALL | few | settings))
 
 
 @pytest.fixture(scope="module")
@@ -123,10 +125,10 @@ def test_the_record_says_what_was_done(record: dict[str, Any], model: Path, text
     assert record["finished"]
     assert record["model"] == str(model)
     assert record["command"][:2] == ["outrider", "train-head"]
-    assert record["text"]["tokens"] == len(texts.token_ids) >= 3000
+    assert record["text"]["tokens"] == len(texts.token_ids) >= 2000
     assert record["text"]["vocabulary_coverage"] > 0.9
     assert record["versions"]["torch"] == torch.__version__
-    assert record["training"]["tokens_read"] > 10 * 3000
+    assert record["training"]["tokens_read"] > 10 * 2000
     assert record["seconds"]["all"] >= record["seconds"]["training"] > 0
 
 
@@ -223,7 +225,7 @@ def test_a_run_that_goes_on_ends_as_one_that_was_never_stopped(
 
 
 def test_the_command_resumes_text_and_training(tmp_path: Path, model: Path) -> None:
-    config = config_of(model, tmp_path, tokens="1k", epochs=2.0)
+    config = config_of(model, tmp_path, tokens="300", epochs=2.0)
     train_head(config, COMMAND)
     with pytest.raises(SettingsError, match="--resume"):
         train_head(config, COMMAND)
@@ -239,15 +241,15 @@ def test_the_command_resumes_text_and_training(tmp_path: Path, model: Path) -> N
 
 
 def test_text_is_written_on_where_an_interrupted_run_stopped(tmp_path: Path, model: Path) -> None:
-    config = config_of(model, tmp_path, tokens="600", epochs=1.0)
+    config = config_of(model, tmp_path, tokens="400", epochs=1.0)
     train_head(config, COMMAND)
     # As if it had been stopped while it wrote.
     for name in ("tokens", "checkpoint"):
         (config.run_folder / f"{name}.safetensors").unlink()
     written = Corpus(config.run_folder / "text").load()
-    train_head(replace(config, resume=True, tokens="1200"), COMMAND)
+    train_head(replace(config, resume=True, tokens="800"), COMMAND)
     texts = Corpus(config.run_folder / "text").load()
-    assert len(texts.token_ids) >= 1200 > len(written.token_ids)
+    assert len(texts.token_ids) >= 800 > len(written.token_ids)
     assert set(written.numbers.tolist()) < set(texts.numbers.tolist())
     assert len(set(texts.numbers.tolist())) == len(texts)
 
@@ -256,7 +258,7 @@ def test_minutes_bound_the_whole(tmp_path: Path, model: Path, monkeypatch: pytes
     # Between two looks at the clock; a step of the engine that writes has some twenty, and a pass of training two.
     VirtualClock(1e-3).install(monkeypatch)
     # Text and passes for hours.
-    config = config_of(model, tmp_path, minutes=0.1, tokens="10M", epochs=1e6)
+    config = config_of(model, tmp_path, minutes=0.1, tokens="10M", epochs=1e6, sequences=16, validation=10)
     train_head(config, COMMAND)
     record = json.loads((config.out_folder / "training.json").read_text())
     assert record["finished"]
@@ -283,7 +285,7 @@ def test_minutes_bound_the_whole_where_every_pass_is_slow(
     monkeypatch.setattr(Validator, "_matches", slow_matches)
     monkeypatch.setattr(Trainer, "_step", slow_step)
     # Writing takes a part of these two minutes, by the looks at the clock.
-    sizes = {"tokens": "4k", "validation": 8, "batch_tokens": 96, "epochs": 1e6, "writing_share": 0.25}
+    sizes = {"tokens": "4k", "validation": 8, "sequences": 16, "batch_tokens": 96, "epochs": 1e6, "writing_share": 0.25}
     config = config_of(model, tmp_path, minutes=2.0, **sizes)
     train_head(config, COMMAND)
     record = json.loads((config.out_folder / "training.json").read_text())
@@ -310,7 +312,7 @@ def test_a_wrong_setting_ends_the_command_with_status_two(tmp_path: Path) -> Non
 
 @pytest.mark.parametrize("style", [pytest.param("eagle3", marks=pytest.mark.full), "eagle3.1"])
 def test_heads_of_another_width_carry_their_embedding(tmp_path: Path, model: Path, style: str) -> None:
-    config = config_of(model, tmp_path, hidden=24, layers=2, style=style, vocabulary=0, tokens="800", epochs=1.0)
+    config = config_of(model, tmp_path, hidden=24, layers=2, style=style, vocabulary=0, tokens="300", epochs=1.0)
     train_head(config, COMMAND)
     head = EagleCheckpoint(config.out_folder).load()
     assert (head.config.hidden_size, head.config.target_hidden_size, head.config.num_layers) == (24, 48, 2)

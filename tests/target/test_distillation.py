@@ -43,6 +43,11 @@ def tokenizer(folder: Path) -> Any:
     return AutoTokenizer.from_pretrained(folder)
 
 
+@pytest.fixture(scope="module")
+def written(teacher: Teacher) -> list[WrittenText]:
+    return some(teacher.write(ORDER), 12)
+
+
 def some(texts: Iterator[WrittenText], count: int) -> list[WrittenText]:
     return list(itertools.islice(texts, count))
 
@@ -56,8 +61,8 @@ def test_facts_are_the_models_own(teacher: Teacher, folder: Path) -> None:
     assert facts.tokenizer_fingerprint
 
 
-def test_a_greedy_answer_is_what_the_model_says(teacher: Teacher, model: Any) -> None:
-    texts = [text for text in some(teacher.write(ORDER), 12) if text.temperature == 0]
+def test_a_greedy_answer_is_what_the_model_says(written: list[WrittenText], model: Any) -> None:
+    texts = [text for text in written if text.temperature == 0]
     assert len(texts) > 2
     for text in texts:
         ids = torch.tensor([text.token_ids])
@@ -74,8 +79,8 @@ def test_writing_ends_in_time_though_no_text_is_whole(teacher: Teacher, monkeypa
     assert next(steps) == 6
 
 
-def test_texts_are_whole_conversations_within_their_bounds(teacher: Teacher, tokenizer: Any) -> None:
-    texts = some(teacher.write(ORDER), 10)
+def test_texts_are_whole_conversations_within_their_bounds(written: list[WrittenText], tokenizer: Any) -> None:
+    texts = written[:10]
     assert len({text.number for text in texts}) == 10
     prompts = [text.token_ids[: text.prompt_length] for text in texts]
     assert len(set(prompts)) == 10
@@ -93,9 +98,9 @@ def test_texts_are_whole_conversations_within_their_bounds(teacher: Teacher, tok
         assert text.temperature == ORDER.temperatures[text.number % 2]
 
 
-def test_a_text_is_a_function_of_seed_and_number(teacher: Teacher) -> None:
+def test_a_text_is_a_function_of_seed_and_number(teacher: Teacher, written: list[WrittenText]) -> None:
     alone = {text.number: text for text in some(teacher.write(replace(ORDER, sequences=2)), 8)}
-    together = {text.number: text for text in some(teacher.write(ORDER), 12)}
+    together = {text.number: text for text in written}
     both = alone.keys() & together.keys()
     assert len(both) > 3
     assert all(alone[number] == together[number] for number in both)
