@@ -5,6 +5,7 @@ from __future__ import annotations
 import ast
 import subprocess
 import sys
+from importlib.util import find_spec
 from pathlib import Path
 
 from waits import HUNG_SECONDS
@@ -21,12 +22,14 @@ def test_the_folder_is_no_package() -> None:
 
 
 def test_transformers_loads_models_from_the_repository_root() -> None:
-    subprocess.run(
-        [sys.executable, "-c", "from transformers import LlamaForCausalLM"],
-        cwd=REPOSITORY,
-        check=True,
-        timeout=HUNG_SECONDS,
+    """As this process has. Models ask whether there is a package `kernels`, which the folder is found as."""
+    from transformers import LlamaForCausalLM
+    from transformers.utils import import_utils
+
+    assert (
+        str(REPOSITORY) in sys.path and str(REPOSITORY / "kernels") in find_spec("kernels").submodule_search_locations
     )
+    assert LlamaForCausalLM.__module__ in sys.modules and not import_utils.is_kernels_available.__wrapped__()
 
 
 def test_the_package_imports_nothing_else_of_ours() -> None:
