@@ -72,8 +72,8 @@ async def test_sink_receives_what_the_exporter_sends(running: Any) -> None:
 
 @pytest.mark.model
 async def test_the_demo_itself(start_with: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    """It starts three services, which would import for longer than they serve. The target times steps of fewer rows."""
-    monkeypatch.setenv("OUTRIDER_TARGET_MAX_STEP_ROWS", "64")
+    """It starts three services, which would import for longer than they serve. The target times no steps."""
+    monkeypatch.setenv("OUTRIDER_TARGET_ROW_BUDGET", "all")
     python = str(shared_python("services") / "python")
     status, out, err = await start_with("demo", "--max-tokens", "8", python=python)
     assert status == 0, out + err
