@@ -15,7 +15,7 @@ from target_service.speculation.policy.controller import most_have_forms
 from target_service.speculation.policy.gathering import Gathering
 from target_service.speculation.policy.launch_mode import LaunchMode
 from target_service.speculation.policy.live_sequence import LiveSequence
-from target_service.speculation.policy.lookup_baseline import ComparedText, LookupBaseline
+from target_service.speculation.policy.lookup_baseline import LookupBaseline
 
 
 @dataclass(eq=False, kw_only=True)
@@ -104,7 +104,7 @@ class PolicyUpdates:
             preferred = not with_draft or controller.is_preferred(step.mode)
             if preferred:
                 controller.draft_gate.observe_pass(load, stats.decode_rows, seconds, with_draft=with_draft)
-                self._compare(verdicts, stats.chosen_rows // step.passes, with_draft=with_draft)
+                self._compare(verdicts, with_draft=with_draft)
         if step.ahead and step.gathered.use is LaunchMode.RUN_AHEAD and not step.behind_tree:
             self.multi_step.observe_launch(step.passes, period, (step.clock.forwarded - step.clock.waits_since) * 1e-9)
 
@@ -129,9 +129,8 @@ class PolicyUpdates:
             stats.sequences, stats.committed_tokens, period, waited * 1e-9, drafted=step.batch.device_rows is not None
         )
 
-    def _compare(self, verdicts: SequenceOf[StepVerdict], drafted: int, *, with_draft: bool) -> None:
-        """Compare some sequences of a pass, which had `drafted` rows, from here on with what they would have made by
-        lookup."""
+    def _compare(self, verdicts: SequenceOf[StepVerdict], *, with_draft: bool) -> None:
+        """Compare some sequences of a pass from here on with what they would have made by lookup."""
         baseline, gathering = self.lookup_baseline, self.gathering
         if not verdicts:
             return
@@ -144,12 +143,8 @@ class PolicyUpdates:
         # for some 0.2 ms of the host once in eight.
         places = range(self.compared, self.compared + len(verdicts), -(-len(verdicts) // 4))
         live = [gathering.live.get(verdicts[place % len(verdicts)].sequence_id) for place in places]
-        # Lookup alone would have the rows that suit it.
-        share = max(-(-drafted // len(verdicts)), gathering.controller.rows_without_draft(len(verdicts)))
-        texts = [
-            ComparedText(one.sequence, share) for one in live if one is not None and self._is_compared(one, with_draft)
-        ]
-        baseline.start_comparison(len(verdicts), texts, with_draft=with_draft)
+        compared = [one.sequence for one in live if one is not None and self._is_compared(one, with_draft)]
+        baseline.start_comparison(len(verdicts), compared, with_draft=with_draft)
 
     def _is_compared(self, live: LiveSequence, with_draft: bool) -> bool:
         """Whether a sequence can be compared, and is followed by the draft or not, as its pass is."""

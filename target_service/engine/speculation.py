@@ -73,7 +73,7 @@ class EngineSpeculation:
             gathering=self.gathering,
             tables=tables,
             multi_step=MultiStep(passes),
-            lookup_baseline=LookupBaseline(lookup_tokens),
+            lookup_baseline=LookupBaseline(min(lookup_tokens, most)),
         )
         self.hold = LaunchHold()
         self._draft: DraftInfo | None = None

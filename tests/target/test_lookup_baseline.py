@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Callable
 from types import SimpleNamespace
-from typing import Any, cast
+from typing import Any
 
 import numpy as np
 import pytest
@@ -16,13 +16,12 @@ from hypothesis import strategies as st
 from transformers import PreTrainedModel
 
 from benchmarks.shared.virtual_clock import VirtualClock
-from target_service.core.sequence import Sequence, StepVerdict
+from target_service.core.sequence import StepVerdict
 from target_service.engine.loop import EngineLoop
 from target_service.engine.step import Step
 from target_service.execution.device_executor import DeviceSteps
 from target_service.speculation.policy.draft_gate import DraftGate
 from target_service.speculation.policy.lookup_baseline import (
-    ComparedText,
     LookupBaseline,
     lookup_passes,
     predicted_tokens,
@@ -83,10 +82,6 @@ def passed(own: Any, *tokens: int) -> None:
     own.totals.steps += 1
 
 
-def of(own: Any, rows: int) -> list[ComparedText]:
-    return [ComparedText(cast(Sequence, own), rows)]
-
-
 @pytest.mark.parametrize(
     ("rows", "by_lookup"),
     [
@@ -99,8 +94,8 @@ def of(own: Any, rows: int) -> list[ComparedText]:
     ],
 )
 def test_a_text_is_compared_with_chains_of_as_many_rows(rows: int, by_lookup: float) -> None:
-    own, compared = sequence([1, 2, 3, 4, 1, 2]), LookupBaseline(lookup_tokens=15)
-    compared.start_comparison(3, of(own, rows))
+    own, compared = sequence([1, 2, 3, 4, 1, 2]), LookupBaseline(lookup_tokens=rows)
+    compared.start_comparison(3, [own])
     for token in (3, 4, 1, 2, 9, *[7] * 10):
         passed(own, token)
         assert compared.follow(3, with_draft=True) == []
@@ -111,20 +106,11 @@ def test_a_text_is_compared_with_chains_of_as_many_rows(rows: int, by_lookup: fl
     assert compared.follow(3, with_draft=True) == []
 
 
-def test_lookup_has_as_many_rows_as_a_pass_accepted() -> None:
-    own, compared = sequence([5, 6, 5, 6, 5]), LookupBaseline(lookup_tokens=15)
-    compared.start_comparison(1, of(own, 1))
-    passed(own, *[6, 5] * 4)
-    assert compared.follow(1, with_draft=True) == []
-    passed(own, *[6, 5] * 4)
-    assert compared.follow(1, with_draft=True) == [(1, 2, 2, True)]
-
-
 def test_one_comparison_runs_at_a_time() -> None:
     own, other, compared = sequence([5, 6]), sequence([8, 8]), LookupBaseline(lookup_tokens=4)
-    compared.start_comparison(1, of(own, 15))
+    compared.start_comparison(1, [own])
     assert compared.is_busy
-    compared.start_comparison(1, of(other, 15))
+    compared.start_comparison(1, [other])
     passed(own, *[7] * 16)
     assert compared.follow(1, with_draft=True) != []
     assert not compared.is_busy
@@ -133,7 +119,7 @@ def test_one_comparison_runs_at_a_time() -> None:
 def test_a_text_that_has_ended_is_compared_as_it_is() -> None:
     """Two tokens were left to say, whoever had known more."""
     compared, own = LookupBaseline(lookup_tokens=15), sequence([5, 6, 5, 6])
-    compared.start_comparison(1, of(own, 15))
+    compared.start_comparison(1, [own])
     passed(own, 5, 6)
     own.totals.finished_ns = 1
     assert compared.follow(1, with_draft=True) == [(1, 1, 1, True)]
@@ -142,7 +128,7 @@ def test_a_text_that_has_ended_is_compared_as_it_is() -> None:
 def test_several_sequences_are_compared_each_for_itself() -> None:
     """Once the texts of all are there."""
     compared, texts = LookupBaseline(lookup_tokens=15), [sequence([5, 6, 5]), sequence([7, 8, 9])]
-    compared.start_comparison(32, [one for own in texts for one in of(own, 1)])
+    compared.start_comparison(32, texts)
     passed(texts[0], 6, 5)
     passed(texts[1], 9)
     passed(texts[1], 1)
@@ -155,7 +141,7 @@ def test_several_sequences_are_compared_each_for_itself() -> None:
 @pytest.mark.parametrize(("load", "with_draft"), [(8, True), (16, False), (32, True)])
 def test_passes_of_another_kind_end_a_comparison(load: int, with_draft: bool) -> None:
     own, compared = sequence([5, 6]), LookupBaseline(lookup_tokens=15)
-    compared.start_comparison(16, of(own, 15), with_draft=True)
+    compared.start_comparison(16, [own], with_draft=True)
     passed(own, 1, 2)
     assert compared.follow(15, with_draft=True) == [] and compared.is_busy
     assert compared.follow(load, with_draft=with_draft) == [] and not compared.is_busy
@@ -163,7 +149,7 @@ def test_passes_of_another_kind_end_a_comparison(load: int, with_draft: bool) ->
 
 def test_a_sequence_that_made_nothing_tells_nothing() -> None:
     own, compared = sequence([5, 6]), LookupBaseline(lookup_tokens=15)
-    compared.start_comparison(1, of(own, 15))
+    compared.start_comparison(1, [own])
     own.totals.finished_ns = 1
     assert compared.follow(1, with_draft=True) == [] and not compared.is_busy
 
@@ -171,7 +157,7 @@ def test_a_sequence_that_made_nothing_tells_nothing() -> None:
 def test_without_lookup_a_pass_would_make_one_token() -> None:
     for with_draft in (True, False):
         compared, own = LookupBaseline(lookup_tokens=0), sequence([5, 6, 5, 6, 5])
-        compared.start_comparison(1, of(own, 15), with_draft=with_draft)
+        compared.start_comparison(1, [own], with_draft=with_draft)
         passed(own, *[6, 5] * 8)
         assert compared.follow(1, with_draft=with_draft) == [(1, 1, 16, with_draft)]
 

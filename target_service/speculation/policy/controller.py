@@ -162,13 +162,6 @@ class SpeculationController:
         takes = min(remaining, self._answer_tokens.value) / self.tokens_each.value * cost(load) / load
         return takes * max(0.0, gain - 1.0) / a_row if a_row > 0 else inf
 
-    def rows_without_draft(self, load: int) -> int:
-        """Drafted rows of a sequence in the passes without a draft that make most tokens a second."""
-        if self.times is None:
-            return 0
-        own = self._rates_at(load, None)
-        return -(-max(0, max(own, key=own.__getitem__) - load) // load)
-
     def choose_mode(self, load: int, answer_seconds: float, launch_seconds: float) -> LaunchMode:
         """How the next pass of `load` sequences is launched, all of whose rows the device may choose.
 

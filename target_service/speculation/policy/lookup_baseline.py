@@ -5,6 +5,8 @@ lookup depends on the text only, so what it would have made of the same text can
 compared and not the tokens of each: of an answer half of which is copied, a draft that needs half the passes for the
 other half saves a third of its time or more, but adds a tenth to the tokens of a pass that copies 16. How much sooner
 passes without a draft are through than lookup alone, by recycled tokens, is found from such passes.
+
+A chain has all its rows: where there are fewer for each sequence, the surest of all get them, as those in a copy are.
 """
 
 from __future__ import annotations
@@ -37,18 +39,15 @@ class LookupComparison(NamedTuple):
 
 
 @dataclass(slots=True)
-class ComparedText:
-    """A sequence's text from now on, with `rows` of a chain at most that lookup would have had in a pass."""
+class _ComparedText:
+    """A sequence's text from now on."""
 
     sequence: Sequence
-    rows: int
     start: int = field(init=False)
     steps: int = field(init=False)
-    _length: int = field(init=False)
 
     def __post_init__(self) -> None:
-        self.start = self._length = len(self.sequence.token_ids)
-        self.steps = self.sequence.totals.steps
+        self.start, self.steps = len(self.sequence.token_ids), self.sequence.totals.steps
 
     @property
     def has_ended(self) -> bool:
@@ -59,21 +58,15 @@ class ComparedText:
         """Whether the stretch is long enough, or the text has ended."""
         return self.has_ended or len(self.sequence.token_ids) - self.start >= _STRETCH
 
-    def follow(self) -> None:
-        """Observe the text behind a pass: where a sequence was given more rows than its share, lookup would have had
-        as many."""
-        length = len(self.sequence.token_ids)
-        self.rows, self._length = max(self.rows, length - self._length - 1), length
-
     def passes(self) -> int:
         """Passes since the start."""
         return self.sequence.totals.steps - self.steps
 
-    def by_lookup(self, most_rows: int) -> float:
-        """Passes that lookup would have needed since the start, with `most_rows` of a chain at most."""
+    def by_lookup(self, rows: int) -> float:
+        """Passes that lookup would have needed since the start, with `rows` of a chain at most."""
         first = max(0, self.start - WINDOW - LONGEST)
         text = np.array(self.sequence.token_ids[first:], np.int32)
-        return float(lookup_passes(text, self.start - first, min(self.rows, most_rows), self.has_ended))
+        return float(lookup_passes(text, self.start - first, rows, self.has_ended))
 
 
 @dataclass(slots=True)
@@ -84,7 +77,7 @@ class LookupBaseline:
     lookup_tokens: int
     _load: int = 1
     _with_draft: bool = True
-    _texts: list[ComparedText] = field(default_factory=list)
+    _texts: list[_ComparedText] = field(default_factory=list)
 
     def __post_init__(self) -> None:
         if self.lookup_tokens:
@@ -95,19 +88,17 @@ class LookupBaseline:
         """Whether stretches are being compared."""
         return bool(self._texts)
 
-    def start_comparison(self, load: int, texts: Iterable[ComparedText], *, with_draft: bool = True) -> None:
-        """Start to compare passes of `load` sequences that are made `with_draft` or without. Ignored while others are
-        compared."""
+    def start_comparison(self, load: int, sequences: Iterable[Sequence], *, with_draft: bool = True) -> None:
+        """Start to compare some sequences of passes of `load`, which are made `with_draft` or without. Ignored while
+        others are compared."""
         if not self._texts:
-            self._load, self._with_draft, self._texts = load, with_draft, list(texts)
+            self._load, self._with_draft, self._texts = load, with_draft, [_ComparedText(one) for one in sequences]
 
     def follow(self, load: int, *, with_draft: bool) -> list[LookupComparison]:
         """Observe a pass with a draft or without; returns the running comparisons once all their stretches are made.
         Passes of another kind, or at another load as `load_size` has it, end them without a result."""
         if (load_size(load), with_draft) != (load_size(self._load), self._with_draft):
             self._texts = []
-        for one in self._texts:
-            one.follow()
         if not all([one.is_known for one in self._texts]):
             return []
         texts, self._texts = self._texts, []
