@@ -144,7 +144,7 @@ class _Unturned:
 
     @property
     def rotary(self) -> None:
-        """None."""
+        """None, for whatever has it."""
         return None
 
 
