@@ -39,6 +39,7 @@ class WeightNames:
     key_norm: str = "self_attn.k_norm"
     sinks: str = "self_attn.sinks"  # whole, as it has no suffix
     output_gate: str = "self_attn.g_proj"
+    lambdas: tuple[str, ...] = tuple(f"self_attn.lambda_{one}" for one in ("q1", "k1", "q2", "k2"))  # whole
 
     # Of latent attention.
     query: str = "self_attn.q_proj"

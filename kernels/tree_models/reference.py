@@ -41,10 +41,9 @@ _PLACES = (0, 1, 7, 97, 1021)
 _OF_WHOLE = {"emu3_text_model": "Emu3ForCausalLM", "mllama_text_model": "MllamaForCausalLM"}
 # Texts' bodies that it knows by no configuration.
 _BODIES = {
-    "qwen2_5_omni_text": "Qwen2_5OmniThinkerTextModel",
-    "qwen3_omni_moe_text": "Qwen3OmniMoeThinkerTextModel",
+    "qwen2_5_omni_text": "Qwen2_5OmniThinkerTextModel", "qwen3_omni_moe_text": "Qwen3OmniMoeThinkerTextModel",
     "step3p5": "Step3p7TextModel",
-}
+}  # fmt: skip
 # Families whose layers are given no masks, for they have their own.
 _MASKED_WITHIN = {"openai-gpt"}
 # Of logits, relative, and of cosines and sines, in fp32.
@@ -372,7 +371,10 @@ def surroundings_that_differ(config: Any) -> list[str]:
         return []
     words = torch.arange(_ROWS) % small.vocab_size
     seen, own = _without_layers(small, words, torch.arange(_ROWS))
-    source = published_tensors(own, {name: one for name, one in own.state_dict().items() if not one.is_meta})
+    # Layers may have tensors in memory too.
+    prefix = description.names.layer.partition("{")[0]
+    kept = {name: one for name, one in own.state_dict().items() if not (one.is_meta or name.startswith(prefix))}
+    source = published_tensors(own, kept)
     ends = replace(description, spec=replace(description.spec, layers=()))
     decoder = build(ends, source, Placement(torch.device("cpu"), torch.float32))
     embedded = decoder.embedded(words, torch.arange(_ROWS))

@@ -103,12 +103,21 @@ class AttentionSpec:
     value_width: int = 0  # of a value's head; 0 for `head_width`
     value_norm: NormSpec | None = None  # of each value's head, without weights
     keys_are_values: bool = False  # values are the products that make keys, before these are normed and rotated
+    # Where heads are pairs, one of each half (DiffLlama): what the factor begins with of a second head's output, which
+    # is taken from the first's. Both read the values of two key heads side by side.
+    differential: float | None = None
+    pair_epsilon: float = 0.0  # of the norm of a pair's output
     keys_of: int | None = None  # the layer whose keys and values this one attends to, for it has none of its own
 
     @property
     def width_of_keys(self) -> int:
         """Width of a key's head in the cache."""
         return self.head_width + bool(self.rotary and self.rotary.place_slopes)
+
+    @property
+    def width_of_cached_values(self) -> int:
+        """Width of a value's head in the cache."""
+        return self.width_of_values * (1 if self.differential is None else 2)
 
     @property
     def width_of_values(self) -> int:

@@ -142,6 +142,7 @@ TINY_MODELS: dict[str, tuple[str, dict[str, Any]]] = {
     ),
     "dots1": ("dots1", SIGMOID | {"head_dim": 16, "sliding_window": 5, "max_window_layers": 1}),
     "solar_open": ("solar_open", {k: v for k, v in SIGMOID.items() if k != "first_k_dense_replace"} | {"head_dim": 16}),
+    "diffllama": ("diffllama", {"num_attention_heads": 8, "num_key_value_heads": 4, "head_dim": 6}),
     "flex_olmo": ("flex_olmo", EXPERTS),
     "helium": ("helium", {}),
     "jais2": ("jais2", {"head_dim": 16}),

@@ -101,7 +101,7 @@ def test_attention_sinks_are_refused() -> None:
 @pytest.mark.parametrize(
     ("model_type", "settings", "reason"),
     [
-        ("diffllama", {}, "differ from its own"),
+        ("moshi", {"ffn_dim": 96}, "differ from its own"),
     ],
     ids=["attention of its own"],
 )

@@ -42,6 +42,7 @@ FAMILIES: Mapping[str, Family] = {
     "dbrx": mixtures.dbrx,
     "deepseek_v2": deepseek.deepseek_v2,
     "deepseek_v3": deepseek.deepseek_v3,
+    "diffllama": llama.diffllama,
     "dots1": glm.dots1,
     "emu3_text_model": llama.llama,
     "ernie4_5": mixtures.ernie4_5,

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import replace
 from typing import Any
 
@@ -92,6 +93,17 @@ def mllama(config: Any) -> Description:
 def helium(config: Any) -> Description:
     """Helium: neighbouring pairs are rotated."""
     return llama(config, out_bias=False, rotary=rotary(config, head_width(config), interleaved=True))
+
+
+def diffllama(config: Any) -> Description:
+    """DiffLlama: heads are pairs, of which one's output is taken from the other's."""
+    norm, feeding, layers = rms_norm(config), mlp(config), []
+    for index in counted(config):
+        # transformers' lambda_init_fn.
+        begin = 0.8 - 0.6 * math.exp(-0.3 * index)
+        own = attention(config, index, differential=begin, pair_epsilon=float(config.rms_norm_eps))
+        layers.append(layer(own, feeding, norm))
+    return Description(decoder(config, layers, norm), WeightNames())
 
 
 def arcee(config: Any) -> Description:

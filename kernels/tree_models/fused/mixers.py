@@ -25,7 +25,7 @@ from tree_kernels.recurrence import HeadsLayout, RecurrentPass, ShortConvolution
 from tree_models.layers.attention import HeadAttention
 from tree_models.layers.linear import PlainWeight
 from tree_models.layers.norm import HeadNorm, Normalization
-from tree_models.layers.paged import PagedPass, pass_of
+from tree_models.layers.paged import PagedPass, expanded_shape, pass_of
 from tree_models.layers.recurrent import GatedConvolution, GatedDeltaNet, StateSpace, scaled_betas
 from tree_models.layers.rotary import Angles, scaled_queries
 from tree_models.spec import AttentionSpec
@@ -240,7 +240,8 @@ def mixer_of(
 
 def _attention_mixer(attention: HeadAttention) -> AttentionMixer | None:
     heads, qkv, spec = _head_form(attention), attention.qkv.plain, attention.spec
-    if heads is None or qkv is None or not _is_launched(spec) or spec.width_of_keys != spec.head_width:
+    usual = spec.kv_heads, spec.head_width, spec.width_of_values
+    if heads is None or qkv is None or not _is_launched(spec) or expanded_shape(spec) != usual:
         return None
     gate, activation = None, NO_ACTIVATION
     if attention.output_gate is not None:

@@ -38,6 +38,28 @@ class OutputGate(nn.Module):
         return activated(product.float(), self.launched).to(rows.dtype).view(-1, *self._shape)
 
 
+class HeadPairs(nn.Module):
+    """See `AttentionSpec.differential` (arXiv 2410.05258)."""
+
+    def __init__(self, spec: AttentionSpec, place: Placement) -> None:
+        super().__init__()
+        assert spec.differential is not None, "made where there are pairs"
+        self._begin, self._epsilon = spec.differential, spec.pair_epsilon
+        self.lambdas = place.empty(4, spec.head_width)
+
+    def values(self, value: Tensor) -> Tensor:
+        """[R, Hkv, 2 * D]: of values [R, Hkv, D] those of both halves side by side, twice."""
+        return torch.cat(value.chunk(2, dim=1), dim=-1).repeat(1, 2, 1)
+
+    def outputs(self, attended: Tensor) -> Tensor:
+        """[R, Hq / 2, 2 * D] of what heads attended to [R, Hq, 2 * D]."""
+        first, second = attended.chunk(2, dim=1)
+        of_queries, of_keys = self.lambdas[::2].float(), self.lambdas[1::2].float()
+        one, other = (of_queries * of_keys).sum(-1).exp().to(attended.dtype)
+        mixed = first - (one - other + self._begin) * second
+        return (1 - self._begin) * functional.rms_norm(mixed, mixed.shape[-1:], None, self._epsilon)
+
+
 class HeadAttention(nn.Module):
     """See `AttentionSpec`. Gates, queries, keys and values are one product, in this order."""
 
@@ -68,6 +90,7 @@ class HeadAttention(nn.Module):
         self.value_norm = Normalization(spec.value_norm, values, place) if spec.value_norm and self._keys else None
         self.output_gate = OutputGate(spec, hidden_size, place) if spec.output_gate else None
         self.sinks = place.empty(spec.heads, dtype=torch.float32) if spec.sinks else None
+        self.pairs = HeadPairs(spec, place) if spec.differential is not None else None
         self.adapter: Adapter | None = None  # of the first product
         slopes = torch.tensor(spec.slopes, dtype=torch.float32, device=place.device) if spec.slopes else None
         self.variant = AttentionVariant(spec.window, spec.score_cap, self.sinks, spec.chunked, slopes)
@@ -94,7 +117,11 @@ class HeadAttention(nn.Module):
         if angles is not None and angles.place_keys is not None:
             query = functional.pad(query, (0, 1), value=1.0)
             key = torch.cat([key, angles.place_keys[..., None].to(key.dtype)], dim=-1)
+        if self.pairs is not None:
+            value = self.pairs.values(value)
         attended = attend(self, query, key, value, step)
+        if self.pairs is not None:
+            attended = self.pairs.outputs(attended)
         if gate is not None:
             attended = attended * torch.sigmoid(gate)
         if self.output_gate is not None:
@@ -135,6 +162,9 @@ class HeadAttention(nn.Module):
         yield from self.out.slots([names.in_layer(names.out, layer)], copy)
         if self.output_gate is not None:
             yield from self.output_gate.product.slots([names.in_layer(names.output_gate, layer)], copy)
+        if self.pairs is not None:
+            for name, numbers in zip(names.lambdas, self.pairs.lambdas, strict=True):
+                yield in_place(names.in_layer(name, layer), numbers, copy)
         if self.sinks is not None:
             yield in_place(names.in_layer(names.sinks, layer), self.sinks, copy)
         norms = (self.query_norm, names.query_norm, spec.heads), (self.key_norm, names.key_norm, spec.kv_heads)

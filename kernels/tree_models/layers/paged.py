@@ -87,7 +87,7 @@ class CacheShape(NamedTuple):
 def expanded_shape(spec: AttentionSpec | LatentSpec) -> CacheShape:
     """What a layer caches as keys and values of heads, or what the layer does whose they are."""
     if isinstance(spec, AttentionSpec):
-        return CacheShape(spec.kv_heads, spec.width_of_keys, spec.width_of_values)
+        return CacheShape(spec.kv_heads, spec.width_of_keys, spec.width_of_cached_values)
     return CacheShape(spec.heads, spec.query_width, spec.value)
 
 

@@ -136,7 +136,22 @@ class _Divider:
     def _beside(self, spec: StateSpaceSpec | SelectiveSpec) -> tuple[StateSpaceSpec | SelectiveSpec, _Cuts]:
         return self._selective(spec) if isinstance(spec, SelectiveSpec) else self._state_space(spec)
 
+    def _pairs(self, spec: AttentionSpec) -> tuple[AttentionSpec, _Cuts]:
+        """Of heads that are pairs: the rank's own of each half."""
+        names, width = self.names, spec.head_width
+        heads = self._block(spec.heads // 2, "pairs of heads")
+        keys = self._shared_heads(spec.kv_heads // 2, "pairs of key heads")
+        rows = []
+        for name, own, half in zip(names.qkv, (heads, keys, keys), (spec.heads, *[spec.kv_heads] * 2), strict=True):
+            first = _scaled(own, width)
+            start = half // 2 * width
+            rows.append((name, Spans(0, (first, range(start + first.start, start + first.stop)))))
+        cuts = [*_with_bias(rows), *self._last(names.out, heads, 2 * width)]
+        return replace(spec, heads=2 * len(heads), kv_heads=2 * len(keys)), cuts
+
     def _attention(self, spec: AttentionSpec) -> tuple[AttentionSpec, _Cuts]:
+        if spec.differential is not None:
+            return self._pairs(spec)
         names, heads = self.names, self._block(spec.heads, "attention heads")
         keys = self._shared_heads(spec.kv_heads, "key heads")
         # Each head's query and gate are neighbours.
