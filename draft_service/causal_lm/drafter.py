@@ -37,9 +37,9 @@ from tree_models.building import build
 from tree_models.families import Description, describe
 from tree_models.foreign_attention import SeenShapes, attend_foreign
 from tree_models.fused.preparing import LayerOptions, prepare_decoder
+from tree_models.layer_comparison import layers_that_differ
 from tree_models.layers.decoder import Decoder
 from tree_models.layers.paged import CacheShape, PagedPass, UncachedPass
-from tree_models.reference import layers_that_differ
 from tree_models.spec import FamilyRefused
 from tree_models.weights.checkpoint import TensorSource, TextPart, WeightsRefused, WholeNames
 

@@ -17,10 +17,11 @@ from outrider.checkpoints.folder import Checkpoint
 from tree_models.building import build
 from tree_models.families import describe
 from tree_models.families.rotary import rotary
+from tree_models.layer_comparison import layers_that_differ
 from tree_models.layers.decoder import Decoder
 from tree_models.layers.linear import Linear
 from tree_models.layers.placing import Placement
-from tree_models.reference import layers_that_differ, published_tensors
+from tree_models.reference import published_tensors
 from tree_models.spec import FamilyRefused
 from tree_models.weights.checkpoint import TensorsInMemory, TextPart, WeightsRefused, WholeNames
 

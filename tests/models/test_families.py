@@ -27,13 +27,14 @@ from tree_kernels.recurrence import RecurrentPass, RecurrentStates, TreeRecurren
 from tree_models.building import build
 from tree_models.families import FAMILIES, describe
 from tree_models.fused.forms import parts_of
+from tree_models.layer_comparison import layers_that_differ
 from tree_models.layers.decoder import Decoder
 from tree_models.layers.paged import PagedPass
 from tree_models.layers.placing import Placement
 from tree_models.layers.rotary import RotaryEmbedding
 from tree_models.ranks.decoder import build_rank
 from tree_models.ranks.share import share_of
-from tree_models.reference import layers_that_differ, published_tensors
+from tree_models.reference import published_tensors
 from tree_models.spec import FamilyRefused, LatentSpec
 
 SIGMOID: dict[str, Any] = {

@@ -10,7 +10,7 @@ from models.test_families import TINY_MODELS
 from transformers import AutoConfig
 
 from tree_models.families import describe
-from tree_models.reference import surroundings_that_differ
+from tree_models.surroundings import surroundings_that_differ
 
 # Keys that other families have, as configurations carry them on that were made from another model's.
 _LEFTOVER = {"sliding_window": 16, "attn_logit_softcapping": 5.0, "embedding_multiplier": 3.0, "logit_scale": 0.5}

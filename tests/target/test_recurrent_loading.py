@@ -20,7 +20,8 @@ from target_service.model.loading.loader import load_runner
 from target_service.model.loading.self_check import check_runner, own_logits
 from target_service.model.support import ModelRefused
 from target_service.speculation.policy.step_cost import measure_step_cost
-from tree_models.reference import layers_that_differ, published_tensors
+from tree_models.layer_comparison import layers_that_differ
+from tree_models.reference import published_tensors
 
 VISION = {"hidden_size": 8, "depth": 1, "num_heads": 2, "intermediate_size": 16}
 

@@ -51,12 +51,12 @@ from tree_models.building import build
 from tree_models.families import Description
 from tree_models.fused.preparing import LayerOptions
 from tree_models.in_pass import InPassDrafter, MakeDrafter, PassTarget, vocabulary_weights
+from tree_models.layer_comparison import layers_that_differ
 from tree_models.layers.decoder import Decoder
 from tree_models.layers.linear import can_pack
 from tree_models.layers.placing import Placement
 from tree_models.layers.rank_group import RankGroup
 from tree_models.ranks.decoder import build_rank
-from tree_models.reference import layers_that_differ
 from tree_models.spec import FamilyRefused
 from tree_models.weights.checkpoint import TensorSource, TextPart, WeightsRefused, WholeNames
 from tree_models.weights.mxfp4 import DequantisedExperts
