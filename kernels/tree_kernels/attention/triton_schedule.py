@@ -6,6 +6,9 @@ which is cut into *chunks* of equal length, one program each. A group that a cut
 chunk, merged afterwards. Where it costs little, and with a fixed chunk length always, every group starts a chunk of
 its own: then no program begins twice, and with a fixed length where a group is cut depends on nothing but its sequence.
 
+A causal block sees fewer tiles the earlier its rows are. So the blocks of a key head stand in *pairs*, the first with
+the last, the second with the last but one, which have about as many tiles each; an odd block stands alone behind them.
+
 A record describes a group in 8 integers: first row, rows, prefix length, start in the page table, block, first tile,
 tiles, 2 * head + causal. A chunk is described in 16, so that a program reads no more before its first page: the record
 of its first group, then first group, last group and the tiles of a chunk. An absent chunk's last group is before its
@@ -59,11 +62,55 @@ def first_seen_tile(  # type: ignore[no-untyped-def]
 
 
 @triton.jit
-def _divide(tiles, group_counts, programs, FIXED_TILES: tl.constexpr, CANDIDATES: tl.constexpr):  # type: ignore[no-untyped-def]
-    """Tiles of a chunk, and whether every group starts one. tiles, group_counts: [B]."""
+def _seen_tiles(  # type: ignore[no-untyped-def]
+    block, prefix, rows, causal, GROUP: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, WINDOW: tl.constexpr
+):
+    """Tiles of the keys that a block's rows see."""
+    # A causal block sees no key beyond its last row.
+    last_row = tl.minimum(((block + 1) * BLOCK_M - 1) // GROUP, rows - 1)
+    keys = prefix + tl.where(causal > 0, last_row + 1, rows)
+    tiles = (keys + BLOCK_N - 1) // BLOCK_N
+    if WINDOW != 0:
+        tiles -= first_seen_tile(prefix, block, causal, GROUP, BLOCK_M, BLOCK_N, WINDOW)
+    return tiles
+
+
+@triton.jit
+def _paired(  # type: ignore[no-untyped-def]
+    tiles, first_block, blocks, prefix, rows, causal, GROUP: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
+    WINDOW: tl.constexpr,
+):  # fmt: skip
+    """Room in the line of tiles for a pair of a sequence's blocks, and for all blocks of a key head, where none sees
+    more than `tiles`."""
+    pair, alone = 2 * tiles, tiles
+    if WINDOW == 0:
+        first = _seen_tiles(first_block, prefix, rows, causal, GROUP, BLOCK_M, BLOCK_N, WINDOW)
+        # As if the last block were full: then what a pair sees grows by a constant from block to block.
+        last = _seen_tiles(first_block + blocks - 1, prefix, 1 << 30, 1, GROUP, BLOCK_M, BLOCK_N, WINDOW)
+        middle = _seen_tiles(first_block + blocks // 2, prefix, rows, causal, GROUP, BLOCK_M, BLOCK_N, WINDOW)
+        # One more, since both blocks of another pair may end within a tile.
+        pair = tl.where(causal > 0, tl.minimum(first + last + 1, pair), pair)
+        alone = tl.where(causal > 0, middle, alone)
+    return pair, blocks // 2 * pair + blocks % 2 * alone
+
+
+@triton.jit
+def _first_of_pair(  # type: ignore[no-untyped-def]
+    pair, first_block, prefix, rows, causal, is_even, pair_tiles, GROUP: tl.constexpr, BLOCK_M: tl.constexpr,
+    BLOCK_N: tl.constexpr, WINDOW: tl.constexpr,
+):  # fmt: skip
+    """Tiles of the first block of each `pair` [I] of a sequence: half of a pair's where `is_even`."""
+    seen = _seen_tiles(first_block + pair, prefix, rows, causal, GROUP, BLOCK_M, BLOCK_N, WINDOW)
+    return tl.where(is_even, pair_tiles // 2, seen)
+
+
+@triton.jit
+def _divide(tiles, group_counts, weights, programs, FIXED_TILES: tl.constexpr, CANDIDATES: tl.constexpr):  # type: ignore[no-untyped-def]
+    """Tiles of a chunk, and whether every group starts one. tiles, group_counts, weights: [B]; `weights` are a
+    sequence's tiles where none does."""
     if FIXED_TILES > 0:
         return tl.full([], FIXED_TILES, tl.int32), tl.full([], 1, tl.int32)
-    even = tl.maximum((tl.sum(tiles * group_counts, 0) + programs - 1) // programs, 1)
+    even = tl.maximum((tl.sum(weights, 0) + programs - 1) // programs, 1)
     # The shortest of some longer chunks for which there are enough programs although every group starts a new one.
     longer = even + tl.arange(0, CANDIDATES) * ((even + 63) // 64)
     needed = tl.sum(((tiles[None, :] + longer[:, None] - 1) // longer[:, None]) * group_counts[None, :], 1)
@@ -98,23 +145,33 @@ def schedule_kernel(  # type: ignore[no-untyped-def]
     page_start = tl.load(page_starts + tl.program_id(0))
     first_block = first_row * GROUP // BLOCK_M
     end_blocks = (tl.minimum(rows, end_row) * GROUP + BLOCK_M - 1) // BLOCK_M
-    group_counts = tl.maximum(end_blocks - first_block, 0) * KV_HEADS
+    head_blocks = tl.maximum(end_blocks - first_block, 0)
+    group_counts = head_blocks * KV_HEADS
+    kinds = tl.load(causal + b, mask=b < sequences, other=0)
     tiles = (prefix + rows + BLOCK_N - 1) // BLOCK_N
     if WINDOW != 0 and FIXED_TILES == 0:
-        own_kind = tl.load(causal + b, mask=b < sequences, other=0)
-        tiles -= first_seen_tile(prefix, first_block, own_kind, GROUP, BLOCK_M, BLOCK_N, WINDOW)
+        tiles -= first_seen_tile(prefix, first_block, kinds, GROUP, BLOCK_M, BLOCK_N, WINDOW)
         # A chain's block sees no more than the windows of its first and last row hold.
         most = (BLOCK_M - 1) // GROUP + 1 + (WINDOW if WINDOW > 0 else -WINDOW)
-        tiles = tl.where(own_kind > 0, tl.minimum(tiles, (most + BLOCK_N - 1) // BLOCK_N + 1), tiles)
-    per_chunk, aligned = _divide(tiles, group_counts, programs, FIXED_TILES, 16)
+        tiles = tl.where(kinds > 0, tl.minimum(tiles, (most + BLOCK_N - 1) // BLOCK_N + 1), tiles)
+    pair_tiles, head_tiles = _paired(
+        tiles, first_block, head_blocks, prefix, rows, kinds, GROUP, BLOCK_M, BLOCK_N, WINDOW
+    )
+    per_chunk, aligned = _divide(tiles, group_counts, head_tiles * KV_HEADS, programs, FIXED_TILES, 16)
     tiles = tl.where(aligned > 0, (tiles + per_chunk - 1) // per_chunk * per_chunk, tiles)
-    weights = tiles * group_counts
+    pair_tiles = tl.where(aligned > 0, 2 * tiles, pair_tiles)
+    head_tiles = tl.where(aligned > 0, tiles * head_blocks, head_tiles)
+    weights = head_tiles * KV_HEADS
     total_tiles = tl.sum(weights, 0)
     chunks = (total_tiles + per_chunk - 1) // per_chunk
     first_group = tl.sum(tl.where(b < tl.program_id(0), group_counts, 0), 0)
     first_tile = tl.sum(tl.where(b < tl.program_id(0), weights, 0), 0)
     own_groups = tl.sum(tl.where(here, group_counts, 0), 0)
-    own_tiles = tl.maximum(tl.sum(tl.where(here, tiles, 0), 0), 1)
+    pair_tiles = tl.maximum(tl.sum(tl.where(here, pair_tiles, 0), 0), 1)
+    head_tiles = tl.maximum(tl.sum(tl.where(here, head_tiles, 0), 0), 1)
+    is_even = (aligned > 0) | (own_causal == 0) | (WINDOW != 0)
+    # Fixed chunks are cut at the same keys whatever a row sees.
+    CUT: tl.constexpr = 0 if FIXED_TILES > 0 else WINDOW
     blocks = tl.maximum(own_groups // KV_HEADS, 1)
     if tl.program_id(0) == 0:
         tl.store(totals, per_chunk)
@@ -130,18 +187,21 @@ def schedule_kernel(  # type: ignore[no-untyped-def]
         group = first_group + local
         _record(
             groups + group * 8, local, local < own_groups, own_start, own_rows, own_prefix, page_start, own_causal,
-            first_block, blocks, first_tile, own_tiles, GROUP, BLOCK_M, BLOCK_N, 0 if FIXED_TILES > 0 else WINDOW,
+            first_block, blocks, first_tile, pair_tiles, head_tiles, is_even, GROUP, BLOCK_M, BLOCK_N, CUT,
         )  # fmt: skip
         tl.store(arrivals + group, tl.zeros([BLOCK_I], tl.int32), mask=local < own_groups)
     first_chunk = (first_tile + per_chunk - 1) // per_chunk
-    end_tile = first_tile + own_groups * own_tiles
+    end_tile = first_tile + own_groups // blocks * head_tiles
     for at in tl.range(first_chunk, (end_tile + per_chunk - 1) // per_chunk, BLOCK_I):
         chunk = at + tl.arange(0, BLOCK_I)
         begins = (chunk * per_chunk < end_tile) & (chunk < max_chunks)
-        local = (chunk * per_chunk - first_tile) // own_tiles
+        local = _group_at(
+            chunk * per_chunk - first_tile, first_block, blocks, own_prefix, own_rows, own_causal, pair_tiles,
+            head_tiles, is_even, GROUP, BLOCK_M, BLOCK_N, CUT,
+        )  # fmt: skip
         _record(
             chunk_table + chunk * 16, local, begins, own_start, own_rows, own_prefix, page_start, own_causal,
-            first_block, blocks, first_tile, own_tiles, GROUP, BLOCK_M, BLOCK_N, 0 if FIXED_TILES > 0 else WINDOW,
+            first_block, blocks, first_tile, pair_tiles, head_tiles, is_even, GROUP, BLOCK_M, BLOCK_N, CUT,
         )  # fmt: skip
         tl.store(chunk_table + chunk * 16 + 8, first_group + local, mask=begins)
         tl.store(chunk_table + chunk * 16 + 10, tl.zeros([BLOCK_I], tl.int32) + per_chunk, mask=begins)
@@ -149,31 +209,50 @@ def schedule_kernel(  # type: ignore[no-untyped-def]
         chunk = at + tl.arange(0, BLOCK_I)
         last_tile = tl.minimum((chunk + 1) * per_chunk, total_tiles) - 1
         ends = (chunk < tl.minimum(chunks, max_chunks)) & (last_tile >= first_tile) & (last_tile < end_tile)
-        tl.store(chunk_table + chunk * 16 + 9, first_group + (last_tile - first_tile) // own_tiles, mask=ends)
+        local = _group_at(
+            last_tile - first_tile, first_block, blocks, own_prefix, own_rows, own_causal, pair_tiles, head_tiles,
+            is_even, GROUP, BLOCK_M, BLOCK_N, WINDOW,
+        )  # fmt: skip
+        tl.store(chunk_table + chunk * 16 + 9, first_group + local, mask=ends)
     if BLOCK_R > 0:  # noqa: SIM102  one is known to the compiler, the other is not
         if own_causal == 0:
             _ancestors(own_start, own_rows, parents, words, depths, BLOCK_R, WORDS)
 
 
 @triton.jit
-def _record(  # type: ignore[no-untyped-def]
-    to, local, there, start, rows, prefix, page_start, causal, first_block, blocks, first_tile, tiles,
-    GROUP: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, WINDOW: tl.constexpr,
+def _group_at(  # type: ignore[no-untyped-def]
+    tile, first_block, blocks, prefix, rows, causal, pair_tiles, head_tiles, is_even, GROUP: tl.constexpr,
+    BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, WINDOW: tl.constexpr,
 ):  # fmt: skip
-    """Write the records of groups `local` [I] of one sequence, whose groups have `tiles` tiles each, to `to` [I]."""
-    block = first_block + local % blocks
-    # A causal block sees no key beyond its last row.
-    last_row = tl.minimum(((block + 1) * BLOCK_M - 1) // GROUP, rows - 1)
-    keys = prefix + tl.where(causal > 0, last_row + 1, rows)
-    seen_tiles = (keys + BLOCK_N - 1) // BLOCK_N
-    if WINDOW != 0:
-        seen_tiles -= first_seen_tile(prefix, block, causal, GROUP, BLOCK_M, BLOCK_N, WINDOW)
+    """The group of one sequence in whose room each `tile` [I] of that sequence lies."""
+    at = tile % head_tiles
+    pair = tl.minimum(at // pair_tiles, blocks // 2)
+    first = _first_of_pair(
+        pair, first_block, prefix, rows, causal, is_even, pair_tiles, GROUP, BLOCK_M, BLOCK_N, WINDOW
+    )
+    is_second = (at - pair * pair_tiles >= first) & (pair < blocks // 2)
+    return tile // head_tiles * blocks + 2 * pair + is_second.to(tl.int32)
+
+
+@triton.jit
+def _record(  # type: ignore[no-untyped-def]
+    to, local, there, start, rows, prefix, page_start, causal, first_block, blocks, first_tile, pair_tiles, head_tiles,
+    is_even, GROUP: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, WINDOW: tl.constexpr,
+):  # fmt: skip
+    """Write the records of groups `local` [I] of one sequence, whose pairs have `pair_tiles` tiles, to `to` [I]."""
+    head = local // blocks
+    pair = local % blocks // 2
+    is_second = local % blocks % 2
+    block = first_block + tl.where(is_second > 0, blocks - 1 - pair, pair)
+    first = _first_of_pair(
+        pair, first_block, prefix, rows, causal, is_even, pair_tiles, GROUP, BLOCK_M, BLOCK_N, WINDOW
+    )
     zero = tl.zeros_like(local)
     tl.store(to, zero + start, mask=there)
     tl.store(to + 1, zero + rows, mask=there)
     tl.store(to + 2, zero + prefix, mask=there)
     tl.store(to + 3, zero + page_start, mask=there)
     tl.store(to + 4, block, mask=there)
-    tl.store(to + 5, first_tile + local * tiles, mask=there)
-    tl.store(to + 6, seen_tiles, mask=there)
-    tl.store(to + 7, local // blocks * 2 + causal, mask=there)
+    tl.store(to + 5, first_tile + head * head_tiles + pair * pair_tiles + is_second * first, mask=there)
+    tl.store(to + 6, _seen_tiles(block, prefix, rows, causal, GROUP, BLOCK_M, BLOCK_N, WINDOW), mask=there)
+    tl.store(to + 7, head * 2 + causal, mask=there)
