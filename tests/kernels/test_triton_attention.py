@@ -49,6 +49,13 @@ def test_every_case_equals_the_reference(interpreted: dict[str, Any]) -> None:
     check(interpreted)
 
 
+def test_programs_have_about_as_much_work_of_prompts(interpreted: dict[str, Any]) -> None:
+    # In rows' order the programs of a prompt's end would have twice the average.
+    assert {name: (most < 1.35, whole) for name, (most, whole) in interpreted["work"].items()} == dict.fromkeys(
+        interpreted["work"], (True, True)
+    ), interpreted["work"]
+
+
 @pytest.mark.gpu
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
 def test_every_case_equals_the_reference_on_a_gpu() -> None:

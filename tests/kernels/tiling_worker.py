@@ -5,15 +5,17 @@ from __future__ import annotations
 
 import json
 import sys
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import replace
 from typing import Any
 
 import compiling
 from triton.compiler import ASTSource
+from triton.experimental.gluon._runtime import GluonASTSource
 
 from tree_kernels.attention.triton_kernels import attention_kernel
-from tree_kernels.attention.triton_tiling import Tiling, choose_tiling
+from tree_kernels.attention.triton_tiling import SPECIALISED, Tiling, choose_tiling
+from tree_kernels.hopper.attention import specialised_kernel
 from tree_kernels.latent_attention.triton_kernels import latent_kernel
 from tree_kernels.latent_attention.triton_tiling import choose_latent_tiling
 
@@ -35,8 +37,10 @@ def chosen() -> Iterator[tuple[Tiling, int]]:
         for sequences in (1, 8, 64):
             for keys in (1024, 8192, 32768, 131072):
                 for words in (1, 4):
-                    sizes = {"keys": keys * sequences, "sequences": sequences, "words": words}
-                    tiling = choose_tiling(rows * GROUP, WIDTH, 2, kv_heads=KV_HEADS, processors=132, **sizes)
+                    sizes = {"keys": keys * sequences, "sequences": sequences, "words": words, "rows": rows}
+                    tiling = choose_tiling(
+                        rows * GROUP, WIDTH, 2, kv_heads=KV_HEADS, processors=132, specialised=False, **sizes
+                    )
                     if tiling.block_rows >= 128 and (rows > 64 or words == 1):
                         found.add((tiling, words))
     yield from sorted(found, key=repr)
@@ -54,6 +58,15 @@ def shared_bytes(tiling: Tiling, words: int, window: int = 0, *, slopes: bool = 
     return compiled_bytes(attention_kernel, constants, tiling)
 
 
+def specialised_bytes() -> int:
+    """Of one program of the warp-specialised kernel, for a cache of more than 2**31 bytes and masks of four words."""
+    constants: dict[str, Any] = {
+        "GROUP": GROUP, "KV_HEADS": KV_HEADS, "D": WIDTH, "PAGE_SIZE": 16, "BLOCK_N": SPECIALISED.block_keys,
+        "STAGES": SPECIALISED.stages, "WORDS": 4, "FAR": True, "EARLY": True,
+    }  # fmt: skip
+    return compiled_bytes(specialised_kernel, constants, SPECIALISED, "*i32", leaves_registers)
+
+
 def latent_bytes(tiling: Tiling, words: int, page_size: int) -> int:
     """Of one program of latent attention at DeepSeek's widths."""
     constants: dict[str, Any] = {
@@ -64,21 +77,34 @@ def latent_bytes(tiling: Tiling, words: int, page_size: int) -> int:
     return compiled_bytes(latent_kernel, constants, tiling)
 
 
-def compiled_bytes(kernel: Any, constants: dict[str, Any], tiling: Tiling) -> int:
+def leaves_registers(ptx: str) -> None:
+    """ptxas waits for each product of a kernel that sets its warps' registers."""
+    assert "wgmma" in ptx and "setmaxnreg" not in ptx
+
+
+def compiled_bytes(
+    kernel: Any,
+    constants: dict[str, Any],
+    tiling: Tiling,
+    words: str = "*i64",
+    check: Callable[[str], None] | None = None,
+) -> int:
     """Shared memory of a program, compiled for compute capability 9.0."""
     names = kernel.arg_names
-    signature = {name: (POINTERS | NUMBERS).get(name, "constexpr") for name in names}
+    signature = {name: (POINTERS | NUMBERS | {"words": words}).get(name, "constexpr") for name in names}
     pointers = [name for name in (*POINTERS, *list(NUMBERS)[1:]) if name in names]
     aligned = {(names.index(name),): [["tt.divisibility", 16]] for name in pointers}
-    source = ASTSource(kernel, signature, {(names.index(k),): v for k, v in constants.items()}, aligned)
+    kind = GluonASTSource if kernel.is_gluon() else ASTSource
+    source = kind(kernel, signature, {(names.index(k),): v for k, v in constants.items()}, aligned)
     options = {"num_warps": tiling.warps, "num_stages": tiling.stages, "launch_pdl": True}
-    return compiling.shared_bytes(source, options)
+    return compiling.shared_bytes(source, options, check=check)
 
 
 def main() -> None:
     found = {f"{tiling}, {words} words": shared_bytes(tiling, words) for tiling, words in chosen()}
     found["chunks"] = shared_bytes(replace(next(chosen())[0], apart=False), 1, window=-128)
     found["slopes"] = shared_bytes(next(chosen())[0], 1, slopes=True)
+    found["specialised"] = specialised_bytes()
     latent = {choose_latent_tiling(rows, LATENT, 2) for rows in (1, 16, 32, 64, 256, 4096)}
     for tiling in latent:
         # Masks of four words, and an id for each key, take most.

@@ -21,7 +21,8 @@ from examples import is_full
 from target_service.model.cuda_graphs.sizes import Bucket, capacity
 from tree_kernels.attention import AttentionBatch, AttentionPlan, TreeAttention, plan_integers
 from tree_kernels.attention.triton_backend import INVARIANT, TritonAttention, TritonSettings
-from tree_kernels.attention.triton_tiling import Merging, Tiling
+from tree_kernels.attention.triton_planning import HeadLayout
+from tree_kernels.attention.triton_tiling import SPECIALISED, Merging, Tiling
 from tree_kernels.window_frames import WindowFrames
 
 INTERPRETED = not torch.cuda.is_available()
@@ -170,6 +171,28 @@ def device_cases() -> Iterator[tuple[str, dict[str, Any], TritonSettings]]:
         }  # fmt: skip
         yield f"bf16 latent {rows}", arguments, TritonSettings()
     yield "bf16 prefill", {"specs": specs, "group": 4, "width": 128, "dtype": torch.bfloat16}, TritonSettings()
+    yield from specialised_cases()
+
+
+def specialised_cases() -> Iterator[tuple[str, dict[str, Any], TritonSettings]]:
+    """By the warp-specialised kernel: prompts and trees of one word and of four, blocks with rows for one warpgroup and
+    for both, groups in one chunk and in many, chunks of many groups, and more than 2**31 bytes of cache."""
+    word: list[Spec] = [
+        (1000, 64, "tree"),
+        (37, 1, "tree"),
+        (5000, 200, "causal"),
+        (0, 300, "causal"),
+        (0, 0, "causal"),
+    ]
+    words: list[Spec] = [(70, 129, "tree"), (513, 250, "tree"), (64, 64, "chain"), (0, 65, "causal")]
+    for page_size, group, width in ((16, 4, 128), (1, 3, 64), (64, 8, 128), (16, 1, 64), (16, 5, 128)):
+        for dtype in (torch.bfloat16, torch.float16):
+            for name, specs in (("a word", word), ("words", words)):
+                arguments = {"specs": specs, "page_size": page_size, "group": group, "width": width, "dtype": dtype}
+                for processors in (None, 3):
+                    settings = TritonSettings(tiling=SPECIALISED, processors=processors)
+                    of = f"{page_size} {group} {width} {dtype}, {name}, {processors} processors"
+                    yield f"bf16 specialised {of}", arguments, settings
 
 
 def run(settings: TritonSettings, case: Case) -> torch.Tensor:
@@ -342,6 +365,34 @@ def output_rows_are_as_in_a_whole_pass() -> list[float]:
     return errors
 
 
+def work_of_prompts() -> dict[str, Any]:
+    """Of prompts alone, among others and behind a prefix: the tiles of the chunk that has most, to the average, and
+    whether each tile of each group lies in one chunk."""
+    batches: dict[str, list[Spec]] = {
+        "alone": [(0, 160, "causal")],
+        "behind a prefix": [(75, 161, "causal")],
+        "an odd number of blocks": [(0, 100, "causal")],
+        "among others": [(0, 90, "causal"), (210, 1, "causal"), (20, 7, "tree"), (0, 0, "causal"), (33, 130, "causal")],
+    }
+    found: dict[str, Any] = {}
+    for name, specs in batches.items():
+        case = make_case(specs, kv_heads=2, group=4, width=16, device=DEVICE)
+        backend = TritonAttention(DEVICE, TritonSettings(tiling=SMALL, processors=23))
+        schedule = backend.schedule_of(backend.plan(case.batch), HeadLayout(4, 2, 16, 16, SMALL))
+        per_chunk, chunks, groups = schedule.totals.tolist()
+        tiles = [0] * chunks
+        whole = True
+        for number, record in enumerate(schedule.groups[:groups].tolist()):
+            first, seen = record[5], record[6]
+            for tile in range(first, first + seen):
+                chunk = tile // per_chunk
+                tiles[chunk] += 1
+                begin, end = schedule.chunk_table[chunk, 8:10].tolist()
+                whole = whole and begin <= number <= end
+        found[name] = (max(tiles) * 23 / sum(tiles), whole)
+    return found
+
+
 def main() -> None:
     """A regular expression as argument selects cases, for a checker that takes long over each."""
     wanted = re.compile(sys.argv[1] if len(sys.argv) > 1 else "")
@@ -350,6 +401,7 @@ def main() -> None:
         "split_invariant": split_results_do_not_depend_on_the_batch(),
         "update_errors": a_plan_takes_the_next_step(),
         "outgrown": a_captured_sequence_outgrows_its_first_length(),
+        "work": work_of_prompts(),
         "spread_errors": a_captured_step_takes_rows_spread_in_any_way(),
         "output_rows_errors": output_rows_are_as_in_a_whole_pass(),
     }

@@ -16,6 +16,7 @@ def compile_entry(text: str) -> None:
     import triton
     from triton.backends.compiler import GPUTarget
     from triton.compiler import ASTSource
+    from triton.experimental.gluon._runtime import GluonASTSource
 
     entry = json.loads(text)
     kernel, of = getattr(importlib.import_module(entry["module"]), entry["name"]), entry["specialization"]
@@ -25,7 +26,7 @@ def compile_entry(text: str) -> None:
     options = {name: _as_tuple(value) for name, value in of["options"].items()}
     # Triton 3.6 makes another one where other kernels were looked at before: a launch would not find what is compiled.
     kernel.hash = entry["cache_key"]
-    source = ASTSource(kernel, signature, constants, attributes)
+    source = (GluonASTSource if kernel.is_gluon() else ASTSource)(kernel, signature, constants, attributes)
     triton.compile(source, target=GPUTarget(*entry["target"]), options=options)
 
 

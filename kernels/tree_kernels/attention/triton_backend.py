@@ -2,13 +2,21 @@
 
 from __future__ import annotations
 
+import torch
 import triton
 from torch import Tensor
 
 from tree_kernels.attention.batch import AttentionPlan
 from tree_kernels.attention.tree_mask import mask_words
 from tree_kernels.attention.triton_kernels import attention_kernel
-from tree_kernels.attention.triton_planning import LOG2_E, HeadLayout, TritonPlan, TritonPlanner, TritonSettings
+from tree_kernels.attention.triton_planning import (
+    LOG2_E,
+    HeadLayout,
+    PlanWorkspace,
+    TritonPlan,
+    TritonPlanner,
+    TritonSettings,
+)
 from tree_kernels.attention.triton_tiling import Tiling, choose_tiling
 from tree_kernels.attention.variant import PLAIN, AttentionVariant
 
@@ -37,6 +45,28 @@ class TritonAttention(TritonPlanner):
         layout = self._layout(plan, query, key_cache, value_cache, variant)
         output = query.new_empty(query.shape[0], query.shape[1], layout.value_width)
         schedule = self.schedule_of(plan, layout)
+        far = max(key_cache.numel(), value_cache.numel()) >= 1 << 31
+        if layout.tiling.specialised:
+            self._run_specialised(plan, schedule, layout, query, key_cache, value_cache, output, scale, far)
+        else:
+            self._run(plan, schedule, layout, query, key_cache, value_cache, output, scale, far, variant)
+        if not layout.tiling.merge_rows:
+            self.merge(output, schedule, layout)
+        return output
+
+    def _run(
+        self,
+        plan: TritonPlan,
+        schedule: PlanWorkspace,
+        layout: HeadLayout,
+        query: Tensor,
+        key_cache: Tensor,
+        value_cache: Tensor,
+        output: Tensor,
+        scale: float,
+        far: bool,
+        variant: AttentionVariant,
+    ) -> None:
         heads = {"GROUP": layout.group, "KV_HEADS": layout.kv_heads, "DV": layout.value_width}
         tiling = layout.tiling
         blocks = {"BLOCK_DV": triton.next_power_of_2(layout.value_width), "BLOCK_M": tiling.block_rows}
@@ -47,15 +77,35 @@ class TritonAttention(TritonPlanner):
             schedule.groups, schedule.chunk_table, schedule.totals, scale * LOG2_E, query.stride(0), query.stride(1),
             D=layout.width, BLOCK_D=triton.next_power_of_2(layout.width),
             PAGE_SIZE=plan.batch.page_size, BLOCK_N=tiling.block_keys, WORDS=plan.words.shape[1],
-            FAR=max(key_cache.numel(), value_cache.numel()) >= 1 << 31, FIXED=bool(self._settings.split_keys),
+            FAR=far, FIXED=bool(self._settings.split_keys),
             APART=tiling.apart and not layout.window, WINDOW=layout.window, CAP=variant.score_cap or 0.0,
             SINKS=variant.sinks is not None, SLOPES=variant.slopes is not None, MERGE_ROWS=tiling.merge_rows,
             MERGE_PARTS=tiling.merge_parts(blocks["BLOCK_DV"]), num_warps=tiling.warps,
             num_stages=tiling.stages, **heads, **blocks, **self._launch,
         )  # fmt: skip
-        if not tiling.merge_rows:
-            self.merge(output, schedule, layout)
-        return output
+
+    def _run_specialised(
+        self,
+        plan: TritonPlan,
+        schedule: PlanWorkspace,
+        layout: HeadLayout,
+        query: Tensor,
+        key_cache: Tensor,
+        value_cache: Tensor,
+        output: Tensor,
+        scale: float,
+        far: bool,
+    ) -> None:
+        # Only here: Gluon's kernels cannot be interpreted.
+        from tree_kernels.hopper.attention import specialised_kernel
+
+        specialised_kernel[(self._programs(layout.tiling),)](
+            query, key_cache, value_cache, output, schedule.partials, schedule.partial_lse, plan.page_table,
+            plan.words.view(torch.int32), schedule.groups, schedule.chunk_table, scale * LOG2_E, query.stride(0),
+            query.stride(1), GROUP=layout.group, KV_HEADS=layout.kv_heads, D=layout.width,
+            PAGE_SIZE=plan.batch.page_size, BLOCK_N=layout.tiling.block_keys, STAGES=layout.tiling.stages,
+            WORDS=plan.words.shape[1], FAR=far, num_warps=layout.tiling.warps, **self._launch,
+        )  # fmt: skip
 
     def _layout(
         self, plan: TritonPlan, query: Tensor, key_cache: Tensor, value_cache: Tensor, variant: AttentionVariant
@@ -77,5 +127,15 @@ class TritonAttention(TritonPlanner):
             kv_heads=kv_heads,
             processors=self.processors,
             words=mask_words(batch),
+            rows=plan.max_output_rows,
+            specialised=self._is_specialised(key_cache, value_cache, variant),
         )
         return HeadLayout(group, kv_heads, key_cache.shape[3], value_cache.shape[3], tiling, window)
+
+    def _is_specialised(self, key_cache: Tensor, value_cache: Tensor, variant: AttentionVariant) -> bool:
+        """Whether `specialised_kernel` computes the layer: its products are Hopper's own."""
+        if key_cache.device.type != "cuda" or torch.cuda.get_device_capability(key_cache.device)[0] != 9:
+            return False
+        if not variant.is_plain or self._settings.split_keys or key_cache.element_size() != 2:
+            return False
+        return (key_cache.shape[3], value_cache.shape[3]) in {(64, 64), (128, 128)}

@@ -119,6 +119,19 @@ def _divide(tiles, group_counts, weights, programs, FIXED_TILES: tl.constexpr, C
     return tl.where(own > 0, shortest, even), own
 
 
+@triton.jit
+def _write_totals(totals, chunk_table, per_chunk, chunks, groups, max_chunks, BLOCK_I: tl.constexpr):  # type: ignore[no-untyped-def]
+    """Write what holds for all sequences, and the chunks that are absent."""
+    tl.store(totals, per_chunk)
+    # Lengths that advance on the device may outgrow the room, and must not be written or run beyond it.
+    tl.store(totals + 1, tl.minimum(chunks, max_chunks))
+    tl.store(totals + 2, groups)
+    for at in tl.range(chunks, max_chunks, BLOCK_I):
+        absent = at + tl.arange(0, BLOCK_I)
+        tl.store(chunk_table + absent * 16 + 8, tl.zeros([BLOCK_I], tl.int32), mask=absent < max_chunks)
+        tl.store(chunk_table + absent * 16 + 9, tl.full([BLOCK_I], -1, tl.int32), mask=absent < max_chunks)
+
+
 @triton.jit(do_not_specialize=["first_row", "end_row"])
 def schedule_kernel(  # type: ignore[no-untyped-def]
     query_starts, prefix_lengths, causal, page_starts, parents, words, depths, groups, chunk_table, arrivals, totals,
@@ -170,49 +183,32 @@ def schedule_kernel(  # type: ignore[no-untyped-def]
     pair_tiles = tl.maximum(tl.sum(tl.where(here, pair_tiles, 0), 0), 1)
     head_tiles = tl.maximum(tl.sum(tl.where(here, head_tiles, 0), 0), 1)
     is_even = (aligned > 0) | (own_causal == 0) | (WINDOW != 0)
+    blocks = tl.maximum(own_groups // KV_HEADS, 1)
+    own = (
+        own_start, own_rows, own_prefix, page_start, own_causal, first_block, blocks, first_tile, pair_tiles,
+        head_tiles, is_even,
+    )  # fmt: skip
     # Fixed chunks are cut at the same keys whatever a row sees.
     CUT: tl.constexpr = 0 if FIXED_TILES > 0 else WINDOW
-    blocks = tl.maximum(own_groups // KV_HEADS, 1)
     if tl.program_id(0) == 0:
-        tl.store(totals, per_chunk)
-        # Lengths that advance on the device may outgrow the room, and must not be written or run beyond it.
-        tl.store(totals + 1, tl.minimum(chunks, max_chunks))
-        tl.store(totals + 2, tl.sum(group_counts, 0))
-        for at in tl.range(chunks, max_chunks, BLOCK_I):
-            absent = at + tl.arange(0, BLOCK_I)
-            tl.store(chunk_table + absent * 16 + 8, tl.zeros([BLOCK_I], tl.int32), mask=absent < max_chunks)
-            tl.store(chunk_table + absent * 16 + 9, tl.full([BLOCK_I], -1, tl.int32), mask=absent < max_chunks)
+        _write_totals(totals, chunk_table, per_chunk, chunks, tl.sum(group_counts, 0), max_chunks, BLOCK_I)
     for at in tl.range(0, own_groups, BLOCK_I):
         local = at + tl.arange(0, BLOCK_I)
-        group = first_group + local
-        _record(
-            groups + group * 8, local, local < own_groups, own_start, own_rows, own_prefix, page_start, own_causal,
-            first_block, blocks, first_tile, pair_tiles, head_tiles, is_even, GROUP, BLOCK_M, BLOCK_N, CUT,
-        )  # fmt: skip
-        tl.store(arrivals + group, tl.zeros([BLOCK_I], tl.int32), mask=local < own_groups)
-    first_chunk = (first_tile + per_chunk - 1) // per_chunk
+        _record(groups + (first_group + local) * 8, local, local < own_groups, own, GROUP, BLOCK_M, BLOCK_N, CUT)
+        tl.store(arrivals + first_group + local, tl.zeros([BLOCK_I], tl.int32), mask=local < own_groups)
     end_tile = first_tile + own_groups // blocks * head_tiles
-    for at in tl.range(first_chunk, (end_tile + per_chunk - 1) // per_chunk, BLOCK_I):
+    for at in tl.range((first_tile + per_chunk - 1) // per_chunk, (end_tile + per_chunk - 1) // per_chunk, BLOCK_I):
         chunk = at + tl.arange(0, BLOCK_I)
         begins = (chunk * per_chunk < end_tile) & (chunk < max_chunks)
-        local = _group_at(
-            chunk * per_chunk - first_tile, first_block, blocks, own_prefix, own_rows, own_causal, pair_tiles,
-            head_tiles, is_even, GROUP, BLOCK_M, BLOCK_N, CUT,
-        )  # fmt: skip
-        _record(
-            chunk_table + chunk * 16, local, begins, own_start, own_rows, own_prefix, page_start, own_causal,
-            first_block, blocks, first_tile, pair_tiles, head_tiles, is_even, GROUP, BLOCK_M, BLOCK_N, CUT,
-        )  # fmt: skip
+        local = _group_at(chunk * per_chunk - first_tile, own, GROUP, BLOCK_M, BLOCK_N, CUT)
+        _record(chunk_table + chunk * 16, local, begins, own, GROUP, BLOCK_M, BLOCK_N, CUT)
         tl.store(chunk_table + chunk * 16 + 8, first_group + local, mask=begins)
         tl.store(chunk_table + chunk * 16 + 10, tl.zeros([BLOCK_I], tl.int32) + per_chunk, mask=begins)
     for at in tl.range(first_tile // per_chunk, (end_tile + per_chunk - 1) // per_chunk, BLOCK_I):
         chunk = at + tl.arange(0, BLOCK_I)
         last_tile = tl.minimum((chunk + 1) * per_chunk, total_tiles) - 1
         ends = (chunk < tl.minimum(chunks, max_chunks)) & (last_tile >= first_tile) & (last_tile < end_tile)
-        local = _group_at(
-            last_tile - first_tile, first_block, blocks, own_prefix, own_rows, own_causal, pair_tiles, head_tiles,
-            is_even, GROUP, BLOCK_M, BLOCK_N, WINDOW,
-        )  # fmt: skip
+        local = _group_at(last_tile - first_tile, own, GROUP, BLOCK_M, BLOCK_N, CUT)
         tl.store(chunk_table + chunk * 16 + 9, first_group + local, mask=ends)
     if BLOCK_R > 0:  # noqa: SIM102  one is known to the compiler, the other is not
         if own_causal == 0:
@@ -221,10 +217,10 @@ def schedule_kernel(  # type: ignore[no-untyped-def]
 
 @triton.jit
 def _group_at(  # type: ignore[no-untyped-def]
-    tile, first_block, blocks, prefix, rows, causal, pair_tiles, head_tiles, is_even, GROUP: tl.constexpr,
-    BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, WINDOW: tl.constexpr,
-):  # fmt: skip
-    """The group of one sequence in whose room each `tile` [I] of that sequence lies."""
+    tile, own, GROUP: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, WINDOW: tl.constexpr
+):
+    """The group of one sequence, `own`, in whose room each `tile` [I] of that sequence lies."""
+    _, rows, prefix, _, causal, first_block, blocks, _, pair_tiles, head_tiles, is_even = own
     at = tile % head_tiles
     pair = tl.minimum(at // pair_tiles, blocks // 2)
     first = _first_of_pair(
@@ -236,10 +232,10 @@ def _group_at(  # type: ignore[no-untyped-def]
 
 @triton.jit
 def _record(  # type: ignore[no-untyped-def]
-    to, local, there, start, rows, prefix, page_start, causal, first_block, blocks, first_tile, pair_tiles, head_tiles,
-    is_even, GROUP: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, WINDOW: tl.constexpr,
-):  # fmt: skip
-    """Write the records of groups `local` [I] of one sequence, whose pairs have `pair_tiles` tiles, to `to` [I]."""
+    to, local, there, own, GROUP: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, WINDOW: tl.constexpr
+):
+    """Write the records of groups `local` [I] of one sequence, `own`, to `to` [I]."""
+    start, rows, prefix, page_start, causal, first_block, blocks, first_tile, pair_tiles, head_tiles, is_even = own
     head = local // blocks
     pair = local % blocks // 2
     is_second = local % blocks % 2

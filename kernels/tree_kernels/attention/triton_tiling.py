@@ -19,6 +19,8 @@ class Tiling:
     merge_rows: int = 0  # rows that the last program of a group merges at a time; 0 merges in a separate launch
     # A separate loop for keys that every row sees, which needs no mask, at the price of a second start.
     apart: bool = False
+    # By `tree_kernels.hopper.attention`, whose warps are of two kinds.
+    specialised: bool = False
 
     def merge_parts(self, value_width: int) -> int:
         """Partials that are merged at a time: as many as 64 registers of each thread hold."""
@@ -58,6 +60,11 @@ def choose_merging(programs: int, parts: int) -> Merging:
 
 # Keys of a sequence up to which a step is short: starting and merging take longer than reading.
 _SHORT = 2048
+# Of the warp-specialised kernel, four warps of each warpgroup. A fifth stage changed nothing on an H200, and tiles of
+# 128 keys spill registers (`benchmarks/results/2026-11-29-h200-prompt-attention.md`).
+SPECIALISED = Tiling(128, 64, 4, 4, 1, specialised=True)
+# Its tiles of each program from which it is the faster one (the same record).
+_SPECIALISED_TILES = 6
 
 
 def choose_tiling(
@@ -70,15 +77,24 @@ def choose_tiling(
     kv_heads: int,
     processors: int,
     words: int,
+    rows: int,
+    specialised: bool,
 ) -> Tiling:
     """The fastest of those tried on an H200 (`benchmarks/kernels/tree_attention.py --tune`).
 
     Page ids come one pipeline stage before what they point at, so that two stages buy one tile in flight.
 
-    `packed_rows` are rows times query heads per key head, of the largest sequence, `width` a key's, `itemsize` bytes of
-    an element, `keys` those of all sequences, `processors` the SMs, and `words` those of a row's mask.
+    `packed_rows` are rows times query heads per key head, of the largest sequence, whose rows are `rows`, `width` a
+    key's, `itemsize` bytes of an element, `keys` those before all sequences' rows, `processors` the SMs, `words` those
+    of a row's mask, and `specialised` whether `tree_kernels.hopper.attention` computes such a layer.
     """
     heads = sequences * kv_heads
+    if specialised and packed_rows >= SPECIALISED.block_rows:
+        blocks = heads * triton.cdiv(packed_rows, SPECIALISED.block_rows)
+        # Of rows of its own a block sees half, on average.
+        tiles = blocks * (keys / sequences + rows / 2) / SPECIALISED.block_keys
+        if tiles >= _SPECIALISED_TILES * processors:
+            return SPECIALISED
     # More work than SMs: two programs on one hide each other's latency.
     busy = 4 * heads > processors
     short = keys <= _SHORT * sequences
