@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import replace
 from itertools import accumulate
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -16,7 +17,8 @@ pytest.importorskip("triton")
 from tree_kernels.attention import AttentionBatch, triton_planning
 from tree_kernels.attention.triton_backend import INVARIANT, TritonAttention, TritonSettings
 from tree_kernels.attention.triton_planning import HeadLayout, PlanWorkspace
-from tree_kernels.attention.triton_tiling import Tiling
+from tree_kernels.attention.triton_tiling import Tiling, choose_tiling
+from tree_kernels.attention.variant import AttentionVariant
 
 WORKER = "triton_worker.py"
 
@@ -54,6 +56,50 @@ def test_programs_have_about_as_much_work_of_prompts(interpreted: dict[str, Any]
     assert {name: (most < 1.35, whole) for name, (most, whole) in interpreted["work"].items()} == dict.fromkeys(
         interpreted["work"], (True, True)
     ), interpreted["work"]
+
+
+@pytest.mark.parametrize(
+    ("changed", "specialised"),
+    [
+        ({}, True),
+        ({"width": 64}, True),
+        ({"width": 96}, False),
+        ({"bytes": 4}, False),
+        ({"capability": (10, 0)}, False),
+        ({"version": "3.10.0"}, False),
+        ({"settings": INVARIANT}, False),
+        ({"variant": AttentionVariant(window=64)}, False),
+    ],
+)
+def test_plain_layers_of_16_bits_have_warps_apart_on_hopper(
+    monkeypatch: pytest.MonkeyPatch, changed: dict[str, Any], specialised: bool
+) -> None:
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda *_: changed.get("capability", (9, 0)))
+    monkeypatch.setattr("triton.__version__", changed.get("version", "3.6.0"))
+    width, size = changed.get("width", 128), changed.get("bytes", 2)
+    cache: Any = SimpleNamespace(device=torch.device("cuda"), shape=(4, 16, 8, width), element_size=lambda: size)
+    backend = TritonAttention(torch.device("cpu"), replace(changed.get("settings", TritonSettings()), processors=132))
+    assert backend._is_specialised(cache, cache, changed.get("variant", AttentionVariant())) is specialised
+
+
+@pytest.mark.parametrize(
+    ("rows", "keys", "sequences", "specialised"),
+    [(256, 0, 1, False), (768, 0, 1, True), (256, 1024, 1, True), (8, 65536, 64, False), (64, 8192, 1, True)],
+)
+def test_blocks_with_much_work_have_warps_apart(rows: int, keys: int, sequences: int, specialised: bool) -> None:
+    tiling = choose_tiling(
+        4 * rows,
+        128,
+        2,
+        keys=keys,
+        sequences=sequences,
+        kv_heads=8,
+        processors=132,
+        words=1,
+        rows=rows,
+        specialised=True,
+    )
+    assert tiling.specialised is specialised
 
 
 @pytest.mark.gpu

@@ -25,6 +25,9 @@ INVARIANT = TritonSettings(
     split_keys=512, tiling=Tiling(block_rows=64, block_keys=32, warps=4, stages=3, programs_per_sm=1)
 )
 
+# Versions of Triton with which `tree_kernels.hopper` was compiled. Gluon is experimental; others may lack names.
+_GLUON_FROM, _GLUON_TO = (3, 6), (3, 9)
+
 
 class TritonAttention(TritonPlanner):
     """See `tree_kernels.attention.TreeAttention`."""
@@ -135,6 +138,8 @@ class TritonAttention(TritonPlanner):
     def _is_specialised(self, key_cache: Tensor, value_cache: Tensor, variant: AttentionVariant) -> bool:
         """Whether `specialised_kernel` computes the layer: its products are Hopper's own."""
         if key_cache.device.type != "cuda" or torch.cuda.get_device_capability(key_cache.device)[0] != 9:
+            return False
+        if not _GLUON_FROM <= tuple(map(int, triton.__version__.split(".")[:2])) <= _GLUON_TO:
             return False
         if not variant.is_plain or self._settings.split_keys or key_cache.element_size() != 2:
             return False
