@@ -99,7 +99,7 @@ def taught_modules(teacher: PreTrainedModel, *, normed_state: bool, chained: boo
     learning = [parameter for module in modules for parameter in module.parameters() if parameter.requires_grad]
     optimizer = torch.optim.Adam(learning, lr=4e-3)
     padded = _Texts(texts)
-    for _ in range(60):
+    for _ in range(90):
         loss, hidden = torch.zeros(()), padded.states
         for k, module in enumerate(modules, start=1):
             of_module, hidden = padded.pass_over(module, hidden if chained else padded.states, k, 0)
