@@ -77,7 +77,7 @@ def test_the_better_mode_is_found(better: LaunchMode, seed: int) -> None:
     engine = Engine(BETTER[better], seed)
     chosen = engine.run(4000)
     assert set(chosen[:TRIAL]) == {RUN_AHEAD}
-    assert set(chosen[TRIAL : 2 * TRIAL]) == {WAIT}
+    assert chosen[TRIAL : 2 * TRIAL].count(WAIT) >= 12
     others = sum(mode is not better for mode in chosen[3 * TRIAL :])
     # The other is tried seldom, but tried.
     assert engine.controller.is_preferred(better) and 0 < others <= 0.06 * len(chosen)
@@ -104,12 +104,12 @@ def test_another_draft_is_measured_anew() -> None:
 @pytest.mark.parametrize("better", LaunchMode)
 @pytest.mark.parametrize("load", [1, 64])
 def test_what_one_load_shows_serves_at_the_next(better: LaunchMode, load: int) -> None:
-    """But for a try, no pass of a new load is spent on finding it out again."""
+    """But for what was left of a first trial, no pass of a new load is spent on finding it out again."""
     engine = Engine(BETTER[better])
     engine.run(300)
     engine.load = load
     chosen = engine.run(60)
-    assert chosen.count(better) >= 60 - 16
+    assert chosen.count(better) >= 60 - (TRIAL - 12)
 
 
 def test_as_many_as_there_is_room_for_and_one_less_are_one_load() -> None:

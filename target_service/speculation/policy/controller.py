@@ -33,7 +33,7 @@ from target_service.speculation.policy.estimates import (
     TokenYield,
     compile_pooled,
 )
-from target_service.speculation.policy.launch_mode import MARGIN, LaunchMode
+from target_service.speculation.policy.launch_mode import HOPELESS, MARGIN, LaunchMode
 from target_service.speculation.policy.live_sequence import LiveSequence
 from target_service.speculation.policy.step_cost import StepCost
 from target_service.speculation.policy.throughput_trial import ThroughputTrial
@@ -54,11 +54,15 @@ _LONGEST_PAUSE, _TRY, _TRY_MODE, _TRY_CUTS = 1024, 6, 16, 4
 # Launches between two tries of such trees at most: a wait may take many times a pass. Chosen.
 _LONGEST_PAUSE_OF_CUTS = 16384
 # Passes of a mode before its tokens are believed: they vary by as much as the mean, so that the error of the mean of 32
-# is a sixth of it.
-_TRIAL = 32
+# is a sixth of it. And waiting passes after which a hopeless first trial ends: of 891
+# passes of one request 104 waited at that rate (two H100, `benchmarks/results/2026-11-25-h100-widened-eleventh.md`).
+_TRIAL, _FEW = 32, 12
 # Waiting is tried where it takes at most this share of a pass: waiting passes made a fifth more tokens than others
 # whose trees came in time (3.36 and 2.83 in the same record).
 _WORTH_WAITING = 0.2
+# Rate that waiting needs against the others: means of sixty passes vary by 7 %, and a wrong choice costs more where the
+# device is idle for it.
+_WAITING_MARGIN = 1.1
 # Change of the trust in a draft's scores by one pass, for each token expected too much; a larger one follows the noise
 # of single passes (0.02 moved trust by a seventh up and down in a simulation).
 _TRUST_SHARE = 0.005
@@ -177,12 +181,17 @@ class SpeculationController:
         best = max(rates, key=rates.__getitem__)
         if held > _WORTH_WAITING * times.expected((best,), load, LaunchMode.RUN_AHEAD)[best] * times.cost(load):
             return LaunchMode.RUN_AHEAD
-        if waiting.count < _TRIAL:
-            return LaunchMode.WAIT_FOR_DRAFT
         waited = self.times.gap(load, LaunchMode.WAIT_FOR_DRAFT)
-        rates_of_waiting = self._rates_at(load, LaunchMode.WAIT_FOR_DRAFT, held if waited is None else waited)
-        share = max(rates_of_waiting.values()) / rates[best]
-        if share > MARGIN:
+        rate = {
+            LaunchMode.RUN_AHEAD: rates[best],
+            LaunchMode.WAIT_FOR_DRAFT: max(
+                self._rates_at(load, LaunchMode.WAIT_FOR_DRAFT, held if waited is None else waited).values()
+            ),
+        }
+        share = rate[LaunchMode.WAIT_FOR_DRAFT] / rate[LaunchMode.RUN_AHEAD]
+        if waiting.count < _TRIAL and not (waiting.count >= _FEW and share < HOPELESS):
+            return LaunchMode.WAIT_FOR_DRAFT
+        if share > _WAITING_MARGIN:
             self._preferred = LaunchMode.WAIT_FOR_DRAFT
         elif share < 1.0:
             self._preferred = LaunchMode.RUN_AHEAD

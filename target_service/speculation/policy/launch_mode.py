@@ -4,9 +4,10 @@ from __future__ import annotations
 
 from enum import Enum
 
-# Of all choices: what drafted passes have to make of plain ones, so that noise does not decide, chosen; and the share
-# of the time that tries of what seems slower may take, a hundredth by the design of the loop.
-MARGIN, TRYING = 1.02, 0.01
+# Of all choices: what drafted passes have to make of plain ones, so that noise does not decide; the share of the time
+# that tries of what seems slower may take, a hundredth by the design of the loop; and the share of the faster rate
+# below which a first trial ends early. The first and the last are chosen.
+MARGIN, TRYING, HOPELESS = 1.02, 0.01, 0.8
 
 
 class LaunchMode(Enum):
