@@ -17,34 +17,30 @@ Times are compared between passes of about as many rows.
 from __future__ import annotations
 
 import math
-import time
 from collections import defaultdict
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from functools import partial
 
 from target_service.core.running_means import RunningMean, RunningTime
-from target_service.speculation.policy.launch_mode import TRYING, load_size
+from target_service.speculation.policy.launch_mode import MARGIN, TRYING, load_size
 
-# Passes without a draft that are timed at a load before it is followed there: a quarter of a second at 8B size.
+# Passes without a draft that are timed at a load: a quarter of a second at 8B size.
 _ALONE_FIRST = 48
-# (comparisons, gain): a draft is dropped if its gain, variance allowed for, is lower after that many comparisons. One
-# request yields one for about eight passes, and more of them up to four.
-_DROPPED = ((6, 0.8), (12, 0.9), (36, 1.0))
+# Comparisons from which a draft is judged at a load: one request yields one for about eight passes, and more of them up
+# to four. Chosen.
+_ENOUGH = 6
 # Standard errors allowed for. With 2, a draft that makes 30 % more was kept in 59 of 60 simulated runs of 5,000
-# passes whose comparisons vary by 0.6 of their mean, and in 58 of 60 with 20 % more (the `Engine` of
+# passes whose comparisons vary by 0.6 of their mean, and in 57 of 60 with 20 % more (the `Engine` of
 # test_draft_gate.py). A worthless draft's vary little: its rows are not taken.
 _GRANTED = 2.0
-# Seconds without the draft after it was dropped, doubled each time: a good one is back within two seconds, and one that
-# halves the speed for 40 passes costs two per cent in the long run.
-_FIRST_PAUSE, _LONGEST_PAUSE = 1.5, 60.0
-# Comparisons after which a load that follows another one is judged for itself. Chosen.
-_LOOKED_AT = 12
-# Where no load was judged yet: passes before one is, and the gain from which it need not be, as what a draft costs of a
-# pass would have to be half of it. Chosen.
+# Passes without the draft after it was dropped, for each with which it was followed: doubled each time, until tries
+# take no more than they may. With one sequence a good draft is back within three seconds; with 128 a try takes more
+# than a second, and pauses of 1.5 s lost 4 % of the tokens (`benchmarks/results/2026-11-29-cpu-draft-gate.md`).
+_FIRST_PAUSE = 8
+# Where no load has shown what a draft costs of a pass: passes before that is timed, the most that a pause is a multiple
+# of, and the gain from which it need not be timed, as it would have to be half of a pass. Chosen.
 _UNJUDGED, _BEYOND_DOUBT = 128, 1.5
-# Gain at which pauses are short again: above the noise of a kept draft without any. Chosen, not measured.
-_RECOVERED = 1.05
 # Passes of about as many rows, of either kind, from which their times are compared, and such numbers of rows for each
 # doubling: within a fifth. Chosen.
 _FEW, _CLASSES = 4, 4
@@ -57,35 +53,33 @@ _times, _passes = partial(RunningTime, 0.01), partial(RunningMean, _PASS_SHARE)
 
 
 @dataclass(slots=True)
-class _DraftedPasses:
-    """Means of stretches of text that were made with a draft: passes, passes by lookup alone, their squares and
-    product."""
+class _ComparedPasses:
+    """Means of stretches of text: the passes that they needed, those by lookup alone, and the square of what either is
+    more than the other, as shares of their means."""
 
     needed: RunningMean = field(default_factory=_passes)
     by_lookup: RunningMean = field(default_factory=_passes)
-    needed_squared: RunningMean = field(default_factory=_passes)
-    lookup_squared: RunningMean = field(default_factory=_passes)
-    product: RunningMean = field(default_factory=_passes)
+    varied: RunningMean = field(default_factory=_passes)
 
     def compare(self, needed: float, by_lookup: float) -> None:
         self.needed.observe(needed)
         self.by_lookup.observe(by_lookup)
-        self.needed_squared.observe(needed * needed)
-        self.lookup_squared.observe(by_lookup * by_lookup)
-        self.product.observe(needed * by_lookup)
+        self.varied.observe((needed / self.needed.value - by_lookup / self.by_lookup.value) ** 2)
+
+    @property
+    def count(self) -> float:
+        """Comparisons that the means are of."""
+        return min(self.needed.count, 2 / _PASS_SHARE)
 
     @property
     def ratio(self) -> float:
-        """Passes of lookup alone for each pass with the draft."""
+        """Passes of lookup alone for each pass that was needed."""
         return self.by_lookup.value / self.needed.value if self.needed.value else 1.0
 
     @property
     def error(self) -> float:
         """The standard error of the ratio, as a share of it."""
-        needed, by_lookup = max(self.needed.value, 1e-9), max(self.by_lookup.value, 1e-9)
-        varied = self.needed_squared.value / needed**2 + self.lookup_squared.value / by_lookup**2
-        varied -= 2 * self.product.value / (needed * by_lookup)
-        return math.sqrt(max(0.0, varied) / max(1.0, min(self.needed.count, 2 / _PASS_SHARE)))
+        return math.sqrt(self.varied.value / max(1.0, self.count))
 
 
 class _PassSeconds:
@@ -113,13 +107,13 @@ class _PassSeconds:
 
 @dataclass(slots=True)
 class _LoadGain:
+    # Times of passes without a draft and with one, and the passes of stretches of text.
     alone: _PassSeconds = field(default_factory=_PassSeconds)
     followed: _PassSeconds = field(default_factory=_PassSeconds)
-    # Passes of a stretch of text without a draft, and by lookup alone.
-    alone_needed: RunningMean = field(default_factory=_passes)
-    alone_by_lookup: RunningMean = field(default_factory=_passes)
-    with_draft: _DraftedPasses = field(default_factory=_DraftedPasses)
-    until: float = 0.0
+    without_draft: _ComparedPasses = field(default_factory=_ComparedPasses)
+    with_draft: _ComparedPasses = field(default_factory=_ComparedPasses)
+    # Passes without the draft until it is followed again, and of the next pause for each that was followed.
+    paused: int = 0
     pause: float = _FIRST_PAUSE
     # Whether passes without a draft are timed although it was followed, since it is in doubt.
     in_doubt: bool = False
@@ -130,65 +124,51 @@ class _LoadGain:
         return self.alone.count >= _ALONE_FIRST
 
     @property
-    def slower(self) -> float:
-        """Seconds of passes with the draft for each second of the others; 1 before these were timed."""
-        return self.followed.for_each_of(self.alone) if self.is_timed else 1.0
-
-    @property
     def is_judged(self) -> bool:
         """Whether it is known if the draft pays."""
-        enough = bool(self.until) or self.with_draft.needed.count >= _LOOKED_AT
+        enough = self.pause > _FIRST_PAUSE or self.with_draft.count >= _ENOUGH
         return enough and (self.is_timed or not self.in_doubt)
+
+    @property
+    def cost(self) -> float:
+        """What passes with the draft have to make of those without one, to make as many tokens a second: seconds for
+        each of theirs, and passes of lookup alone for each of theirs, which are more than one by recycled tokens."""
+        share = self.without_draft.count / (self.without_draft.count + _ASSUMED)
+        return self.followed.for_each_of(self.alone) * (1.0 + share * (max(1.0, self.without_draft.ratio) - 1.0))
 
     @property
     def gain(self) -> float:
         """Tokens that passes with the draft make in the time in which the others make one."""
-        return self.gain_as(self)
-
-    def gain_as(self, other: _LoadGain) -> float:
-        """The gain, with what the draft costs of a pass at the `other` load and what passes make without it there."""
-        return self.with_draft.ratio / (other.slower * other.beyond_lookup)
+        return self.with_draft.ratio / (self.cost if self.is_timed else 1.0)
 
     @property
-    def beyond_lookup(self) -> float:
-        """Passes of lookup alone for each pass without a draft: more than one by recycled tokens."""
-        if not self.alone_needed.value:
-            return 1.0
-        compared = min(self.alone_needed.count, 2 / _PASS_SHARE)
-        share = compared / (compared + _ASSUMED)
-        return 1.0 + share * (max(1.0, self.alone_by_lookup.value / self.alone_needed.value) - 1.0)
+    def at_best(self) -> float:
+        """The gain with the error allowed for; infinite before enough comparisons."""
+        if self.with_draft.count < _ENOUGH:
+            return math.inf
+        return self.gain * math.exp(_GRANTED * self.with_draft.error)
 
-    def fails_with(self, gain: float) -> bool:
-        """Whether the draft loses tokens if its gain is this one, beyond the error allowed for."""
-        count, at_best = self.with_draft.needed.count, gain * math.exp(_GRANTED * self.with_draft.error)
-        return any(count >= comparisons and at_best < share for comparisons, share in _DROPPED)
-
-    def is_doubtful(self, gain: float, *, cost_known: bool) -> bool:
-        """Whether passes without the draft are to be timed, where its gain seems to be this one; `cost_known`: by what
-        it costs of a pass at another load."""
-        if self.with_draft.needed.count < _LOOKED_AT:
-            return self.fails_with(gain)
-        if gain * math.exp(_GRANTED * self.with_draft.error) < _RECOVERED:
-            return True
-        if not cost_known:
-            return self.followed.count >= _UNJUDGED and gain < _BEYOND_DOUBT
-        return _ALONE_FIRST * (1 - 1 / max(1.0, gain)) < TRYING * self.followed.count
+    def is_doubtful(self, cost: float | None) -> bool:
+        """Whether passes without the draft are to be timed, whose cost is this one at another load, None where that is
+        unknown: in doubt, or once they lose no more than tries may."""
+        if cost is None:
+            return self.at_best < MARGIN or (self.followed.count >= _UNJUDGED and self.gain < _BEYOND_DOUBT)
+        return _ALONE_FIRST * (1 - cost / max(cost, self.at_best)) <= TRYING * self.followed.count
 
 
 class DraftGate:
     """Decides by load, see `load_size`."""
 
-    def __init__(self, clock: Callable[[], float] | None = None) -> None:
-        """`clock` in seconds, by default `time.monotonic` as it is now: a simulation has replaced it."""
-        self._clock = clock or time.monotonic
+    def __init__(self) -> None:
         self._loads: defaultdict[int, _LoadGain] = defaultdict(_LoadGain)
 
     def uses_draft(self, load: int) -> bool:
         """Whether a draft is used at this load."""
         here = self._loads.get(load_size(load))
-        if here is None or not (here.is_timed or here.in_doubt):
-            return not self._judged() or self._shown_by(load_size(load)) is not None
-        return here.is_timed and self._clock() >= here.until
+        if here is not None and (here.is_timed or here.in_doubt):
+            return here.is_timed and not here.paused
+        gain = self.gain(load)
+        return gain is None or gain > 1.0
 
     def measures(self, load: int) -> bool:
         """Whether passes without a draft are still being timed at this load."""
@@ -198,61 +178,45 @@ class DraftGate:
     def gain(self, load: int) -> float | None:
         """Tokens of passes with the draft for each of those without one in the same time, at the nearest load where
         that was judged; None where it was nowhere."""
-        nearest = self._nearest(self._judged(), load_size(load))
+        nearest = self._nearest(load, lambda one: one.is_judged)
         if nearest is None:
             return None
-        here = self._loads[nearest]
-        return 1.0 if self._clock() < here.until else here.gain
+        return 1.0 if nearest.paused else nearest.gain
 
-    def _judged(self) -> list[int]:
-        """Loads where it was judged, by their power of two."""
-        return [known for known, one in self._loads.items() if one.is_judged]
-
-    def _shown_by(self, size: int) -> _LoadGain | None:
-        """The nearest load, by its power of two, where a draft was judged; None if it does not pay there."""
-        nearest = self._nearest(self._judged(), size)
-        if nearest is None:
-            return None
-        other = self._loads[nearest]
-        enough = other.with_draft.needed.count >= _DROPPED[0][0]
-        return other if enough and other.gain > 1.0 and self._clock() >= other.until else None
-
-    @staticmethod
-    def _nearest(sizes: Iterable[int], size: int) -> int | None:
-        """Of loads in powers of two the one nearest to `size`. A larger one says more than a smaller one, as drafts
-        gain less with more sequences."""
-        return min(sizes, key=lambda known: (abs(known - size), -known), default=None)
+    def _nearest(self, load: int, is_known: Callable[[_LoadGain], bool]) -> _LoadGain | None:
+        """What is known of the nearest load in powers of two. A larger one says more than a smaller one, as drafts gain
+        less with more sequences."""
+        size, known = load_size(load), [of for of, one in self._loads.items() if is_known(one)]
+        nearest = min(known, key=lambda of: (abs(of - size), -of), default=None)
+        return None if nearest is None else self._loads[nearest]
 
     def observe_pass(self, load: int, rows: int, seconds: float, *, with_draft: bool) -> None:
         """Observe the time of a pass of so many `rows`, those of prompts among them, from the end of the one before."""
         here = self._loads[load_size(load)]
         (here.followed if with_draft else here.alone).observe_pass(rows, seconds)
+        if not with_draft and here.paused:
+            here.paused -= 1
 
     def compare(self, load: int, needed: float, by_lookup: float, *, with_draft: bool = True) -> None:
         """Observe the passes `with_draft` or without that a stretch of text needed, and those that lookup alone would
         have needed."""
         here = self._loads[load_size(load)]
+        (here.with_draft if with_draft else here.without_draft).compare(needed, by_lookup)
         if not with_draft:
-            here.alone_needed.observe(needed)
-            here.alone_by_lookup.observe(by_lookup)
             return
-        here.with_draft.compare(needed, by_lookup)
         if not here.is_timed:
-            timed = [known for known, one in self._loads.items() if one.is_timed]
-            nearest = self._nearest(timed, load_size(load))
-            gain = here.gain_as(here if nearest is None else self._loads[nearest])
-            here.in_doubt |= here.is_doubtful(gain, cost_known=nearest is not None)
-            return
-        if here.fails_with(here.gain):
-            here.until = self._clock() + here.pause
-            here.with_draft, here.followed = _DraftedPasses(), _PassSeconds()
-            here.pause = min(_LONGEST_PAUSE, 2 * here.pause)
-        elif here.with_draft.needed.count >= _DROPPED[-1][0] and here.gain > _RECOVERED:
+            nearest = self._nearest(load, lambda one: one.is_timed)
+            here.in_doubt |= here.is_doubtful(None if nearest is None else nearest.cost)
+        elif here.at_best < 1.0:
+            here.paused = round(here.pause * min(_UNJUDGED, here.followed.count))
+            here.with_draft, here.followed = _ComparedPasses(), _PassSeconds()
+            here.pause = min(1 / TRYING, 2 * here.pause)
+        elif here.with_draft.count >= _ENOUGH and here.gain > MARGIN:
             here.pause = _FIRST_PAUSE
 
     def forget(self) -> None:
         """Another draft has connected: drop what was observed of the last one."""
         for here in self._loads.values():
-            here.with_draft, here.followed = _DraftedPasses(), _PassSeconds()
-            here.until, here.pause = 0.0, _FIRST_PAUSE
+            here.with_draft, here.followed = _ComparedPasses(), _PassSeconds()
+            here.paused, here.pause = 0, _FIRST_PAUSE
             here.in_doubt = False
