@@ -17,6 +17,7 @@ import pytest
 import torch
 from conftest import make_tiny
 from engine_harness import ScriptedDraft, plain, request
+from once import once
 from other_weights import other_weights
 from running_engine import Running
 from safetensors.torch import load_file, save_file
@@ -93,6 +94,7 @@ def start(old: PreTrainedModel) -> Iterator[Start]:
         assert not idle or running.runner.cache.used_pages == 0
 
 
+@once
 def expected(model: PreTrainedModel, prompt: list[int], tokens: int, **sampling: Any) -> list[int]:
     wanted = request(prompt, tokens, sampling=SamplingParams(ignore_eos=True, **sampling))
     return list(plain(copy.deepcopy(model), wanted))
