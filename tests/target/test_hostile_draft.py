@@ -254,7 +254,7 @@ async def test_a_hostile_draft_is_cut_off_and_met_less_and_less_often() -> None:
             while len(met_at) < 4:
                 link.open(opening(1))
                 await asyncio.sleep(0.01)
-        assert any("more nodes than was requested" in loss for loss in heard.losses)
+        await until(heard, lambda it: any("more nodes than was requested" in loss for loss in it.losses))
         # Half of 0.2, 0.4 and 0.8 s apart at the least, where it used to be met again within 10 ms.
         for pause, (before, after) in zip((0.1, 0.2, 0.4), itertools.pairwise(met_at), strict=True):
             assert after - before > pause
