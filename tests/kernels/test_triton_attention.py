@@ -87,18 +87,8 @@ def test_plain_layers_of_16_bits_have_warps_apart_on_hopper(
     [(256, 0, 1, False), (768, 0, 1, True), (256, 1024, 1, True), (8, 65536, 64, False), (64, 8192, 1, True)],
 )
 def test_blocks_with_much_work_have_warps_apart(rows: int, keys: int, sequences: int, specialised: bool) -> None:
-    tiling = choose_tiling(
-        4 * rows,
-        128,
-        2,
-        keys=keys,
-        sequences=sequences,
-        kv_heads=8,
-        processors=132,
-        words=1,
-        rows=rows,
-        specialised=True,
-    )
+    sizes = {"keys": keys, "sequences": sequences, "kv_heads": 8, "processors": 132, "words": 1}
+    tiling = choose_tiling(rows, 4, 128, 2, specialised=True, **sizes)
     assert tiling.specialised is specialised
 
 

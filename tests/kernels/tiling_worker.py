@@ -37,9 +37,9 @@ def chosen() -> Iterator[tuple[Tiling, int]]:
         for sequences in (1, 8, 64):
             for keys in (1024, 8192, 32768, 131072):
                 for words in (1, 4):
-                    sizes = {"keys": keys * sequences, "sequences": sequences, "words": words, "rows": rows}
+                    sizes = {"keys": keys * sequences, "sequences": sequences, "words": words}
                     tiling = choose_tiling(
-                        rows * GROUP, WIDTH, 2, kv_heads=KV_HEADS, processors=132, specialised=False, **sizes
+                        rows, GROUP, WIDTH, 2, kv_heads=KV_HEADS, processors=132, specialised=False, **sizes
                     )
                     if tiling.block_rows >= 128 and (rows > 64 or words == 1):
                         found.add((tiling, words))

@@ -9,14 +9,7 @@ from torch import Tensor
 from tree_kernels.attention.batch import AttentionPlan
 from tree_kernels.attention.tree_mask import mask_words
 from tree_kernels.attention.triton_kernels import attention_kernel
-from tree_kernels.attention.triton_planning import (
-    LOG2_E,
-    HeadLayout,
-    PlanWorkspace,
-    TritonPlan,
-    TritonPlanner,
-    TritonSettings,
-)
+from tree_kernels.attention.triton_planning import LOG2_E, HeadLayout, TritonPlan, TritonPlanner, TritonSettings
 from tree_kernels.attention.triton_tiling import Tiling, choose_tiling
 from tree_kernels.attention.variant import PLAIN, AttentionVariant
 
@@ -47,68 +40,39 @@ class TritonAttention(TritonPlanner):
             raise ValueError(f"expected a positive scale, got {scale}")
         layout = self._layout(plan, query, key_cache, value_cache, variant)
         output = query.new_empty(query.shape[0], query.shape[1], layout.value_width)
-        schedule = self.schedule_of(plan, layout)
-        far = max(key_cache.numel(), value_cache.numel()) >= 1 << 31
-        if layout.tiling.specialised:
-            self._run_specialised(plan, schedule, layout, query, key_cache, value_cache, output, scale, far)
+        schedule, tiling = self.schedule_of(plan, layout), layout.tiling
+        tensors = (query, key_cache, value_cache, output, schedule.partials, schedule.partial_lse)
+        scaling = (scale * LOG2_E, query.stride(0), query.stride(1))
+        sizes = {
+            "GROUP": layout.group, "KV_HEADS": layout.kv_heads, "D": layout.width, "PAGE_SIZE": plan.batch.page_size,
+            "BLOCK_N": tiling.block_keys, "WORDS": plan.words.shape[1],
+            "FAR": max(key_cache.numel(), value_cache.numel()) >= 1 << 31, "num_warps": tiling.warps, **self._launch,
+        }  # fmt: skip
+        programs = (self._programs(tiling),)
+        if tiling.specialised:
+            # Only here: Gluon's kernels cannot be interpreted.
+            from tree_kernels.hopper.attention import specialised_kernel
+
+            specialised_kernel[programs](
+                *tensors, plan.page_table, plan.words.view(torch.int32), schedule.groups, schedule.chunk_table,
+                *scaling, STAGES=tiling.stages, **sizes,
+            )  # fmt: skip
         else:
-            self._run(plan, schedule, layout, query, key_cache, value_cache, output, scale, far, variant)
-        if not layout.tiling.merge_rows:
+            value_block = triton.next_power_of_2(layout.value_width)
+            attention_kernel[programs](
+                *tensors, schedule.arrivals, plan.page_table, plan.words, plan.depths,
+                plan.depths if variant.sinks is None else variant.sinks,
+                plan.depths if variant.slopes is None else variant.slopes,
+                schedule.groups, schedule.chunk_table, schedule.totals, *scaling, DV=layout.value_width,
+                BLOCK_D=triton.next_power_of_2(layout.width), BLOCK_DV=value_block, BLOCK_M=tiling.block_rows,
+                FIXED=bool(self._settings.split_keys), APART=tiling.apart and not layout.window, WINDOW=layout.window,
+                CAP=variant.score_cap or 0.0, SINKS=variant.sinks is not None, SLOPES=variant.slopes is not None,
+                MERGE_ROWS=tiling.merge_rows, MERGE_PARTS=tiling.merge_parts(value_block), num_stages=tiling.stages,
+                **sizes,
+            )  # fmt: skip
+        if not tiling.merge_rows:
             self.merge(output, schedule, layout)
         return output
-
-    def _run(
-        self,
-        plan: TritonPlan,
-        schedule: PlanWorkspace,
-        layout: HeadLayout,
-        query: Tensor,
-        key_cache: Tensor,
-        value_cache: Tensor,
-        output: Tensor,
-        scale: float,
-        far: bool,
-        variant: AttentionVariant,
-    ) -> None:
-        heads = {"GROUP": layout.group, "KV_HEADS": layout.kv_heads, "DV": layout.value_width}
-        tiling = layout.tiling
-        blocks = {"BLOCK_DV": triton.next_power_of_2(layout.value_width), "BLOCK_M": tiling.block_rows}
-        attention_kernel[(self._programs(tiling),)](
-            query, key_cache, value_cache, output, schedule.partials, schedule.partial_lse, schedule.arrivals,
-            plan.page_table, plan.words, plan.depths, plan.depths if variant.sinks is None else variant.sinks,
-            plan.depths if variant.slopes is None else variant.slopes,
-            schedule.groups, schedule.chunk_table, schedule.totals, scale * LOG2_E, query.stride(0), query.stride(1),
-            D=layout.width, BLOCK_D=triton.next_power_of_2(layout.width),
-            PAGE_SIZE=plan.batch.page_size, BLOCK_N=tiling.block_keys, WORDS=plan.words.shape[1],
-            FAR=far, FIXED=bool(self._settings.split_keys),
-            APART=tiling.apart and not layout.window, WINDOW=layout.window, CAP=variant.score_cap or 0.0,
-            SINKS=variant.sinks is not None, SLOPES=variant.slopes is not None, MERGE_ROWS=tiling.merge_rows,
-            MERGE_PARTS=tiling.merge_parts(blocks["BLOCK_DV"]), num_warps=tiling.warps,
-            num_stages=tiling.stages, **heads, **blocks, **self._launch,
-        )  # fmt: skip
-
-    def _run_specialised(
-        self,
-        plan: TritonPlan,
-        schedule: PlanWorkspace,
-        layout: HeadLayout,
-        query: Tensor,
-        key_cache: Tensor,
-        value_cache: Tensor,
-        output: Tensor,
-        scale: float,
-        far: bool,
-    ) -> None:
-        # Only here: Gluon's kernels cannot be interpreted.
-        from tree_kernels.hopper.attention import specialised_kernel
-
-        specialised_kernel[(self._programs(layout.tiling),)](
-            query, key_cache, value_cache, output, schedule.partials, schedule.partial_lse, plan.page_table,
-            plan.words.view(torch.int32), schedule.groups, schedule.chunk_table, scale * LOG2_E, query.stride(0),
-            query.stride(1), GROUP=layout.group, KV_HEADS=layout.kv_heads, D=layout.width,
-            PAGE_SIZE=plan.batch.page_size, BLOCK_N=layout.tiling.block_keys, STAGES=layout.tiling.stages,
-            WORDS=plan.words.shape[1], FAR=far, num_warps=layout.tiling.warps, **self._launch,
-        )  # fmt: skip
 
     def _layout(
         self, plan: TritonPlan, query: Tensor, key_cache: Tensor, value_cache: Tensor, variant: AttentionVariant
@@ -122,7 +86,8 @@ class TritonAttention(TritonPlanner):
         kv_heads, most = key_cache.shape[2], variant.window or max(batch.prefix_lengths, default=0)
         window = (variant.window or 0) * (-1 if variant.chunked else 1)
         tiling = self._settings.tiling or choose_tiling(
-            plan.max_output_rows * group,
+            plan.max_output_rows,
+            group,
             key_cache.shape[3],
             query.element_size(),
             keys=sum(min(prefix, most) for prefix in batch.prefix_lengths),
@@ -130,7 +95,6 @@ class TritonAttention(TritonPlanner):
             kv_heads=kv_heads,
             processors=self.processors,
             words=mask_words(batch),
-            rows=plan.max_output_rows,
             specialised=self._is_specialised(key_cache, value_cache, variant),
         )
         return HeadLayout(group, kv_heads, key_cache.shape[3], value_cache.shape[3], tiling, window)

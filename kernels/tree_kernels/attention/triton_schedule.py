@@ -192,27 +192,51 @@ def schedule_kernel(  # type: ignore[no-untyped-def]
     CUT: tl.constexpr = 0 if FIXED_TILES > 0 else WINDOW
     if tl.program_id(0) == 0:
         _write_totals(totals, chunk_table, per_chunk, chunks, tl.sum(group_counts, 0), max_chunks, BLOCK_I)
-    for at in tl.range(0, own_groups, BLOCK_I):
-        local = at + tl.arange(0, BLOCK_I)
-        _record(groups + (first_group + local) * 8, local, local < own_groups, own, GROUP, BLOCK_M, BLOCK_N, CUT)
-        tl.store(arrivals + first_group + local, tl.zeros([BLOCK_I], tl.int32), mask=local < own_groups)
+    _write_groups(groups, arrivals, first_group, own_groups, own, GROUP, BLOCK_M, BLOCK_N, BLOCK_I, CUT)
     end_tile = first_tile + own_groups // blocks * head_tiles
-    for at in tl.range((first_tile + per_chunk - 1) // per_chunk, (end_tile + per_chunk - 1) // per_chunk, BLOCK_I):
-        chunk = at + tl.arange(0, BLOCK_I)
-        begins = (chunk * per_chunk < end_tile) & (chunk < max_chunks)
-        local = _group_at(chunk * per_chunk - first_tile, own, GROUP, BLOCK_M, BLOCK_N, CUT)
-        _record(chunk_table + chunk * 16, local, begins, own, GROUP, BLOCK_M, BLOCK_N, CUT)
-        tl.store(chunk_table + chunk * 16 + 8, first_group + local, mask=begins)
-        tl.store(chunk_table + chunk * 16 + 10, tl.zeros([BLOCK_I], tl.int32) + per_chunk, mask=begins)
-    for at in tl.range(first_tile // per_chunk, (end_tile + per_chunk - 1) // per_chunk, BLOCK_I):
-        chunk = at + tl.arange(0, BLOCK_I)
-        last_tile = tl.minimum((chunk + 1) * per_chunk, total_tiles) - 1
-        ends = (chunk < tl.minimum(chunks, max_chunks)) & (last_tile >= first_tile) & (last_tile < end_tile)
-        local = _group_at(last_tile - first_tile, own, GROUP, BLOCK_M, BLOCK_N, CUT)
-        tl.store(chunk_table + chunk * 16 + 9, first_group + local, mask=ends)
+    _write_chunks(
+        chunk_table, first_group, end_tile, total_tiles, per_chunk, max_chunks, own, GROUP, BLOCK_M, BLOCK_N, BLOCK_I,
+        CUT,
+    )  # fmt: skip
     if BLOCK_R > 0:  # noqa: SIM102  one is known to the compiler, the other is not
         if own_causal == 0:
             _ancestors(own_start, own_rows, parents, words, depths, BLOCK_R, WORDS)
+
+
+@triton.jit
+def _write_groups(  # type: ignore[no-untyped-def]
+    groups, arrivals, first_group, own_groups, own, GROUP: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
+    BLOCK_I: tl.constexpr, WINDOW: tl.constexpr,
+):  # fmt: skip
+    """Write the records of one sequence's groups, none of which has left a partial."""
+    for at in tl.range(0, own_groups, BLOCK_I):
+        local = at + tl.arange(0, BLOCK_I)
+        _record(groups + (first_group + local) * 8, local, local < own_groups, own, GROUP, BLOCK_M, BLOCK_N, WINDOW)
+        tl.store(arrivals + first_group + local, tl.zeros([BLOCK_I], tl.int32), mask=local < own_groups)
+
+
+@triton.jit
+def _write_chunks(  # type: ignore[no-untyped-def]
+    chunk_table, first_group, end_tile, total_tiles, per_chunk, max_chunks, own, GROUP: tl.constexpr,
+    BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_I: tl.constexpr, WINDOW: tl.constexpr,
+):  # fmt: skip
+    """Write the beginnings and the ends of chunks that lie in one sequence's tiles."""
+    first_tile = own[7]
+    end_chunk = (end_tile + per_chunk - 1) // per_chunk
+    for at in tl.range((first_tile + per_chunk - 1) // per_chunk, end_chunk, BLOCK_I):
+        chunk = at + tl.arange(0, BLOCK_I)
+        begins = (chunk * per_chunk < end_tile) & (chunk < max_chunks)
+        local = _group_at(chunk * per_chunk - first_tile, own, GROUP, BLOCK_M, BLOCK_N, WINDOW)
+        _record(chunk_table + chunk * 16, local, begins, own, GROUP, BLOCK_M, BLOCK_N, WINDOW)
+        tl.store(chunk_table + chunk * 16 + 8, first_group + local, mask=begins)
+        tl.store(chunk_table + chunk * 16 + 10, tl.zeros([BLOCK_I], tl.int32) + per_chunk, mask=begins)
+    chunks = tl.minimum((total_tiles + per_chunk - 1) // per_chunk, max_chunks)
+    for at in tl.range(first_tile // per_chunk, end_chunk, BLOCK_I):
+        chunk = at + tl.arange(0, BLOCK_I)
+        last_tile = tl.minimum((chunk + 1) * per_chunk, total_tiles) - 1
+        ends = (chunk < chunks) & (last_tile >= first_tile) & (last_tile < end_tile)
+        local = _group_at(last_tile - first_tile, own, GROUP, BLOCK_M, BLOCK_N, WINDOW)
+        tl.store(chunk_table + chunk * 16 + 9, first_group + local, mask=ends)
 
 
 @triton.jit

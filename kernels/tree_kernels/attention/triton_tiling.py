@@ -19,7 +19,7 @@ class Tiling:
     merge_rows: int = 0  # rows that the last program of a group merges at a time; 0 merges in a separate launch
     # A separate loop for keys that every row sees, which needs no mask, at the price of a second start.
     apart: bool = False
-    # By `tree_kernels.hopper.attention`, whose warps are of two kinds.
+    # By `tree_kernels.hopper.attention`; `warps` are those of one of its three warpgroups.
     specialised: bool = False
 
     def merge_parts(self, value_width: int) -> int:
@@ -68,7 +68,8 @@ _SPECIALISED_TILES = 6
 
 
 def choose_tiling(
-    packed_rows: int,
+    rows: int,
+    group: int,
     width: int,
     itemsize: int,
     *,
@@ -77,18 +78,17 @@ def choose_tiling(
     kv_heads: int,
     processors: int,
     words: int,
-    rows: int,
     specialised: bool,
 ) -> Tiling:
     """The fastest of those tried on an H200 (`benchmarks/kernels/tree_attention.py --tune`).
 
     Page ids come one pipeline stage before what they point at, so that two stages buy one tile in flight.
 
-    `packed_rows` are rows times query heads per key head, of the largest sequence, whose rows are `rows`, `width` a
-    key's, `itemsize` bytes of an element, `keys` those before all sequences' rows, `processors` the SMs, `words` those
-    of a row's mask, and `specialised` whether `tree_kernels.hopper.attention` computes such a layer.
+    `rows` are those of the largest sequence, `group` the query heads of each key head, `width` a key's, `itemsize`
+    bytes of an element, `keys` those before all sequences' rows, `processors` the SMs, `words` those of a row's mask,
+    and `specialised` whether `tree_kernels.hopper.attention` computes such a layer.
     """
-    heads = sequences * kv_heads
+    heads, packed_rows = sequences * kv_heads, rows * group
     if specialised and packed_rows >= SPECIALISED.block_rows:
         blocks = heads * triton.cdiv(packed_rows, SPECIALISED.block_rows)
         # Of rows of its own a block sees half, on average.

@@ -5,7 +5,8 @@ One warpgroup loads tiles of keys and values, two multiply, each for half of a b
 the softmax of its scores, the tensor cores have the other's products, and none that multiplies computes an address.
 
 A *ring* has room for STAGES tiles of keys and of values. Barriers say which are full, once the last thread that loads
-has arrived, and which are empty again, once both who multiply have. The words are those of `attention.triton_schedule`.
+has arrived, and which are empty again, once both who multiply have. One thread arrives for a warpgroup: Triton has its
+warps wait for each other first. The words are those of `attention.triton_schedule`.
 """
 
 from __future__ import annotations
@@ -24,10 +25,10 @@ from triton.language.extra import cuda
 
 from tree_kernels.hopper.specialising import warp_specialize
 
-# Packed rows of a block, and of a warpgroup.
-BLOCK_ROWS = 128
-_BLOCK_M = gl.constexpr(BLOCK_ROWS)
-_HALF = gl.constexpr(BLOCK_ROWS // 2)
+# Packed rows of a block, and of a warpgroup: a warpgroup's products are of 64 rows.
+_BLOCK_M = gl.constexpr(128)
+_HALF = gl.constexpr(64)
+# Threads of the warpgroup that loads.
 _LOADERS = gl.constexpr(128)
 # Triton 3.9 has other names for these than 3.6.
 _barrier = gl.barrier if hasattr(gl, "barrier") else gl.thread_barrier

@@ -115,16 +115,8 @@ def mistral4(config: Any) -> Description:
     interleaved = bool(config.rope_interleave)
     turning = replace(rotary(config, plain + turned, interleaved=interleaved), query_scale=scale)
     attending = replace(latent_attention(config, interleaved=interleaved), rotary=turning)
-    router = RouterSpec(
-        renormalised=bool(config.norm_topk_prob),
-        least_sum=_LEAST_SUM,
-        groups=int(config.n_group),
-        top_groups=int(config.topk_group),
-        group_score="top2",
-        scaling=float(config.routed_scaling_factor),
-        rounded=True,
-    )
-    return _latent_experts(config, _experts(config, router), attending)
+    experts = _experts(config, _of_best_groups(config, rounded=True))
+    return _latent_experts(config, experts, attending)
 
 
 def longcat_flash(config: Any) -> Description:
@@ -200,18 +192,20 @@ def _latents(config: Any, scaling: float, turning: RotarySpec) -> LatentSpec:
 
 def sigmoid_experts(config: Any) -> ExpertsSpec:
     """DeepSeek V3's experts: of the best groups, by sigmoid scores and a bias."""
-    router = RouterSpec(
-        "sigmoid",
+    return _experts(config, _of_best_groups(config, scores="sigmoid", correction=True, wide=True))
+
+
+def _of_best_groups(config: Any, **more: Any) -> RouterSpec:
+    """Experts of the groups whose two best have most."""
+    return RouterSpec(
         renormalised=bool(config.norm_topk_prob),
         least_sum=_LEAST_SUM,
-        correction=True,
         groups=int(config.n_group),
         top_groups=int(config.topk_group),
         group_score="top2",
         scaling=float(config.routed_scaling_factor),
-        wide=True,
+        **more,
     )
-    return _experts(config, router)
 
 
 def _experts(config: Any, router: RouterSpec) -> ExpertsSpec:
