@@ -100,7 +100,8 @@ class Prompts:
             field_path, text = "prediction.text", request.prediction.text
             if len(text.encode()) > _PREDICTED_BYTES_PER_TOKEN * most:
                 raise InvalidField(field_path, f"has more than {_PREDICTED_BYTES_PER_TOKEN * most} bytes")
-            token_ids = await self._run(tenant, len(text) > _LONG_TEXT, EncodeText(text, True, False), field_path)
+            job = EncodeText(text, special=True, begin=False)
+            token_ids = await self._run(tenant, len(text) > _LONG_TEXT, job, field_path)
         else:
             return ()
         if len(token_ids) > most:

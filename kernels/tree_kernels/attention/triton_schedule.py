@@ -221,7 +221,7 @@ def _write_chunks(  # type: ignore[no-untyped-def]
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_I: tl.constexpr, WINDOW: tl.constexpr,
 ):  # fmt: skip
     """Write the beginnings and the ends of chunks that lie in one sequence's tiles."""
-    first_tile = own[7]
+    _, _, _, _, _, _, _, first_tile, _, _, _ = own
     end_chunk = (end_tile + per_chunk - 1) // per_chunk
     for at in tl.range((first_tile + per_chunk - 1) // per_chunk, end_chunk, BLOCK_I):
         chunk = at + tl.arange(0, BLOCK_I)

@@ -208,7 +208,7 @@ def _attend(  # type: ignore[no-untyped-def]
         )  # fmt: skip
     output = warpgroup_mma_wait(0, deps=[acc])
     _barrier()
-    values_empty = ring[5]
+    _, _, _, _, _, values_empty = ring
     mbarrier.arrive(values_empty.index((count + high - low - 1) % STAGES), count=1)
     whole = gl.where(mass == 0.0, 1.0, mass)
     return peak, mass, output / gl.convert_layout(whole, gl.SliceLayout(1, layout))[:, None]

@@ -1,8 +1,8 @@
 """Gluon's `warp_specialize`, with as many registers for every warp.
 
 Triton 3.6 always sets registers for each kind of warps. ptxas then waits for every product of a warpgroup before the
-next one ("serialized due to insufficient register resources"), although none of them spills: a fifth of the time of
-attention. Later versions set them where they are asked to.
+next one ("serialized due to insufficient register resources"), although none of them spills: a seventh of the time of
+attention on an H200 (`benchmarks/results/2026-11-29-h200-prompt-attention.md`). 3.9 sets them where it is asked to.
 """
 
 from __future__ import annotations
