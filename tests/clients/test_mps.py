@@ -388,6 +388,6 @@ async def test_a_head_in_the_targets_passes_needs_no_daemon(
 @pytest.mark.usefixtures("programs")
 async def test_a_draft_with_an_address_stays_a_service(tmp_path: Path, python: str, unused_tcp_port: int) -> None:
     words = ("--drafter", "merged", "--no-mps", "--draft-listen", f"unix:{tmp_path / 'draft.sock'}")
-    said = await up(python, 1, words, unused_tcp_port)
+    said = await up(python, 1, words, unused_tcp_port, draft=True)
     assert "hello from draft_service" in said and "inprocess" not in said
     assert "which it shares with the target\n" in said
