@@ -223,7 +223,9 @@ class HostOnly(DeviceSteps):
         self._times.ns["launch"].append(time.perf_counter_ns() - self._begun)
         return super()._launch_device_rows(*arguments)
 
-    def _conclude(self, batch: StepBatch, rows: Any, done: Any, table: TableWork = TableWork.NONE) -> None:
+    def _conclude(
+        self, batch: StepBatch, rows: Any, done: Any, table: TableWork = TableWork.NONE
+    ) -> Callable[[], None]:
         """Make up what the pass would have reported."""
         del rows, done
         count, verdicts = len(batch.items), self._verifier.verdicts
@@ -231,7 +233,7 @@ class HostOnly(DeviceSteps):
         verdicts.next_tokens[:count] = torch.from_numpy(tokens[:, 0])
         verdicts.accepted_counts.zero_()
         if table is TableWork.NONE:
-            return
+            return _draft_nothing
         assert batch.device_rows is not None and self._runner.node_table is not None
         reports = self._runner.node_table.reports.numpy()[:count]
         each = max(1, (batch.device_rows.rows - batch.device_rows.laid_out_rows) // count - 1)
@@ -247,6 +249,11 @@ class HostOnly(DeviceSteps):
             report[:, first : first + len(PROSPECTS)] = numpy.array(_PROSPECTS) * EXPECTED_UNIT
             report[:, REPORT_TOKENS:REPORT_ROWS] = tokens
             report[:, REPORT_ROWS:] = numpy.arange(1, 1 + report.shape[1] - REPORT_ROWS)
+        return _draft_nothing
+
+
+def _draft_nothing() -> None:
+    """Nothing drafts behind these passes."""
 
 
 class ChainDraft:

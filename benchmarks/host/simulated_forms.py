@@ -205,7 +205,9 @@ class FormSteps(HostOnly):
             len(tokens),
         )
 
-    def _conclude(self, batch: StepBatch, rows: Any, done: Any, table: TableWork = TableWork.NONE) -> None:
+    def _conclude(
+        self, batch: StepBatch, rows: Any, done: Any, table: TableWork = TableWork.NONE
+    ) -> Callable[[], None]:
         """Report what of the rows agrees with the answers."""
         del rows, done
         with self._device():
@@ -228,6 +230,7 @@ class FormSteps(HostOnly):
                 reports[place, 0, REPORT_TOKENS : REPORT_TOKENS + count] = answer[:count]
                 self._texts[sequence_id] += answer[:count]
                 del answer[:count]
+        return lambda: None
 
 
 def slot_of(tables: Any, sequence_id: int) -> int:

@@ -224,18 +224,21 @@ class DeviceSteps:
         """Launch what follows the first pass of a step that the host laid out, and its later passes."""
         batch, verifiers, rows, passes, done, span = first
         prompts = self._score_prompts(batch, done)
-        self._conclude(batch, rows, done)
+        draft = self._conclude(batch, rows, done)
         verdicts, count, place = self._verdicts, len(rows), self._next_place()
         result = self._results[place]
         result.tensor.copy_(verdicts.tensor, non_blocking=True)
         extras = [self._extras_of(rows, place, 0)]
         following = self._following[place, : passes - 1, :count]
         for later in range(1, passes):
+            draft()
             done = self._runner.run_later(batch.input, later, parameters)
-            self._conclude(batch, rows, done)
+            draft = self._conclude(batch, rows, done)
             following[later - 1].copy_(verdicts.next_tokens[:count], non_blocking=True)
             extras.append(self._extras_of(rows, place, later))
-        return _OnDevice(done.logits, batch, verifiers, errors, result, extras, following, span, prompts)
+        launched = _OnDevice(done.logits, batch, verifiers, errors, result, extras, following, span, prompts)
+        draft()
+        return launched
 
     def _begin_span(self) -> DeviceSpan | None:
         return next(self._spans).record_start() if self._spans is not None else None
@@ -304,10 +307,10 @@ class DeviceSteps:
         for number in range(1, passes):
             # Growth that was published while the pass ran.
             table.copy_tables(tables.mail)
-            self._conclude(batch, rows, done, TableWork.REPORT_AND_CHOOSE_ROWS)
+            self._conclude(batch, rows, done, TableWork.REPORT_AND_CHOOSE_ROWS)()
             extras.append(self._extras_of(rows, place, number - 1))
             done = self._runner.run_again(batch.input, done)
-        self._conclude(batch, rows, done, TableWork.REPORT)
+        draft = self._conclude(batch, rows, done, TableWork.REPORT)
         extras.append(self._extras_of(rows, place, passes - 1))
         laid_out = [
             None if item.tree is None else LaidOut(item.first_row) for item in batch.items[: batch.input.laid_out]
@@ -320,7 +323,9 @@ class DeviceSteps:
             WantedExtras(_is_typical(one), verifier.logprobs) for one, verifier in zip(rows, verifiers, strict=True)
         ]
         report = self._reports[place]
-        return TableStep(len(rows), passes, table, report, span, laid_out, verdicts, wanted, extras, prompts, errors)
+        step = TableStep(len(rows), passes, table, report, span, laid_out, verdicts, wanted, extras, prompts, errors)
+        draft()
+        return step
 
     def _assign_slots(self, batch: StepBatch, table: NodeTable) -> None:
         """Publish the growth received by now, and which table and owner each sequence of the step has."""
@@ -337,8 +342,9 @@ class DeviceSteps:
 
     def _conclude(
         self, batch: StepBatch, rows: SequenceOf[RowsToVerify], done: ForwardPass, table: TableWork = TableWork.NONE
-    ) -> None:
-        """Launch what follows a pass: verification, accepted keys and values into place, tokens for the next pass."""
+    ) -> Callable[[], None]:
+        """Launch what follows a pass: verification, accepted keys and values into place, tokens for the next pass.
+        Returns what drafts behind it, to be called once copies of its results are queued."""
         typical = any(map(_is_typical, rows))
         shaped, logprobs = any(one.shaping for one in rows), any(one.logprobs for one in rows)
         distributions = {
@@ -350,13 +356,16 @@ class DeviceSteps:
         if distributions:
             packed = torch.from_numpy(self._verifier.pack_distributions(distributions))
             work = PostPassWork(batch.drafted, typical=typical, shaped=shaped, logprobs=logprobs)
-            self._post_pass.launch(work, done, packed.to(done.logits.device))
-            return
+            what = (work, done, packed.to(done.logits.device))
+            self._post_pass.launch(*what)
+            return partial(self._post_pass.draft, *what)
         greedy = all(one.mode is Mode.GREEDY for one in rows)
         # Of shaped logits always the same kernels, which are compiled.
         filtered = not greedy and (shaped or any(one.filtered for one in rows))
         drafted = batch.drafted or table is not TableWork.NONE
-        self._post_pass.launch(PostPassWork(drafted, greedy, filtered, table, typical, shaped, logprobs), done)
+        work = PostPassWork(drafted, greedy, filtered, table, typical, shaped, logprobs)
+        self._post_pass.launch(work, done)
+        return partial(self._post_pass.draft, work, done)
 
 
 def _note_for_drafting(batch: StepBatch, parameters: NDArray[numpy.int32]) -> None:

@@ -82,7 +82,8 @@ class PostPass:
 
     def launch(self, work: PostPassWork, done: ForwardPass, distributions: Tensor | None = None) -> None:
         """Run what follows this pass, captured now if it was not yet. Never captured with `distributions`, which are
-        those of `DeviceVerifier.sampled`."""
+        those of `DeviceVerifier.sampled`. Drafting is left to `draft`, so that results that are copied in between do
+        not wait for it, except where the next rows are chosen here, from what was drafted."""
         if work.drafted or self._drafting is not None:
             self._runner.prepare_moves(done, self._verifier.verdicts)
         graph_buffers = done.graph_buffers if distributions is None else None
@@ -92,9 +93,16 @@ class PostPass:
         # Apart from each other: else each kind of verification were captured with each kind of what follows it.
         verified = work._replace(drafted=False, table=TableWork.NONE)
         self._replay(graph_buffers, verified, done, partial(self._verify, work, done, distributions))
-        self._launch_drafting(graph_buffers, work, done)
+        if _chooses_rows(work):
+            self._launch_drafting(graph_buffers, work, done)
         conclude = partial(self._conclude, work, done)
         self._graphs.replay_or_capture(graph_buffers, (work.drafted, work.table), conclude)
+
+    def draft(self, work: PostPassWork, done: ForwardPass, distributions: Tensor | None = None) -> None:
+        """Draft behind this pass if `launch` did not. Called after `launch` with the same arguments, and before any
+        other pass."""
+        if self._drafting is not None and not _chooses_rows(work):
+            self._launch_drafting(done.graph_buffers if distributions is None else None, work, done)
 
     def _launch_drafting(self, graph_buffers: object | None, work: PostPassWork, done: ForwardPass) -> None:
         assert self._drafting is not None
@@ -173,6 +181,7 @@ class PostPass:
                 drafting.sequences = room
             for work in _all_work(drafts=len(done.token_ids) > 1, tables=tables, typical=self._typical):
                 self.launch(work, done)
+                self.draft(work, done)
 
     def capture_more(self) -> bool:
         """Capture more of what some requests need, for some milliseconds, while no step runs. False where there is
@@ -196,6 +205,7 @@ class PostPass:
                     done = next(itertools.islice(self._runner.empty_passes(), number, None))
                     try:
                         self.launch(work, done)
+                        self.draft(work, done)
                     except torch.OutOfMemoryError:
                         log.warning("no memory to capture more of what follows passes")
                         return
@@ -243,6 +253,11 @@ class PostPass:
             table.recycle(done.step, done.logits, self._runner.vocabulary_size, verdicts)
             conclude = table.report_and_choose_rows if work.table is TableWork.REPORT_AND_CHOOSE_ROWS else table.report
             conclude(done.step, verdicts)
+
+
+def _chooses_rows(work: PostPassWork) -> bool:
+    """Whether the next rows are chosen behind the pass: also of the trees that are drafted behind it."""
+    return work.table is TableWork.REPORT_AND_CHOOSE_ROWS
 
 
 def _all_work(*, drafts: bool, tables: bool, typical: bool) -> Iterator[PostPassWork]:

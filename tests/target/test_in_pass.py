@@ -41,11 +41,13 @@ from outrider.settings import SettingsError
 from outrider.structured_output import StructuredOutput
 from target_service.config import TargetConfig
 from target_service.core.sequence import SequenceRequest
+from target_service.execution import host_executor
 from target_service.execution.device_executor import DeviceSteps, _is_drafted_in_passes
 from target_service.model.cuda_graphs.capturing import capture_steps
 from target_service.model.cuda_graphs.runner import CaptureOptions
 from target_service.preflight import check_settings
 from target_service.text.tokenizer import ModelTokenizer
+from tree_kernels.device_event import DeviceEvent
 from tree_kernels.node_table.layout import NODES
 from tree_models.fused.preparing import LayerOptions
 from tree_models.in_pass import MakeDrafter, PassTarget
@@ -192,6 +194,33 @@ def test_a_module_has_no_copy_of_its_targets_vocabulary(tmp_path: Path) -> None:
     others = (embedding + 1, embedding.bfloat16(), embedding[:-1])
     drafter._head.share([nn.Parameter(other, requires_grad=False) for other in others])
     assert drafter._head.embedding is embedding and drafted.weight is head.weight
+
+
+@pytest.mark.parametrize("passes", [1, 4])
+def test_the_results_of_a_launch_do_not_wait_for_drafting(
+    steps_of: MakeSteps, passes: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """What the host waits for is recorded before the head reads the launch's last pass."""
+    order = list[str]()
+
+    class Noted(DeviceEvent):
+        def record(self) -> None:
+            super().record()
+            order.append("results")
+
+    runner, steps, _ = steps_of(eagle_heads(make_tiny()), None)
+    drafter = runner.in_pass
+    assert isinstance(drafter, InPassHead)
+    read, launch = drafter.read, steps.launch
+    monkeypatch.setattr(host_executor, "DeviceEvent", Noted)
+    monkeypatch.setattr(drafter, "read", lambda *what: (order.append("read"), read(*what)))
+    monkeypatch.setattr(steps, "launch", lambda *what: (order.append("launch"), launch(*what))[1])
+    with torch.inference_mode():
+        run(runner, wanted(SAMPLINGS["greedy"]), launch=steps, passes=passes, stagger=2, config=CONFIG)
+    launches = " ".join(order).split("launch ")[1:]
+    assert len(launches) > 4 and all(one.split()[-2:] == ["results", "read"] for one in launches), launches
+    # Of prompts read alone, of trees, and of several passes at once.
+    assert {one.count("read") for one in launches} == {1, passes}
 
 
 def test_only_what_the_device_chooses_for_gets_trees() -> None:
