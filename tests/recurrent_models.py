@@ -45,7 +45,8 @@ FALCON: dict[str, Any] = {
 ALIKE = {"mamba2", "falcon_mamba"}
 # Layers of states alone.
 SELECTIVE: dict[str, Any] = {"state_size": 6, "time_step_rank": 5, "num_hidden_layers": 2}
-XLSTM: dict[str, Any] = {"num_heads": 4, "ffn_round_up_to_multiple_of": 8, "chunk_size": CHUNK}
+# Multiples of 64, which the cache of transformers rounds widths to.
+XLSTM: dict[str, Any] = {"hidden_size": 128, "num_heads": 4, "ffn_round_up_to_multiple_of": 8, "chunk_size": CHUNK}
 # By a name for the test: `model_type`, and settings beside the usual ones of `conftest.TINY`.
 RECURRENT: dict[str, tuple[str, dict[str, Any]]] = {
     "xlstm": ("xlstm", XLSTM),
