@@ -29,7 +29,6 @@ from draft_service.eagle.head_drafter import HeadNetwork
 from draft_service.mtp.checkpoint import MtpCheckpoint
 from draft_service.mtp.drafter import MtpConfig, MtpDrafter
 from draft_service.neural.cuda_graphs.pass_trees import CacheSizes, PassTrees
-from draft_service.neural.network import RowOutput
 from draft_service.neural.tree_config import TreeShape
 from outrider.errors import NotSupported
 from outrider.heads import head_source
@@ -136,8 +135,8 @@ class InPassHead:
         self._cache: tuple[TreeAttention | LatentAttention, CacheSizes] | None = None
         # By sequences at most.
         self._trees: dict[int, PassTrees] = {}
-        # For the rows of the pass that was read last, until trees grow from it.
-        self._output: RowOutput | None = None
+        # [R, H] of the rows of the pass that was read last, and their positions, until trees grow from it.
+        self._read: tuple[Tensor, Tensor] | None = None
 
     def tail(self, sequences: int) -> int:
         """See `InPassDrafter.tail`."""
@@ -155,14 +154,16 @@ class InPassHead:
         features: Tensor = self._head.project(done.states)
         # Of the head's own keys all are kept, also where the target's layers with a window forget.
         step = replace(done.step, windowed=None)
-        self._output = self._head(trees.tails.next_tokens[:rows], features, done.positions, step)
+        # Of prompts, and of rows that were not accepted, only keys are read later, a quarter of the head's arithmetic.
+        self._head.read_rows(trees.tails.next_tokens[:rows], features, done.positions, step)
+        self._read = features, done.positions
 
     def grow(self, sequences: int, step: PagedPass, to: TablesToWrite, *, coupled: bool) -> None:
         """See `InPassDrafter.grow`."""
-        output, self._output = self._output, None
-        assert output is not None, "a pass was read before"
+        read, self._read = self._read, None
+        assert read is not None, "a pass was read before"
         trees = self._trees_for(sequences)
-        trees.grow(output, step.cache, coupled=coupled)
+        trees.grow(*read, step.cache, coupled=coupled)
         trees.write(*to)
 
     def _trees_for(self, sequences: int) -> PassTrees:

@@ -15,7 +15,7 @@ from waits import HUNG_SECONDS
 
 from tree_kernels.linear import Norm, ScaledRows, SumForm
 from tree_kernels.rank_sums import added_parts
-from tree_models.layers.rank_group import RowSums
+from tree_models.rank_group import RowSums
 
 Result = TypeVar("Result")
 

@@ -150,19 +150,19 @@ class EagleHead(LayerStack):
     ) -> RowOutput:
         """One pass over rows of a token, [R] target ids, and the feature [R, H] of the token before it, whose index is
         in `positions` [R]. Features are the target's, after `project`, or those of an earlier pass."""
-        read, angles = self._input(token_ids, features, positions, cached=isinstance(step, PagedPass))
-        if self.fc is not None:
-            rows = self.compute_layers(self.fc(read), angles, step)
-        else:
-            # The second half is the normed feature.
-            before = read[:, features.shape[-1] :] if self.config.norm_before_residual else features
-            rows = self.compute_layers(before.contiguous(), angles, step, ScaledRows(read, None, 0.0))
+        hidden, given, angles = self._input(token_ids, features, positions, cached=isinstance(step, PagedPass))
+        rows = self.compute_layers(hidden, angles, step, given)
         if self.norm is None:
             return RowOutput(rows, rows)
         normed = None if self.final_form is None else self.final_form.norm(rows)
         if normed is None:
             normed = self.norm(rows)
         return RowOutput(normed if self.config.norm_output else rows, normed)
+
+    def read_rows(self, token_ids: Tensor, features: Tensor, positions: Tensor, step: PagedPass) -> None:
+        """Write what later rows read of such rows, as `forward` does, without their output."""
+        hidden, given, angles = self._input(token_ids, features, positions, cached=True)
+        self.cache_rows(hidden, angles, step, given)
 
     def logits(self, lm_input: Tensor) -> Tensor:
         """[.., H] to logits [.., V'] over the draft vocabulary."""
@@ -187,6 +187,17 @@ class EagleHead(LayerStack):
         return published(self.slots())
 
     def _input(
+        self, token_ids: Tensor, features: Tensor, positions: Tensor, *, cached: bool
+    ) -> tuple[Tensor, ScaledRows | None, list[Angles]]:
+        """[R, H] the first layer's residual, what its attention reads [R, 2 * H] if that is another, and angles."""
+        read, angles = self._paired(token_ids, features, positions, cached=cached)
+        if self.fc is not None:
+            return self.fc(read), None, angles
+        # The second half is the normed feature.
+        before = read[:, features.shape[-1] :] if self.config.norm_before_residual else features
+        return before.contiguous(), ScaledRows(read, None, 0.0), angles
+
+    def _paired(
         self, token_ids: Tensor, features: Tensor, positions: Tensor, *, cached: bool
     ) -> tuple[Tensor, list[Angles]]:
         """[R, 2 * H] the embedding beside the feature, each normed where the head does that; and angles."""

@@ -50,7 +50,8 @@ class _OwnSlot:
 
 
 def outputs(head: EagleHead) -> list[Tensor]:
-    """What a head makes of the same rows: outputs, logits, and the keys and values that it stores."""
+    """What a head makes of the same rows: outputs, logits, and the keys and values that it stores, with the output and
+    without."""
     weight = head.embedding
     generator = torch.Generator().manual_seed(5)
     features = torch.randn(ROWS, head.config.hidden_size, generator=generator).to(weight.device, weight.dtype)
@@ -62,7 +63,24 @@ def outputs(head: EagleHead) -> list[Tensor]:
         pool.zero_()
     plan = AttentionPlan(AttentionBatch((0, ROWS), (0,), ((0, 1, 2),), 4, (None,)))
     output = head(tokens, features, positions, PagedPass(_OwnSlot(slots), plan, slots, cache))
-    return [output.carried, output.lm_input, head.logits(output.lm_input), *cache.keys, *cache.values]
+    read = DraftCache(3, 4, HeadNetwork(head))
+    for pool in (*read.keys, *read.values):
+        pool.zero_()
+    head.read_rows(tokens, features, positions, PagedPass(_OwnSlot(slots), plan, slots, read))
+    kept = [*cache.keys, *cache.values, *read.keys, *read.values]
+    return [output.carried, output.lm_input, head.logits(output.lm_input), *kept]
+
+
+@pytest.mark.parametrize("fused", [False, True])
+@pytest.mark.parametrize("kind", KINDS.values(), ids=KINDS)
+def test_rows_that_are_read_have_the_keys_of_those_with_output(kind: dict[str, Any], fused: bool) -> None:
+    head = make_head(head_dim=16, **kind)
+    if fused:
+        fuse(head)
+    caches = outputs(head)[3:]
+    half = len(caches) // 2
+    for found, expected in zip(caches[half:], caches[:half], strict=True):
+        assert found.any() and torch.allclose(found, expected, rtol=1e-4, atol=1e-5)
 
 
 @pytest.mark.parametrize("most", [ROWS, ROWS - 1], ids=["few rows", "many rows"])

@@ -53,7 +53,16 @@ def kernels() -> Iterator[tuple[str, Any, dict[str, Any], dict[str, int]]]:
             sizes |= {"BLOCK_HEADS": 16, "BLOCK_HALF": triton.next_power_of_2(width // 2)}
             sizes |= {"ROTARY": width, "NORMS": "heads" if whole else "none"}
             yield f"rotary {name} {whole}", epilogues.rotary_epilogue_kernel, sizes, four
-        sizes |= {"ROTARY": width // 2, "INTERLEAVED": True, "NORMS": "all", "PARTS": 4, "BLOCK_PARTS": 4}
+        sizes["HEADS"] = 0
+        yield f"rotary {name} without queries", epilogues.rotary_epilogue_kernel, sizes, four
+        sizes |= {
+            "HEADS": heads,
+            "ROTARY": width // 2,
+            "INTERLEAVED": True,
+            "NORMS": "all",
+            "PARTS": 4,
+            "BLOCK_PARTS": 4,
+        }
         yield f"rotary {name} otherwise", epilogues.rotary_epilogue_kernel, sizes, four
         sizes = {"ADDS": True, "NORMS": True, "CENTERED": True, "HAS_NORM_BIAS": True, "POST_NORMS": True}
         sizes |= {"MULTIPLIER": 0.22, "WIDTH": hidden, "BLOCK": triton.next_power_of_2(hidden)}
@@ -119,6 +128,8 @@ def form_kernels() -> Iterator[tuple[str, Any, dict[str, Any], dict[str, int]]]:
         sizes |= {"SPLITS": tiling.splits, "AHEAD": tiling.ahead, "NORMS": True, "ROTARY": 128}
         options = {"num_warps": tiling.warps, "num_stages": tiling.stages}
         yield f"normed heads {rows}", few_rows.rotary_kernel, heads | pieces | sizes, options
+    # Keys and values alone, of a head whose rows are read and not attended from.
+    yield "no queries", few_rows.rotary_kernel, heads | pieces | sizes | {"HEADS": 0}, options
     sizes |= {"NORMS": False, "ROTARY": 64, "INTERLEAVED": True, "HAS_BIAS": True, "BLOCK_N": 64}
     yield "partly rotated heads", few_rows.rotary_kernel, heads | pieces | sizes, options
     # Gemma 4's, with keys and without.

@@ -60,6 +60,8 @@ class Sizes:
     rotary: int | None = None
     interleaved: bool = False
     value_norms: bool = False
+    # Keys and values are those of a launch that makes no queries.
+    keys_alone: bool = False
     activation: linear.ActivationKind = linear.ActivationKind.SILU
 
     def linears(self) -> TritonLinears:
@@ -131,6 +133,8 @@ def form_cases(tiny: Sizes) -> dict[str, Sizes]:
             "gemma4": replace(wide, head_norms="heads", value_norms=True, post_norm=True, rotary=8),
             "gemma4, odd heads": replace(wide, head_norms="heads", value_norms=True, width=48),
             "gemma4 without keys": replace(wide, head_norms="heads", value_norms=True, kv_heads=0),
+            "keys alone": replace(wide, bias=True, keys_alone=True),
+            "normed keys alone": replace(wide, head_norms="heads", hidden=64, keys_alone=True),
             "starcoder2": replace(wide, layer_norm=True, bias=True, activation=kinds.GELU_TANH),
             "sandwich of layer norms": replace(wide, layer_norm=True, post_norm=True, bias=True),
             "granite": replace(base, multiplier=0.22, bias=True),
@@ -153,6 +157,7 @@ def form_cases(tiny: Sizes) -> dict[str, Sizes]:
     found["few: qwen3 by tensor maps"] = replace(
         found["few: qwen3"], rows=70, hidden=128, tiling=LinearTiling(64, 32, 32, 2, 4, 3, 0, mapped=True)
     )
+    found["few: keys alone by tensor maps"] = replace(found["few: qwen3 by tensor maps"], keys_alone=True)
     found["half precision: olmo2"] = replace(found["few: olmo2"], dtype=torch.float16)
     if not INTERPRETED:
         qwen = Sizes(1, 4096, 32, 8, 128, 12288, False, torch.bfloat16, None, head_norms="heads")
@@ -181,6 +186,7 @@ def vector_cases(tiny: Sizes) -> dict[str, Sizes]:
         "sigmoid": replace(base, activation=kinds.SIGMOID),
         "gemma4": replace(base, head_norms="heads", value_norms=True),
         "gemma4 without keys": replace(base, head_norms="heads", value_norms=True, kv_heads=0),
+        "keys alone": replace(base, head_norms="heads", hidden=64, bias=True, keys_alone=True),
         "int8": replace(base, int8=True),
         "not of two rows": replace(base, rows=2),
     }
@@ -292,6 +298,12 @@ def kernels(inputs: Inputs, rows: slice = slice(None)) -> dict[str, Tensor]:
     triton = sizes.linears()
     hidden, attended, heads = inputs.hidden[rows], inputs.attended[rows], inputs.heads(rows)
     start = triton.scale_rows(hidden, inputs.norm)
+    query = triton.rotary_linear(start, inputs.qkv, inputs.bias, heads, inputs.head_form)
+    if sizes.keys_alone:
+        heads, first = inputs.heads(rows), sizes.heads * sizes.width
+        bias = None if inputs.bias is None else inputs.bias[first:]
+        assert isinstance(inputs.qkv, Tensor)
+        assert not triton.rotary_linear(start, inputs.qkv[first:], bias, heads, inputs.head_form).numel()
     added, scaled = triton.add_linear(
         attended, inputs.out, inputs.out_bias, hidden, inputs.norm, inputs.gate_up, inputs.sum
     )
@@ -302,7 +314,7 @@ def kernels(inputs: Inputs, rows: slice = slice(None)) -> dict[str, Tensor]:
     return {
         "norm": triton.norm_rows(hidden, inputs.norm),
         **head_input_of(triton, inputs, rows),
-        "query": triton.rotary_linear(start, inputs.qkv, inputs.bias, heads, inputs.head_form),
+        "query": query,
         "keys": heads.key_cache,
         "values": heads.value_cache,
         "added": added,

@@ -193,7 +193,10 @@ def test_rows_choose_what_computes_them() -> None:
         one, few, many = (form.linears.of(rows) for rows in (1, 2, MAX_ROWS + 1))
         assert None not in (one, few, many) and len({id(one), id(few), id(many)}) == 3
         assert form.linears.of(MAX_ROWS) is few and form.linears.of(MANY_ROWS) is many
-        assert form.linears.of(0) is form.linears.of(MANY_ROWS + 1) is None
+        assert form.linears.of(MANY_ROWS + 1) is many and form.linears.of(0) is None
+    # Where plain layers are compiled, the largest passes run these.
+    assert prepare_network(runner.network, LayerOptions()) == 2
+    assert all(form.linears.of(MANY_ROWS + 1) is None for form in forms_of(runner))
     prepare_network(runner.network, LayerOptions(compiled=False, many=False))
     assert all(form.linears.of(MAX_ROWS + 1) is None for form in forms_of(runner))
 

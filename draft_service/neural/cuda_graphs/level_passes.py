@@ -30,6 +30,15 @@ class LevelInputs(NamedTuple):
     gumbel_max: GumbelMax
 
 
+class RootRows(NamedTuple):
+    """The rows from which trees grow, one of each of B sequences: the first of its tail."""
+
+    token_ids: Tensor  # [B] int32, the roots of the trees
+    carried: Tensor  # [B, C], the states that are read of the tokens before them
+    positions: Tensor  # [B] int32
+    slots: Tensor  # [B] int32, where their keys go; -1 for those that are written
+
+
 class _LevelAttention:
     """Attention of the rows of one level of all trees, as `tail_attention.NewRowsAttention`: those of other levels keep
     their queries, and their output is not used."""
@@ -78,13 +87,21 @@ class LevelPasses:
         `PagedPass`."""
         rows = carried.index_select(0, self.growth.sources.flatten())
         positions = self._inputs.positions[level - 1]
-        # The schedule depends on the parents so far and on this level's rows, so it is computed again.
-        self.plan.schedules.clear()
         first = 1 + (level - 1) * self.shape.width
-        self.plan.output_rows = first, first + self.shape.width
-        own = _LevelAttention(self, slice(first, first + self.shape.width))
-        step = PagedPass(own, self.plan, self._inputs.slots[level - 1], cache)
+        step = self._pass(slice(first, first + self.shape.width), self._inputs.slots[level - 1], cache)
         return self._network.forward_rows(self.growth.next_tokens.flatten(), rows, positions, step)
+
+    def read_roots(self, rows: RootRows, cache: Any) -> RowOutput:
+        """Read the rows from which trees grow; `cache` as in `PagedPass`."""
+        step = self._pass(slice(0, 1), rows.slots, cache)
+        return self._network.forward_rows(rows.token_ids, rows.carried, rows.positions, step)
+
+    def _pass(self, rows: slice, slots: Tensor, cache: Any) -> PagedPass:
+        """A pass over some rows of each tail."""
+        # The schedule depends on the parents so far and on these rows, so it is computed again.
+        self.plan.schedules.clear()
+        self.plan.output_rows = rows.start, rows.stop
+        return PagedPass(_LevelAttention(self, rows), self.plan, slots, cache)
 
     def queries_like(self, query: Tensor) -> Tensor:
         """[B, tail, Hq, D]: the queries of all rows, kept from pass to pass, for layers of this shape."""

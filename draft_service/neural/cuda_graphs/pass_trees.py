@@ -12,8 +12,8 @@ from torch import Tensor
 from torch.nn import functional
 
 from draft_service.neural.cuda_graphs.attention import USUAL_CONTEXT
-from draft_service.neural.cuda_graphs.level_passes import LevelInputs, LevelPasses
-from draft_service.neural.network import Network, RowOutput
+from draft_service.neural.cuda_graphs.level_passes import LevelInputs, LevelPasses, RootRows
+from draft_service.neural.network import Network
 from draft_service.neural.tree_config import TreeShape
 from tree_kernels.attention import AttentionBatch, TreeAttention, plan_integers
 from tree_kernels.growth import keep, make_kept
@@ -64,6 +64,8 @@ class PassTrees:
         inputs = LevelInputs(tails.limits, positions, slots, tails.temperatures, tails.gumbel_max)
         token_ids = None if ids is None else torch.from_numpy(ids).to(device)
         self._passes = LevelPasses(sequences, shape, network, attention, plan, inputs, token_ids)
+        # Keys of the last rows that are kept are in the cache.
+        self._written = torch.full((sequences,), -1, dtype=torch.int32, device=device)
         self._kept = make_kept(self._passes.growth, NODES)
 
     def read(self, rows: VerifiedRows, last_position: int) -> None:
@@ -78,11 +80,12 @@ class PassTrees:
             rows = rows._replace(query_starts=starts, prefix_lengths=prefixes, page_starts=pages)
         read_outcome(rows, self.tails, self._page_size, last_position)
 
-    def grow(self, output: RowOutput, cache: Any, *, coupled: bool) -> None:
-        """Grow trees from the network's output for the rows of the pass that was read; `cache` as in `PagedPass`.
-        `coupled` if some sequences may be COUPLED."""
-        carried, lm_input = (part.index_select(0, self.tails.last_rows) for part in output)
-        passes = self._passes
+    def grow(self, carried: Tensor, positions: Tensor, cache: Any, *, coupled: bool) -> None:
+        """Grow trees behind the pass that was read, of whose rows the network has read the states `carried` [R, C] at
+        `positions` [R], and written keys; `cache` as in `PagedPass`. `coupled` if some sequences may be COUPLED."""
+        passes, last = self._passes, self.tails.last_rows
+        rows = RootRows(self.tails.roots, carried.index_select(0, last), positions.index_select(0, last), self._written)
+        carried, lm_input = passes.read_roots(rows, cache)
         passes.add(lm_input, 1, coupled=coupled)
         for level in range(1, passes.shape.num_steps):
             carried, lm_input = passes.expand(level, carried, cache)

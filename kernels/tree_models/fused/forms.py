@@ -16,6 +16,7 @@ from torch import Tensor
 from tree_kernels.experts import ExpertWeights, RowExperts
 from tree_kernels.linear import PLAIN_SUM, Activation, ActivationKind, Norm, RowLinears, ScaledRows, SumForm
 from tree_models.fused.mixers import (
+    AttentionMixer,
     Mixer,
     Product,
     mixer_of,
@@ -23,12 +24,12 @@ from tree_models.fused.mixers import (
     quantized,
 )
 from tree_models.layers.beside_rows import AddedInput
-from tree_models.layers.decoder import DecoderLayer
+from tree_models.layers.decoder_layer import DecoderLayer
 from tree_models.layers.experts import DenseAndExperts, MixtureOfExperts, TopKRouter
 from tree_models.layers.mlp import MLP, activation_of
 from tree_models.layers.paged import PagedPass
-from tree_models.layers.rank_group import RankGroup
 from tree_models.layers.rotary import Angles
+from tree_models.rank_group import RankGroup
 from tree_models.spec import GateSpec
 
 _SIGMOID = Activation(ActivationKind.SIGMOID)
@@ -257,6 +258,14 @@ class FusedForm:
             return hidden, normed
         return self._finished(linears, hidden, vectors)
 
+    def cache_rows(self, hidden: Tensor, carried: ScaledRows | None, angles: Angles | None, step: PagedPass) -> bool:
+        """See `tree_models.layers.decoder.LayerForm`."""
+        linears, mixer = self.linears.of(len(hidden)), self.parts.mixer
+        if linears is None or not isinstance(mixer, AttentionMixer):
+            return False
+        mixer.cache_rows(linears, carried or _scaled(linears, hidden, self.parts.first_norm), angles, step)
+        return True
+
     def _fed(
         self,
         linears: RowLinears,
@@ -370,6 +379,11 @@ class QuantizedForm:
         """See `tree_models.layers.decoder.LayerForm`."""
         few = self._few.compute_layer(hidden, carried, angles, step, vectors)
         return few or self._own.compute_layer(hidden, carried, angles, step, vectors)
+
+    def cache_rows(self, hidden: Tensor, carried: ScaledRows | None, angles: Angles | None, step: PagedPass) -> bool:
+        """See `tree_models.layers.decoder.LayerForm`."""
+        of = hidden, carried, angles, step
+        return self._few.cache_rows(*of) or self._own.cache_rows(*of)
 
 
 class FinalRows:

@@ -74,6 +74,7 @@ class AttentionMixer:
     variant: AttentionVariant
     has_keys: bool  # of its own
     qkv: Product
+    cached: Product  # the rows of that product which make keys and values, or all of them
     heads: HeadForm
     # What multiplies the output, [heads * D or heads, H], and how it is made of its product.
     gate: Product | None = None
@@ -84,6 +85,29 @@ class AttentionMixer:
     def mixed(self, linears: RowLinears, scaled: ScaledRows, angles: Angles | None, step: PagedPass) -> Tensor:
         """See `Mixer.mixed`."""
         step = pass_of(self.variant, step)
+        query = self._made(self.qkv, linears, scaled, angles, step)
+        if angles is not None and angles.query_scale is not None:
+            query = scaled_queries(query, angles.query_scale)
+        keys, values = step.cache.keys[self.cache_layer], step.cache.values[self.cache_layer]
+        attended: Tensor = step.attention.run(step.plan, query, keys, values, self.scaling, self.variant)
+        if self.gate is not None:
+            gate = linears.activated_linear(scaled, self.gate.weight, self.gate.bias, self.gate_activation)
+            attended = attended * gate.view(*attended.shape[:2], -1)
+        return attended.flatten(1)
+
+    def cache_rows(self, linears: RowLinears, scaled: ScaledRows, angles: Angles | None, step: PagedPass) -> None:
+        """Write the rows' keys and values, and attend to none."""
+        self._made(self.cached, linears, scaled, angles, pass_of(self.variant, step))
+
+    def quantized(self) -> AttentionMixer:
+        """See `Mixer.quantized`."""
+        gate = None if self.gate is None else quantized(self.gate)
+        return replace(self, qkv=quantized(self.qkv), cached=quantized(self.cached), gate=gate)
+
+    def _made(
+        self, product: Product, linears: RowLinears, scaled: ScaledRows, angles: Angles | None, step: PagedPass
+    ) -> Tensor:
+        """[R, Hq, D], the queries that a product of the rows makes, whose keys and values are written."""
         keys, values = step.cache.keys[self.cache_layer], step.cache.values[self.cache_layer]
         angles = angles or self._unturned(len(scaled.rows), step)
         # Of a layer without keys of its own nothing is written.
@@ -91,18 +115,7 @@ class AttentionMixer:
         heads = HeadRows(angles.cosines, angles.sines, step.slots, *written)
         # The weight behind attention is not prefetched: that slows this product by more than it saves there, 3 % of a
         # layer of 1 to 64 rows (benchmarks/results/2026-11-27-h100-vectors.md).
-        query = linears.rotary_linear(scaled, self.qkv.weight, self.qkv.bias, heads, form=self.heads)
-        if angles.query_scale is not None:
-            query = scaled_queries(query, angles.query_scale)
-        attended: Tensor = step.attention.run(step.plan, query, keys, values, self.scaling, self.variant)
-        if self.gate is not None:
-            gate = linears.activated_linear(scaled, self.gate.weight, self.gate.bias, self.gate_activation)
-            attended = attended * gate.view(*attended.shape[:2], -1)
-        return attended.flatten(1)
-
-    def quantized(self) -> AttentionMixer:
-        """See `Mixer.quantized`."""
-        return replace(self, qkv=quantized(self.qkv), gate=None if self.gate is None else quantized(self.gate))
+        return linears.rotary_linear(scaled, product.weight, product.bias, heads, form=self.heads)
 
     def _unturned(self, rows: int, step: PagedPass) -> Angles:
         """Made once for many rows, since a launch costs time."""
@@ -253,7 +266,10 @@ def _attention_mixer(attention: HeadAttention) -> AttentionMixer | None:
     if gate is None and (spec.gated or attention.output_gate is not None):
         return None
     of_layer = attention.cache_layer, spec.head_width, spec.scaling, attention.variant, spec.keys_of is None
-    return AttentionMixer(*of_layer, qkv, heads, gate, activation)
+    # A norm over all queries needs them.
+    whole = heads.query_norm is not None and len(heads.query_norm.weight) > spec.head_width
+    cached = qkv if whole or spec.keys_of is not None else _rows_of(qkv, spec.heads * spec.head_width)
+    return AttentionMixer(*of_layer, qkv, cached, heads, gate, activation)
 
 
 def _rows_of(product: PlainWeight, first: int, last: int | None = None) -> PlainWeight:

@@ -99,7 +99,8 @@ def prepare_layers(
     ranges: list[tuple[float, RowLinears]] = [(inf if options.invariant else MAX_ROWS, linears)]
     if not options.invariant:
         ranges.insert(0, (1, single_row_linears(device)))
-        ranges += [(MANY_ROWS, many_row_linears(device))] if options.many else []
+        # Plain layers that are not compiled are slower at any number of rows.
+        ranges += [(MANY_ROWS if options.compiled else inf, many_row_linears(device))] if options.many else []
     by_rows = LinearsByRows(tuple(ranges))
     experts = row_experts(device, invariant=options.invariant)
     fused = 0

@@ -14,7 +14,7 @@ from tree_kernels.linear import Activation, ActivationKind
 from tree_kernels.linear.layers import activated
 from tree_models.layers.linear import Adapter, Linear
 from tree_models.layers.norm import HeadNorm, Normalization
-from tree_models.layers.paged import PagedPass, UncachedPass, attend
+from tree_models.layers.paged import PagedPass, UncachedPass, attend, cache_keys
 from tree_models.layers.placing import Placement
 from tree_models.layers.rotary import Angles, halves_order, rotate_heads, scaled_queries
 from tree_models.names import WeightNames
@@ -97,6 +97,24 @@ class HeadAttention(nn.Module):
 
     def forward(self, rows: Tensor, angles: Angles | None, step: PagedPass | UncachedPass) -> Tensor:
         """[R, read_vectors * H] -> [R, H]. `angles` are None where the layer embeds no positions."""
+        query, key, value, gate = self._attending(rows, angles)
+        attended = attend(self, query, key, value, step)
+        if self.pairs is not None:
+            attended = self.pairs.outputs(attended)
+        if gate is not None:
+            attended = attended * torch.sigmoid(gate)
+        if self.output_gate is not None:
+            attended = attended * self.output_gate(rows)
+        output: Tensor = self.out(attended.flatten(1))
+        return output
+
+    def cache_rows(self, rows: Tensor, angles: Angles | None, step: PagedPass) -> None:
+        """Write the keys and values of rows [R, read_vectors * H] as `forward` does, and attend to none."""
+        _, key, value, _ = self._attending(rows, angles)
+        cache_keys(self, key, value, step)
+
+    def _attending(self, rows: Tensor, angles: Angles | None) -> tuple[Tensor, Tensor, Tensor, Tensor | None]:
+        """Queries [R, Hq, D], keys [R, Hkv, D] and values [R, Hkv, Dv] as they attend, and gates of the output."""
         spec = self.spec
         product: Tensor = self.qkv(rows)
         rotating, value, gate = self._heads(product if self.adapter is None else product + self.adapter(rows))
@@ -119,15 +137,7 @@ class HeadAttention(nn.Module):
             key = torch.cat([key, angles.place_keys[..., None].to(key.dtype)], dim=-1)
         if self.pairs is not None:
             value = self.pairs.values(value)
-        attended = attend(self, query, key, value, step)
-        if self.pairs is not None:
-            attended = self.pairs.outputs(attended)
-        if gate is not None:
-            attended = attended * torch.sigmoid(gate)
-        if self.output_gate is not None:
-            attended = attended * self.output_gate(rows)
-        output: Tensor = self.out(attended.flatten(1))
-        return output
+        return query, key, value, gate
 
     def _normed(self, heads: Tensor) -> Tensor:
         """Queries and keys [R, heads, D], each normed where the layer does that."""

@@ -19,9 +19,9 @@ from tree_models.layers.mlp import FUNCTIONS, MLP
 from tree_models.layers.norm import Normalization
 from tree_models.layers.paged import PagedPass, UncachedPass
 from tree_models.layers.placing import Placement
-from tree_models.layers.rank_group import looked_up
 from tree_models.layers.rotary import Angles
 from tree_models.names import WeightNames
+from tree_models.rank_group import looked_up
 from tree_models.slots import Copy, WeightSlot, in_place
 from tree_models.spec import (
     AddedInputSpec,

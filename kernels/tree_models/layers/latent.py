@@ -26,7 +26,7 @@ from tree_kernels.latent_attention import (
 from tree_kernels.latent_attention.norm_rope import rotated
 from tree_models.layers.linear import Linear
 from tree_models.layers.norm import Normalization
-from tree_models.layers.paged import PagedPass, UncachedPass, attend
+from tree_models.layers.paged import PagedPass, UncachedPass, attend, cache_keys
 from tree_models.layers.placing import Placement
 from tree_models.layers.rotary import Angles, scaled_queries
 from tree_models.names import WeightNames
@@ -73,6 +73,17 @@ class LatentHeads(nn.Module):
         output: Tensor = self.out(attended)
         return output
 
+    def cache_rows(self, rows: Tensor, angles: Angles | None, step: PagedPass) -> None:
+        """Write the latents, or expanded keys and values, of rows [R, H] as `forward` does, and attend to none."""
+        assert angles is not None, "latent attention is described with rotary embedding"
+        query, vectors = self._products(rows)
+        rotary = self._rotary(angles)
+        if self._keeps_latents(step):
+            self._cache_latents(query, vectors, rotary, step)
+        else:
+            _, key, value = self._expanded(query, vectors, rotary)
+            cache_keys(self, key, value, step)
+
     def _products(self, rows: Tensor) -> tuple[Tensor, Tensor]:
         """Queries [R, heads, N + P], and latents beside rotary keys [R, L + P]."""
         product: Tensor = self.latents(rows)
@@ -88,39 +99,51 @@ class LatentHeads(nn.Module):
     @uncompiled
     def _attend(self, query: Tensor, vectors: Tensor, angles: Angles, step: PagedPass | UncachedPass) -> Tensor:
         """[R, heads * V]. Not compiled: layers differ in their number, and not in the parts around it."""
-        half = self.spec.rotary.width // 2
-        rotary = RotaryAngles(
-            angles.cosines[:, :half], angles.sines[:, :half], self.spec.rotary.interleaved, pairs_out=False
-        )
-        if isinstance(step, PagedPass) and not step.cache.values[self.cache_layer].shape[-1]:
+        rotary = self._rotary(angles)
+        if isinstance(step, PagedPass) and self._keeps_latents(step):
             return self._attend_latents(query, vectors, rotary, step)
-        return self._attend_expanded(query, vectors, rotary, step)
+        attended: Tensor = attend(self, *self._expanded(query, vectors, rotary), step)
+        return attended.flatten(1)
+
+    def _rotary(self, angles: Angles) -> RotaryAngles:
+        half = self.spec.rotary.width // 2
+        interleaved = self.spec.rotary.interleaved
+        return RotaryAngles(angles.cosines[:, :half], angles.sines[:, :half], interleaved, pairs_out=False)
+
+    def _keeps_latents(self, step: PagedPass) -> bool:
+        return not step.cache.values[self.cache_layer].shape[-1]
 
     def _attend_latents(self, query: Tensor, vectors: Tensor, rotary: RotaryAngles, step: PagedPass) -> Tensor:
         spec, weight = self.spec, self.expanding.plain
-        norm = self.latent_norm.weight
-        assert weight is not None and norm is not None
+        assert weight is not None
         projections = HeadProjections.of(weight.weight, spec.heads, spec.plain)
-        rows = LatentRows(vectors, query, norm, spec.latent_epsilon)
-        absorbed = query.new_empty(len(query), spec.heads, vectors.shape[-1])
-        cache = step.cache.keys[self.cache_layer].squeeze(2)
-        norm_rope_write(rows, rotary, cache, step.slots, absorbed)
+        absorbed, cache = self._cache_latents(query, vectors, rotary, step)
         absorb_into(absorbed, query[..., : spec.plain], projections)
         attended = step.attention.run(step.plan, absorbed, cache, spec.latent, spec.scaling)
         return expanded_values(attended, projections).flatten(1)
 
-    def _attend_expanded(
-        self, query: Tensor, vectors: Tensor, rotary: RotaryAngles, step: PagedPass | UncachedPass
-    ) -> Tensor:
+    def _cache_latents(
+        self, query: Tensor, vectors: Tensor, rotary: RotaryAngles, step: PagedPass
+    ) -> tuple[Tensor, Tensor]:
+        """Write latents and turned keys to the cache [pages, page_size, L + P], which is returned behind queries
+        [R, heads, L + P] whose turned part is written."""
+        norm = self.latent_norm.weight
+        assert norm is not None
+        rows = LatentRows(vectors, query, norm, self.spec.latent_epsilon)
+        absorbed = query.new_empty(len(query), self.spec.heads, vectors.shape[-1])
+        cache: Tensor = step.cache.keys[self.cache_layer].squeeze(2)
+        norm_rope_write(rows, rotary, cache, step.slots, absorbed)
+        return absorbed, cache
+
+    def _expanded(self, query: Tensor, vectors: Tensor, rotary: RotaryAngles) -> tuple[Tensor, Tensor, Tensor]:
+        """Queries and keys [R, heads, N + P], and values [R, heads, V]."""
         spec = self.spec
         query = torch.cat([query[..., : spec.plain], rotated(query[..., spec.plain :], rotary)], dim=-1)
         turned = rotated(vectors[:, spec.latent :], rotary)[:, None].expand(-1, spec.heads, -1)
         expanded: Tensor = self.expanding(self.latent_norm(vectors[:, : spec.latent]))
         expanded = expanded.view(len(query), spec.heads, -1)
         key = torch.cat([expanded[..., : spec.plain], turned], dim=-1)
-        value = expanded[..., spec.plain :].contiguous()
-        attended: Tensor = attend(self, query, key, value, step)
-        return attended.flatten(1)
+        return query, key, expanded[..., spec.plain :].contiguous()
 
     def slots(self, names: WeightNames, copy: Copy) -> Iterator[WeightSlot]:
         """Slots of the layer's tensors."""

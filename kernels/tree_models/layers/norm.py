@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from torch.nn import functional
 
 from tree_models.layers.placing import Placement
-from tree_models.layers.rank_group import rms_over_ranks
+from tree_models.rank_group import rms_over_ranks
 from tree_models.slots import Copy, TensorSpec, WeightSlot
 from tree_models.spec import FamilyRefused, HeadNormSpec, NormSpec
 

@@ -68,12 +68,19 @@ def attend(owner: AttendingLayer, query: Tensor, key: Tensor, value: Tensor, ste
 @uncompiled
 def _attend_cached(owner: AttendingLayer, query: Tensor, key: Tensor, value: Tensor, step: PagedPass) -> Tensor:
     """Write keys and values of the rows into the cache, if there are some of their own, and attend."""
+    cache_keys(owner, key, value, step)
     step = pass_of(owner.variant, step)
     keys, values = step.cache.keys[owner.cache_layer], step.cache.values[owner.cache_layer]
-    if key.shape[1]:
-        write_kv(key, value, keys, values, step.slots)
     out: Tensor = step.attention.run(step.plan, query, keys, values, owner.spec.scaling, owner.variant)
     return out
+
+
+@uncompiled
+def cache_keys(owner: AttendingLayer, key: Tensor, value: Tensor, step: PagedPass) -> None:
+    """Write the rows' key [R, Hkv, D] and value [R, Hkv, Dv] into the cache, if they are the layer's own."""
+    step = pass_of(owner.variant, step)
+    if key.shape[1]:
+        write_kv(key, value, step.cache.keys[owner.cache_layer], step.cache.values[owner.cache_layer], step.slots)
 
 
 class CacheShape(NamedTuple):

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 
 import torch
 
-from tree_models.layers.rank_group import RankGroup
+from tree_models.rank_group import RankGroup
 
 
 @dataclass(frozen=True, slots=True)

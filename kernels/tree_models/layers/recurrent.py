@@ -26,9 +26,9 @@ from tree_kernels.recurrence import (
 from tree_models.layers.linear import Linear
 from tree_models.layers.paged import PagedPass
 from tree_models.layers.placing import Placement
-from tree_models.layers.rank_group import rms_over_ranks
 from tree_models.layers.rotary import Angles
 from tree_models.names import WeightNames
+from tree_models.rank_group import rms_over_ranks
 from tree_models.slots import Copy, TensorSpec, WeightSlot, in_place
 from tree_models.spec import (
     DeltaNetSpec,

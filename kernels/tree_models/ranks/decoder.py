@@ -11,8 +11,8 @@ from torch import Tensor
 from tree_models.families import Description
 from tree_models.layers.decoder import Decoder
 from tree_models.layers.placing import Placement
-from tree_models.layers.rank_group import RankGroup, looked_up
 from tree_models.names import WeightNames
+from tree_models.rank_group import RankGroup, looked_up
 from tree_models.ranks.cuts import Cut, RankTensors
 from tree_models.ranks.share import share_of
 from tree_models.slots import TensorSpec, specs_of

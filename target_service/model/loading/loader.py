@@ -55,7 +55,7 @@ from tree_models.layer_comparison import layers_that_differ
 from tree_models.layers.decoder import Decoder
 from tree_models.layers.linear import can_pack
 from tree_models.layers.placing import Placement
-from tree_models.layers.rank_group import RankGroup
+from tree_models.rank_group import RankGroup
 from tree_models.ranks.decoder import build_rank
 from tree_models.spec import FamilyRefused
 from tree_models.weights.checkpoint import TensorSource, TextPart, WeightsRefused, WholeNames

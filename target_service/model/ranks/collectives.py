@@ -17,7 +17,7 @@ from torch import Tensor
 from target_service.config import TargetConfig
 from target_service.model.ranks.one_shot import faster_sums
 from tree_kernels.compiled_layers import uncompiled
-from tree_models.layers.rank_group import RowSums
+from tree_models.rank_group import RowSums
 
 if TYPE_CHECKING:
     from tree_kernels.rank_sums.triton_backend import TritonRankSums
@@ -29,7 +29,7 @@ _gather = getattr(distributed, "all_gather_single", None) or distributed.all_gat
 
 
 class DistributedRanks:
-    """A `tree_models.layers.rank_group.RankGroup` of processes of one host."""
+    """A `tree_models.rank_group.RankGroup` of processes of one host."""
 
     def __init__(self, config: TargetConfig, rank: int, store: Path) -> None:
         """Wait for all ranks at a file that does not exist yet. `config` has the device of this one. Once they serve on
