@@ -221,12 +221,15 @@ class CallCarrier:
     ) -> CarriedGenerate | Any:
         """The call, begun: as the stub's own method."""
         begun = _Begun(metadata, timeout)
-        if self._unknown or request.ByteSize() > _MOST_BYTES or self._opener not in (None, begun.caller):
+        if self._unknown or self._opener not in (None, begun.caller):
+            return self.alone(request, begun)
+        serialized = request.SerializeToString()
+        if len(serialized) > _MOST_BYTES:
             return self.alone(request, begun)
         self._number += 1
         call = CarriedGenerate(self, self._number, request, begun)
         self._calls[self._number] = call
-        order = pb.CarriedCall(call=self._number, request=request.SerializeToString())
+        order = pb.CarriedCall(call=self._number, request=serialized)
         for key, value in begun.metadata:
             order.metadata.add(key=key, value=value if isinstance(value, bytes) else value.encode("ascii"))
         if timeout is not None:

@@ -45,7 +45,7 @@ class CachedPrefixes:
 
     def resume(self, entry: CacheEntry, owner: str, token_ids: Sequence[int], most: int) -> None:
         """Begin an empty entry behind at most `most` rows of the text that are there already."""
-        nodes = list(self._tree.match(owner, token_ids, most))
+        nodes = self._tree.match(owner, token_ids, most)
         if nodes:
             pages = [node.page for node in nodes]
             self._cache.share(pages)

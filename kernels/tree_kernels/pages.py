@@ -79,10 +79,14 @@ class Pages:
 
     def share(self, pages: Iterable[int]) -> None:
         """Make the caller an owner of pages that have others."""
+        owners, cached, spare = self._owners, self._cached, 0
         for page in pages:
-            assert self._owners[page], f"page {page} has no owner"
-            self.spare_pages -= self._cached[page] and self._owners[page] == 1
-            self._owners[page] += 1
+            count = owners[page]
+            assert count, f"page {page} has no owner"
+            if count == 1 and cached[page]:
+                spare += 1
+            owners[page] = count + 1
+        self.spare_pages -= spare
 
     def cache(self, page: int) -> None:
         """Make the cache an owner of a page that has another, and is not cached."""
@@ -108,11 +112,12 @@ class Pages:
     def release(self, pages: Sequence[int]) -> None:
         """Return pages that the caller owns. Those without another owner are free."""
         start = end = 0
+        owners, cached = self._owners, self._cached
         for page in pages:
-            assert self._owners[page], f"page {page} has no owner"
-            self._owners[page] -= 1
-            if self._owners[page]:
-                self.spare_pages += self._cached[page] and self._owners[page] == 1
+            assert owners[page], f"page {page} has no owner"
+            owners[page] = left = owners[page] - 1
+            if left:
+                self.spare_pages += left == 1 and cached[page]
                 continue
             if page != end:
                 self._give(start, end)

@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-from array import array
 from collections import OrderedDict
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from collections.abc import Sequence as SequenceOf
 from dataclasses import dataclass
 from hashlib import blake2b
+from struct import pack
 from typing import Protocol
 
 from tree_kernels.pages import Pages
@@ -127,20 +127,20 @@ class PrefixTree:
         assert not self._by_use, "pages of the text may be in the tree as a tenant's own"
         self._root.public.add(token_ids, self._pages.page_size, self.key_tokens)
 
-    def match(self, tenant: str, token_ids: SequenceOf[int], most: int) -> Iterator[PrefixNode]:
+    def match(self, tenant: str, token_ids: SequenceOf[int], most: int) -> list[PrefixNode]:
         """The nodes that hold the text's beginning, first page first: whole pages of at most `most` tokens, where their
         successors are known too."""
-        node, size = self._root, self._pages.page_size
+        node, size, nodes = self._root, self._pages.page_size, list[PrefixNode]()
         last = min(most - size, len(token_ids) - self.key_tokens)
         # All at once: by the page, most of a long text's time is that of its slices.
-        text = _bytes(token_ids[: last + self.key_tokens])
-        for start in range(0, last + 1, size):
-            tokens = text[_TOKEN_BYTES * start : _TOKEN_BYTES * (start + self.key_tokens)]
-            following = node.children.get(_key(node, tenant, tokens))
+        text, key_bytes = _bytes(token_ids[: last + self.key_tokens]), _TOKEN_BYTES * self.key_tokens
+        for start in range(0, _TOKEN_BYTES * (last + 1), _TOKEN_BYTES * size):
+            following = node.children.get(_key(node, tenant, text[start : start + key_bytes]))
             if following is None:
-                return
+                break
             node = following
-            yield node
+            nodes.append(node)
+        return nodes
 
     def insert(self, tenant: str, parent: PrefixNode | None, token_ids: SequenceOf[int], page: int) -> PrefixNode:
         """The node of these `key_tokens` tokens, a page of them and its successors, behind `parent`, or at the text's
@@ -240,4 +240,5 @@ def _chained(before: int, key: _Key) -> int:
 
 
 def _bytes(token_ids: SequenceOf[int]) -> bytes:
-    return array("i", token_ids).tobytes()
+    # Takes half of the time of an array of them.
+    return pack(f"{len(token_ids)}i", *token_ids)

@@ -95,7 +95,7 @@ class Prompts:
         `QuotaExceeded` where too many long texts wait, and `NotSupported` for text without a tokenizer."""
         kind, most = request.prediction.WhichOneof("content"), self.max_prompt + 1
         if kind == "tokens":
-            field_path, token_ids = "prediction.tokens.token_ids", tuple(request.prediction.tokens.token_ids)
+            field_path, token_ids = "prediction.tokens.token_ids", tuple(request.prediction.tokens.token_ids[:])
         elif kind == "text" and request.prediction.text:
             field_path, text = "prediction.text", request.prediction.text
             if len(text.encode()) > _PREDICTED_BYTES_PER_TOKEN * most:
@@ -112,7 +112,8 @@ class Prompts:
     def checked(self, token_ids: Sequence[int], field_path: str) -> tuple[int, ...]:
         """Token ids of a caller, checked against the vocabulary and the context."""
         check_tokens(len(token_ids), self.max_prompt, field_path)
-        prompt = tuple(token_ids)
+        # A message's list is read in less time as a slice than one by one.
+        prompt = tuple(token_ids[:])
         check_token_ids(prompt, self.vocabulary_size, field_path)
         return prompt
 

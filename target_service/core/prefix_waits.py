@@ -31,6 +31,10 @@ class PrefixWaits:
         reuses = self._pages.prefixes is not None and sequence.request.reuses_pages
         if not reuses or sequence.pending is not None:
             return False
+        tenant = sequence.request.tenant
+        others = [one for one in running if one.state is SequenceState.PREFILL and one.request.tenant == tenant]
+        if not others:
+            return False
         known = self._pages.cached_pages(sequence)
         # A pass makes the next token of the last one.
         wanted = len(sequence.token_ids) - 1
@@ -38,11 +42,10 @@ class PrefixWaits:
         # takes no longer than waiting for them may.
         least = known + max(1, -(-(wanted // self._page_size - known) // 2))
         best: tuple[int, Sequence] | None = None
-        for other in running:
-            if other.state is SequenceState.PREFILL and other.request.tenant == sequence.request.tenant:
-                shared = min(wanted, _common(sequence.token_ids, other.token_ids, self._page_size)) // self._page_size
-                if shared >= least and (best is None or shared > best[0]) and self._pages.can_wait_for(other, shared):
-                    best = shared, other
+        for other in others:
+            shared = min(wanted, _common(sequence.token_ids, other.token_ids, self._page_size)) // self._page_size
+            if shared >= least and (best is None or shared > best[0]) and self._pages.can_wait_for(other, shared):
+                best = shared, other
         if best is None:
             return False
         self._waits[sequence.sequence_id] = sequence, best[1], best[0]

@@ -193,7 +193,7 @@ class SequencePages:
         if self.prefixes is None:
             return 0
         tokens = sequence.token_ids
-        return len(self._usable(list(self.prefixes.match(sequence.request.tenant, tokens, len(tokens) - 1))))
+        return len(self._usable(self.prefixes.match(sequence.request.tenant, tokens, len(tokens) - 1)))
 
     def resume(self, sequence: Sequence) -> None:
         """Share the pages that hold the sequence's first tokens. Its last token is always read: a pass makes the next
@@ -204,7 +204,7 @@ class SequencePages:
         tokens, tenant = sequence.token_ids, sequence.request.tenant
         # Log-probabilities of a prompt are made of its tokens' own rows.
         most = max(0, sequence.scored_tokens - 1) if sequence.unscored else len(tokens) - 1
-        known = list(self.prefixes.match(tenant, tokens, most)) if sequence.request.reuses_pages else []
+        known = self.prefixes.match(tenant, tokens, most) if sequence.request.reuses_pages else []
         recurrent = self._cache.recurrent
         has_slot = recurrent is None or recurrent.free_slots > 0
         nodes = self._with_states(sequence, self._usable(known) if has_slot else [])

@@ -15,7 +15,7 @@ class Holder:
 
     def __init__(self, pages: Pages, tree: PrefixTree, tenant: str, tokens: list[int]) -> None:
         self._pages, self._tree = pages, tree
-        nodes = list(tree.match(tenant, tokens, len(tokens)))
+        nodes = tree.match(tenant, tokens, len(tokens))
         self.found = len(nodes)
         self.pages = [node.page for node in nodes]
         pages.share(self.pages)
@@ -72,10 +72,10 @@ def test_the_least_recently_used_text_gives_way() -> None:
     tree = PrefixTree(pages)
     for text in ([1] * 3, [2] * 3, [3] * 32):
         Holder(pages, tree, "", text).leave()
-    assert len(list(tree.match("", [1] * 3, 3))) == 3
+    assert len(tree.match("", [1] * 3, 3)) == 3
     Holder(pages, tree, "", [1] * 3).leave()
     pages.allocate(3)
-    assert [len(list(tree.match("", [text] * 3, 3))) for text in (1, 2)] == [3, 0]
+    assert [len(tree.match("", [text] * 3, 3)) for text in (1, 2)] == [3, 0]
 
 
 def test_a_cache_takes_the_place_of_an_earlier_one() -> None:

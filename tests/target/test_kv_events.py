@@ -57,7 +57,7 @@ class Router:
 
 def insert(pages: Pages, tree: PrefixTree, tenant: str, tokens: list[int]) -> None:
     """What a sequence does that reads these tokens and ends. Raises `OutOfPages`."""
-    nodes = list(tree.match(tenant, tokens, len(tokens)))
+    nodes = tree.match(tenant, tokens, len(tokens))
     node: PrefixNode | None = nodes[-1] if nodes else None
     held = [node.page for node in nodes]
     pages.share(held)

@@ -74,9 +74,9 @@ def check_vocabulary_size(size: int, field_path: str) -> None:
 
 
 def check_token_ids(token_ids: Sequence[int], vocabulary_size: int, field_path: str) -> None:
-    """Raise `InvalidField` for the first id outside [0, vocabulary_size)."""
-    if token_ids and (max(token_ids) >= vocabulary_size or min(token_ids) < 0):
-        index = next(i for i, token in enumerate(token_ids) if not 0 <= token < vocabulary_size)
+    """Raise `InvalidField` for the first id outside of the vocabulary. In messages none is negative."""
+    if token_ids and max(token_ids) >= vocabulary_size:
+        index = next(i for i, token in enumerate(token_ids) if token >= vocabulary_size)
         raise InvalidField(f"{field_path}[{index}]", f"is not below {vocabulary_size}")
 
 
