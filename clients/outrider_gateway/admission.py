@@ -22,6 +22,10 @@ from outrider_gateway.targets import Targets
 Result = TypeVar("Result")
 # Bytes of a body that are not counted: what a connection holds of every body before anybody reads it.
 UNCOUNTED_BYTES = 64 * 1024
+# A body that takes a millisecond or more is read by a thread, which takes some 0.2 ms itself. Parsing and checking take
+# 5 us for each object, such as a message, and 2 to 8 us for each KB beside them
+# (`benchmarks/results/2026-11-29-cpu-next-turn-host.md`).
+_LONG_BODY, _OBJECT_BYTES = 128 * 1024, 640
 
 
 @dataclass(frozen=True, slots=True)
@@ -85,11 +89,10 @@ class GatewayAdmission:
         finally:
             held.give_back()
 
-    async def read(self, holder: Holder, size: int, work: Callable[[], Result]) -> Result:
-        """Read a body of `size` bytes by `work`: a long one in a thread, in its tenant's turn. Raises `TooMany` where
-        too many wait for that, and what `work` raises."""
-        # Longer bodies are read by a thread. Chosen: parsing and checking this many takes a millisecond.
-        if size <= 32 * 1024:
+    async def read(self, holder: Holder, raw: bytes | bytearray, work: Callable[[], Result]) -> Result:
+        """Read a body by `work`: one that takes long in a thread, in its tenant's turn. Raises `TooMany` where too many
+        wait for that, and what `work` raises."""
+        if len(raw) < _LONG_BODY and len(raw) + _OBJECT_BYTES * raw.count(b"{") < _LONG_BODY:
             return work()
         with _refusing():
             return await self._texts.call(holder.tenant, work)

@@ -99,5 +99,5 @@ class Endpoint(ABC):
         """What `translate` makes of the body, and the body's size."""
         config = self._config
         raw = await read_body(call.scope, call.receive, config.max_body_bytes, config.body_seconds, call.held.grow_to)
-        read = await self._admission.read(call.holder, len(raw), lambda: translate(json_object(raw)))
+        read = await self._admission.read(call.holder, raw, lambda: translate(json_object(raw)))
         return read, len(raw)

@@ -141,6 +141,24 @@ async def test_long_bodies_are_read_by_a_thread_and_others_are_served(
     assert [name.startswith("texts") for name in threads] == [True, False]
 
 
+async def test_a_thread_reads_many_messages_and_not_as_many_token_ids(
+    gateways: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    threads = list[str]()
+
+    def read(raw: bytes) -> Any:
+        threads.append(threading.current_thread().name)
+        return json_object(raw)
+
+    monkeypatch.setattr("outrider_gateway.endpoint.json_object", read)
+    ids, messages = [100] * 9000, [{"role": "user", "content": "a"}] * 250
+    async with gateways() as gateway:
+        await gateway.http.post("/v1/completions", json={**TEXT, "prompt": ids})
+        await gateway.http.post("/v1/chat/completions", json={"model": TEXT["model"], "messages": messages})
+    assert len(json.dumps(ids)) > 2 * len(json.dumps(messages))
+    assert [name.startswith("texts") for name in threads] == [False, True]
+
+
 async def test_the_bytes_of_all_bodies_together_are_bounded(gateways: Any) -> None:
     size = UNCOUNTED_BYTES + 100_000
     async with gateways(max_pending_bytes=1_000_000, body_seconds=600) as gateway:
