@@ -5,7 +5,7 @@
 A prompt of `--before` tokens, whose pages are kept, and `--turn` new ones goes through the code of gateway, target and
 engine, part by part in one process: no network, no other process to wake, and caches that are warm. The engine's pass
 is not run, and takes `--pass-ms`. Microseconds, medians. With the file of a tokenizer (tokenizer.json) also what as
-many tokens take that are sent as text, of `benchmarks/prompts.jsonl`.
+many tokens take that are sent as text, and as a conversation, of `benchmarks/prompts.jsonl`.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from itertools import count
 from typing import Any, TypeVar
 
 import torch
-from tokenizers import Tokenizer
+from tokenizers import AddedToken, Tokenizer
 
 from benchmarks.engine.simulated_device import PAGE_SIZE, empty_runner
 from benchmarks.host.host_time import COSTS, VOCABULARY, HostOnly, HostRunner, Times
@@ -52,11 +52,17 @@ from target_service.engine import launching, loop
 from target_service.engine_process import messages
 from target_service.speculation.policy.step_cost import StepCost
 from target_service.telemetry.metrics import PrometheusObserver
+from target_service.text.prompt_encoder import PromptEncoder
+from target_service.text.tokenizer import ModelTokenizer
 
 Value = TypeVar("Value")
 _SEQUENCES, _ANSWER = 8, 16
 # Of Llama 3, so that ids have as many digits as there.
 _IDS = 128_256
+_MARKS = ("<|im_start|>", "<|im_end|>")
+_TEMPLATE = (
+    "{% for m in messages %}<|im_start|>{{ m.role }}\n{{ m.content }}<|im_end|>\n{% endfor %}<|im_start|>assistant\n"
+)
 _SERVED = ServedModel("m", _IDS, 1 << 15, 64, "bfloat16", PAGE_SIZE, 1 << 17, ())
 
 
@@ -154,22 +160,44 @@ class NextTurns:
             pass
 
 
-def tokenized(parts: PartTimes, tokenizer: Any, tokens: int, seed: int) -> None:
-    """A text of at least so many tokens, as a target's text process encodes it."""
-    dice, text, length = random.Random(seed), "", 0
-    pieces = [one.turns[0] for one in read_conversations()]
-    while length < tokens:
-        text += dice.choice(pieces)
-        length = len(tokenizer.encode(text, add_special_tokens=False).ids)
-    body = json.dumps({"model": "m", "prompt": text, "max_tokens": _ANSWER}).encode()
-    parts.timed("text, gateway: JSON and check", lambda: completion_request(json_object(body), 8))
-    parts.timed("text, target: tokenizing", lambda: tokenizer.encode(text, add_special_tokens=False).ids)
+class EncodedTexts:
+    """What a target's text process does with as many tokens that are sent as text, or as a conversation."""
+
+    def __init__(self, file: str) -> None:
+        self._tokenizer = Tokenizer.from_file(file)
+        self._tokenizer.add_special_tokens([AddedToken(mark, normalized=False) for mark in _MARKS])
+        self._pieces = [one.turns[0] for one in read_conversations()]
+
+    def encode(self, parts: PartTimes, before: int, turn: int, seed: int) -> None:
+        """A prompt of at least so many tokens, and a turn behind a conversation of as many."""
+        dice = random.Random(seed)
+        old, new = (self._said(dice, tokens) for tokens in (before, turn))
+        text = "".join([*old, *new])
+        body = json.dumps({"model": "m", "prompt": text, "max_tokens": _ANSWER}).encode()
+        parts.timed("text, gateway: JSON and check", lambda: completion_request(json_object(body), 8))
+        parts.timed("text, target: tokens", lambda: self._tokenizer.encode(text, add_special_tokens=False).ids)
+        encoder = PromptEncoder(ModelTokenizer(self._tokenizer, chat_template=_TEMPLATE))
+        # Compiles the template, too.
+        encoder.chat(_turns(old) or [{"role": "user", "content": ""}])
+        parts.timed("conversation, target: tokens", lambda: encoder.chat(_turns([*old, *new])))
+
+    def _said(self, dice: random.Random, tokens: int) -> list[str]:
+        pieces, length = list[str](), 0
+        while length < tokens:
+            pieces.append(dice.choice(self._pieces))
+            length += len(self._tokenizer.encode(pieces[-1], add_special_tokens=False).ids)
+        # The last is the user's.
+        return pieces[len(pieces) % 2 == 0 and len(pieces) > 1 :]
+
+
+def _turns(said: Sequence[str]) -> list[dict[str, str]]:
+    return [{"role": ("user", "assistant")[place % 2], "content": text} for place, text in enumerate(said)]
 
 
 def measure(before: int, options: argparse.Namespace, turns: NextTurns) -> dict[str, float]:
     """Microseconds of each part."""
     dice, parts = random.Random(before), PartTimes()
-    tokenizer = Tokenizer.from_file(options.tokenizer) if options.tokenizer else None
+    texts = EncodedTexts(options.tokenizer) if options.tokenizer else None
     for repeat in range(options.repeats + 2):
         # The first ones warm up.
         own = parts if repeat >= 2 else PartTimes()
@@ -178,8 +206,8 @@ def measure(before: int, options: argparse.Namespace, turns: NextTurns) -> dict[
         if before:
             turns.ask(first)
         turns.ask(first + turns.text(options.turn), own)
-        if tokenizer is not None:
-            tokenized(own, tokenizer, before + options.turn, repeat)
+        if texts is not None:
+            texts.encode(own, before, options.turn, repeat)
     return parts.medians()
 
 

@@ -145,7 +145,7 @@ class Prompts:
         # and a preamble. Chosen; published ones add at most a page.
         most = 4 * size + 1024 * count + 65536
         long = size > _LONG_TEXT or count > _LONG_CHAT
-        job = EncodeChat(turns, special, most, _ending(chat), arguments, [*map(dict, definitions)])
+        job = EncodeChat(turns, special, most, _ending(chat), arguments, [*map(dict, definitions)], tenant)
         return await self._run(tenant, long, job, field_path)
 
     def _fitting(self, prompt: tuple[int, ...], field_path: str) -> tuple[int, ...]:

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING
 
 from outrider.errors import NotSupported
 from target_service.grammars.forced_text import ForcedText
-from target_service.text.token_bytes import token_bytes
+from target_service.text.decoding.token_bytes import token_bytes
 from target_service.text.tokenizer import ModelTokenizer
 
 if TYPE_CHECKING:

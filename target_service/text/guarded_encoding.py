@@ -16,6 +16,7 @@ from typing import Any
 
 from tokenizers import Tokenizer
 
+from target_service.text.encoded_beginnings import EncodedBeginnings, cutting_tokens
 from target_service.text.tokenizer import ModelTokenizer
 
 # Of added tokens that are not marked as special, those that look like it: <|user|>, also with wide bars, [INST], and
@@ -50,6 +51,8 @@ class GuardedEncoder:
         nonce = secrets.token_hex(8)
         self._names = {text: f"\ufdd0{nonce}.{token_id}\ufdd0" for text, token_id in self.ids.items()}
         self._renamed: Tokenizer | None = None
+        marks = cutting_tokens(tokenizer.backend, [text for text in self.ids if text in template])
+        self._beginnings = EncodedBeginnings(self._encode_meant, marks)
         # Unknown text becomes this one, wherever it stands.
         self._unknown = self.ids.get(tokenizer.special_tokens.get("unk_token", ""))
 
@@ -57,9 +60,12 @@ class GuardedEncoder:
         """Where texts of control tokens are."""
         return [match.span() for match in self._pattern.finditer(text)]
 
-    def encode_all(self, text: str) -> list[int] | None:
+    def encode_all(self, text: str, owner: str = "") -> list[int] | None:
         """Token ids of a text of which every control token is meant, in the library's own way; None where that finds
-        others than are written."""
+        others than are written. What the same `owner` had encoded before is not encoded again."""
+        return self._beginnings.encode(text, owner)
+
+    def _encode_meant(self, text: str) -> list[int] | None:
         token_ids = self._tokenizer.encode(text)
         meant = [self.ids[match.group()] for match in self._pattern.finditer(text)]
         return token_ids if self._control(token_ids) == meant else None

@@ -36,6 +36,7 @@ class EncodeChat(msgspec.Struct, tag=True):
     ending: Ending = Ending.ANSWER
     arguments: dict[str, Any] = {}
     tools: list[dict[str, Any]] = []
+    owner: str = ""
 
 
 class Encoded(msgspec.Struct, tag=True):

@@ -6,7 +6,6 @@ another way.
 
 from __future__ import annotations
 
-import itertools
 from collections.abc import Callable, Mapping, Sequence
 from datetime import datetime
 from typing import Any, NamedTuple
@@ -46,9 +45,10 @@ class PromptEncoder:
         ending: Ending = Ending.ANSWER,
         arguments: Mapping[str, Any] | None = None,
         tools: Sequence[Mapping[str, Any]] = (),
+        owner: str = "",
     ) -> list[int]:
         """A conversation. `special` decides whether the text of a special token in a content, an argument or a tool
-        becomes that token. Raises what `ChatTemplate.render` does."""
+        becomes that token; `owner` is whose it is. Raises what `ChatTemplate.render` does."""
         if self._template is None:
             self._template = ChatTemplate(self._tokenizer.chat_template, self._tokenizer.special_tokens)
         template, now = self._template, datetime.now()
@@ -60,19 +60,19 @@ class PromptEncoder:
 
         whole = _Given(turns, arguments or {}, tools)
         plain = render(whole)
-        if special or all(self._sources.isdisjoint(text) for text in _contents(whole)):
-            return self._all_meant(plain)
+        if special or not any(source in text for text in _contents(whole) for source in self._sources):
+            return self._all_meant(plain, owner)
         masked, unmask = self._masked(whole, plain, render)
         if self._guarded.found(unmask(masked)) == self._guarded.found(masked):
             # No content has any.
-            return self._all_meant(plain)
+            return self._all_meant(plain, owner)
         try:
             return self._guarded.encode(_parts(masked, self._guarded, unmask))
         except ValueError as error:
             raise TemplateFailed(f"the contents have text of special tokens: {error}") from None
 
-    def _all_meant(self, text: str) -> list[int]:
-        token_ids = self._guarded.encode_all(text)
+    def _all_meant(self, text: str, owner: str) -> list[int]:
+        token_ids = self._guarded.encode_all(text, owner)
         return self._guarded.encode([(text, True)]) if token_ids is None else token_ids
 
     def _masked(self, given: _Given, plain: str, render: Callable[[_Given], str]) -> tuple[str, Callable[[str], str]]:
@@ -82,8 +82,8 @@ class PromptEncoder:
         encode as JSON) does no more to them. Where it looks for a token that is not special, as for `</think>`, that
         one stays as it is: first in what the assistant said, then in all contents.
         """
-        taken = set(itertools.chain.from_iterable(_contents(given)))
-        free = [mask for mask in _MASKS if mask not in taken]
+        contents = _contents(given)
+        free = [mask for mask in _MASKS if not any(mask in text for text in contents)]
         if len(free) < len(self._sources):
             raise TemplateFailed("the contents have noncharacters of Unicode")
         masks = dict(zip(sorted(self._sources), free, strict=False))
@@ -95,15 +95,14 @@ class PromptEncoder:
                 text = text.replace(mask, source).replace(f"\\u{ord(mask):04x}", source)
             return text
 
-        table = str.maketrans(masks)
         for keeps in ((), ("assistant",), None):
             kept = self._guarded.optional
             turns = [
-                _mapped(turn, table, kept if keeps is None or turn.get("role") in keeps else ()) for turn in given.turns
+                _mapped(turn, masks, kept if keeps is None or turn.get("role") in keeps else ()) for turn in given.turns
             ]
             try:
                 others = kept if keeps is None else ()
-                arguments, tools = (_mapped(each, table, others) for each in (given.arguments, given.tools))
+                arguments, tools = (_mapped(each, masks, others) for each in (given.arguments, given.tools))
                 masked = render(_Given(turns, arguments, tools))
             except TemplateFailed:
                 # It takes the turns as they are, so it looks for what is masked.
@@ -148,20 +147,27 @@ def _contents(turns: Any) -> list[str]:
     return []
 
 
-def _mapped(value: Any, table: dict[int, str], kept: Sequence[str] | frozenset[str]) -> Any:
-    """The same with the characters of `table` replaced, but for the texts in `kept`, and for roles."""
+def _mapped(value: Any, masks: Mapping[str, str], kept: Sequence[str] | frozenset[str]) -> Any:
+    """The same with each character of `masks` replaced, but for the texts in `kept`, and for roles."""
     if isinstance(value, str):
         for text in sorted(kept, key=len, reverse=True):
             if text in value:
-                return text.join(_mapped(part, table, kept) for part in value.split(text))
-        return value.translate(table)
+                return text.join(_mapped(part, masks, kept) for part in value.split(text))
+        return _replaced(value, masks)
     if isinstance(value, Mapping):
         # Templates look for names that are identifiers; others are a caller's.
-        names = {name: name if name.isidentifier() else name.translate(table) for name in value}
-        return {names[name]: each if name == "role" else _mapped(each, table, kept) for name, each in value.items()}
+        names = {name: name if name.isidentifier() else _replaced(name, masks) for name in value}
+        return {names[name]: each if name == "role" else _mapped(each, masks, kept) for name, each in value.items()}
     if isinstance(value, Sequence):
-        return [_mapped(each, table, kept) for each in value]
+        return [_mapped(each, masks, kept) for each in value]
     return value
+
+
+def _replaced(text: str, masks: Mapping[str, str]) -> str:
+    # `str.translate` looks at every character by itself. No mask is a character that is masked.
+    for character, mask in masks.items():
+        text = text.replace(character, mask)
+    return text
 
 
 def _parts(masked: str, guarded: GuardedEncoder, unmask: Callable[[str], str]) -> list[tuple[str, bool]]:

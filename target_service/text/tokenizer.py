@@ -10,9 +10,9 @@ from typing import Any
 from tokenizers import Tokenizer
 
 from target_service.text.answer_format import AnswerFormat, answer_format
-from target_service.text.detokenizer import PROMPT_TOKENS, Detokenizer, TableDetokenizer, WindowDetokenizer
-from target_service.text.stop_strings import StopStrings
-from target_service.text.token_bytes import TokenBytes, token_bytes
+from target_service.text.decoding.detokenizer import PROMPT_TOKENS, Detokenizer, TableDetokenizer, WindowDetokenizer
+from target_service.text.decoding.stop_strings import StopStrings
+from target_service.text.decoding.token_bytes import TokenBytes, token_bytes
 
 # Named special tokens that the texts of a model's files call so.
 SPECIAL_NAMES = ("bos_token", "eos_token", "unk_token", "sep_token", "pad_token", "cls_token", "mask_token")

@@ -106,7 +106,15 @@ def _work(connection: socket.socket, encoder: PromptEncoder) -> None:
 def _encode(encoder: PromptEncoder, job: Job) -> list[int]:
     if isinstance(job, EncodeText):
         return encoder.text(job.text, job.special, begin=job.begin)
-    return encoder.chat(job.turns, job.special, job.most, ending=job.ending, arguments=job.arguments, tools=job.tools)
+    return encoder.chat(
+        job.turns,
+        job.special,
+        job.most,
+        ending=job.ending,
+        arguments=job.arguments,
+        tools=job.tools,
+        owner=job.owner,
+    )
 
 
 def _size(job: Job) -> int:

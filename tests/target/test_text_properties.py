@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 from tokenizer_kinds import CHAT_TEMPLATE, CONTROL, CORPUS, KINDS, SPECIAL, byte_level
 from tokenizers import AddedToken, Tokenizer, decoders
 
-from target_service.text.detokenizer import TableDetokenizer, WindowDetokenizer
+from target_service.text.decoding.detokenizer import TableDetokenizer, WindowDetokenizer
 from target_service.text.prompt_encoder import PromptEncoder
 from target_service.text.tokenizer import ModelTokenizer
 

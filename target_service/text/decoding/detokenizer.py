@@ -12,7 +12,7 @@ from typing import Protocol
 
 from tokenizers import Tokenizer
 
-from target_service.text.token_bytes import TokenBytes
+from target_service.text.decoding.token_bytes import TokenBytes
 
 # What is shown for bytes that do not make a character.
 REPLACEMENT = "\ufffd"
