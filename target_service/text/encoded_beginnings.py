@@ -1,7 +1,7 @@
 """Beginnings of conversations as token ids, so that of a next turn only what is new is encoded.
 
-A request repeats all of the conversation before it. To encode 6,100 tokens of it took 5.5 to 7 ms on a CPU
-(`benchmarks/results/2026-11-29-cpu-next-turn-host.md`), beside the 7 ms in which a GPU reads the new ones at 8B size.
+A request repeats all of the conversation before it. To encode 5,500 tokens of it took 7 ms of a CPU
+(`benchmarks/results/2026-11-29-cpu-next-turn-host.md`), as long as a GPU takes to read a new turn at 8B size.
 
 A tokenizer cuts a text at added tokens before it does anything else, and encodes what is between them piece by piece.
 A piece depends on the others only by whether it begins the text. So ids of a text are those of what stands before such
