@@ -66,12 +66,15 @@ def _load_tiles(  # type: ignore[no-untyped-def]
         last = gl.load(record + 1) + gl.load(record + 2) - 1
         pages = page_table + gl.load(record + 3)
         head = gl.load(record + 7) // 2
+        # Page ids come a tile before what they point at.
+        ahead = gl.load(pages + gl.minimum(low * BLOCK_N + n, last) // PAGE_SIZE)
         for tile in range(low, high):
             stage = count % STAGES
             # A barrier that nobody has passed is in phase 0; waiting for phase 1 then does not wait.
             phase = count // STAGES % 2 ^ 1
             offsets = gl.minimum(tile * BLOCK_N + n, last)
-            page = gl.load(pages + offsets // PAGE_SIZE)
+            page = ahead
+            ahead = gl.load(pages + gl.minimum((tile + 1) * BLOCK_N + n, last) // PAGE_SIZE)
             if FAR:
                 page = page.to(gl.int64)
             at = (page * PAGE_SIZE + offsets % PAGE_SIZE)[:, None] * (KV_HEADS * D) + d[None, :]
