@@ -18,16 +18,18 @@ from __future__ import annotations
 
 import itertools
 from collections import defaultdict, deque
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from statistics import median
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
 
 from benchmarks.engine.simulated_device import empty_runner
-from benchmarks.host.simulated_prompts import ANSWER_TOKENS, MOST_ROWS, pass_seconds, prompt_lengths
+from benchmarks.host.simulated_prompts import ANSWER_TOKENS, MOST_ROWS, prompt_lengths
+from benchmarks.loads.drafts import BehindPasses, SimulatedDraft
+from benchmarks.loads.shapes import SHAPES, LoadedShape
 from benchmarks.loads.texts import (
     LOOKED_UP,
     VOCABULARY,
@@ -39,9 +41,7 @@ from benchmarks.loads.texts import (
 )
 from benchmarks.shared.report import comma_separated, parser_of, provenance, record_table, settings_of, show, write_json
 from benchmarks.shared.virtual_clock import VirtualClock
-from outrider.drafting.events import Connected, DraftEvents, Grown
 from outrider.sampling import SamplingParams, VerificationMode
-from outrider.wire.frames import DraftInfo, OpenSequence, SequenceAdvance, SequenceFeatures, SequenceGrowth, TreeLimits
 from target_service.config import TargetConfig
 from target_service.core.sequence import DevicePass, SequenceFinished, SequenceRequest, StepStats, StepVerdict
 from target_service.engine.loop import EngineLoop
@@ -52,7 +52,6 @@ from target_service.execution.node_tables import NodeTables
 from target_service.execution.prompt_scores import ScoredPrompt
 from target_service.model.cuda_graphs.sizes import row_sizes
 from target_service.sampling.verifier import SequenceVerifier, Verified
-from target_service.speculation.policy.step_cost import StepCost
 from tree_kernels.node_table import Mailboxes
 from tree_kernels.verification import Walk
 
@@ -62,37 +61,11 @@ CHANGING = (8, 64, 1, 32, 128)
 _MOST, _PLACES = 128, 1 << 11
 # Seconds from an answer's last token to the next request of its stream. Chosen: what a client and two ways over HTTP
 # take.
-_CLIENT_SECONDS = 2.5e-3
+CLIENT_SECONDS = 2.5e-3
 # Streams of long prompts, those and their answers in tokens, and answers in all.
 _LONG_STREAMS, _LONG_PROMPT, _LONG_ANSWER, _LONG_ANSWERS = 8, 6000, 32, 32
 # Answers whose speed is compared.
 _FIRST_ANSWERS = 8
-# Rows whose cost is measured at start (`step_cost`).
-_COSTED = (1, 2, 4, 8, 12, 16, 24, 32, 48, 64, 128, 256, 512, 1024, 2048)
-
-
-@dataclass(frozen=True)
-class LoadedShape:
-    """Times: of a pass as a multiple of an 8B shape's, and seconds of the host for a launch and for a commit, and for
-    each sequence of either; what a sequence with a draft takes besides; and of a draft's answer."""
-
-    scale: float = 1.0
-    host: float = 2.5e-4
-    host_each: float = 8e-6
-    host_drafted: float = 6e-6
-    answer: float = 6e-4
-    answer_each: float = 4e-5
-    following: float = 0.03
-
-    def seconds(self, rows: int, sequences: int, *, followed: bool) -> float:
-        """Of a pass of a captured size."""
-        return self.scale * pass_seconds(rows, sequences) * (1 + self.following * followed)
-
-    def cost(self) -> StepCost:
-        return StepCost([(rows, self.seconds(rows, 1, followed=False)) for rows in _COSTED])
-
-
-SHAPES = {"8b": LoadedShape(), "small": LoadedShape(scale=0.12)}
 # "none" has lookup alone.
 DRAFTS: dict[str, SimulatedDrafts | None] = {
     "good": SimulatedDrafts(),
@@ -111,59 +84,6 @@ class _UnreadTables(NodeTables):
         """See `NodeTables.publish`."""
         for tree in self._trees.values():
             tree.changed = False
-
-
-class SimulatedDraft:
-    """A `DraftLink` that answers every commit after a while, with trees of a node: what they hold is drawn by the
-    device."""
-
-    def __init__(self, events: DraftEvents, clock: VirtualClock, shape: LoadedShape) -> None:
-        self._events, self._clock, self._shape = events, clock, shape
-        self._ids = itertools.count(1)
-        # By sequence: when answers come, and the steps that they are for.
-        self._answers: dict[int, deque[tuple[float, int]]] = {}
-        events.receive(Connected(DraftInfo("simulated", 0, "", TreeLimits(), 1 << 20, "0")))
-
-    @property
-    def is_followed(self) -> bool:
-        return bool(self._answers)
-
-    def answered(self, sequence_id: int, at: float) -> int | None:
-        """The last step of a sequence that is answered at a time."""
-        known = [step for due, step in self._answers.get(sequence_id, ()) if due <= at]
-        return max(known, default=None)
-
-    def open(self, sequence: OpenSequence) -> None:
-        self._answers[sequence.sequence_id] = deque(maxlen=8)
-        self._answer([(sequence.sequence_id, sequence.step)])
-
-    def advance(self, advances: Sequence[SequenceAdvance]) -> None:
-        self._answer([(one.sequence_id, one.step) for one in advances])
-
-    def send_features(self, features: Sequence[SequenceFeatures]) -> None:
-        raise AssertionError(f"{len(features)} features for a draft that reads none")
-
-    def close(self, sequence_ids: Sequence[int]) -> None:
-        for each in sequence_ids:
-            self._answers.pop(each, None)
-
-    def cut_off(self, reason: str) -> None:
-        raise AssertionError(reason)
-
-    def _answer(self, steps: Sequence[tuple[int, int]]) -> None:
-        due = self._clock.now + self._shape.answer + self._shape.answer_each * len(steps)
-        for sequence_id, step in steps:
-            self._answers[sequence_id].append((due, step))
-        self._clock.call_at(due, lambda: self._deliver(steps))
-
-    def _deliver(self, steps: Sequence[tuple[int, int]]) -> None:
-        growths = [
-            SequenceGrowth(sequence_id, step, next(self._ids), (0,), (1,), (0.5,), replaces=True)
-            for sequence_id, step in steps
-            if sequence_id in self._answers
-        ]
-        if growths:
-            self._events.receive(Grown(growths))
 
 
 class _SimulatedPass(LaunchedWhole):
@@ -191,6 +111,16 @@ class _SimulatedPass(LaunchedWhole):
         return []
 
 
+class PassOnTimeline(NamedTuple):
+    """Passes launched at once: when they began and ended, sequences that decoded, rows of prompts, and rows in all."""
+
+    begin: float
+    end: float
+    decoding: int
+    read: int
+    rows: int
+
+
 class LoadedDevice:
     """`Steps` whose passes accept what their texts and drafts have, one after the other."""
 
@@ -198,13 +128,14 @@ class LoadedDevice:
 
     def __init__(self, clock: VirtualClock, shape: LoadedShape, *, looks_up: bool) -> None:
         self.tables = _UnreadTables(_MOST, Mailboxes(_MOST, torch.device("cpu")))
-        self.draft: SimulatedDraft | None = None
+        self.draft: SimulatedDraft | BehindPasses | None = None
         self.texts: dict[int, SimulatedText] = {}
         self._clock, self._shape, self._looks_up = clock, shape, looks_up
+        self.timeline: list[PassOnTimeline] = []
         self._free_at = 0.0
         # By sequence: its tokens on the device, and the steps that made them.
         self._lengths: dict[int, int] = {}
-        self._steps: defaultdict[int, int] = defaultdict(int)
+        self.steps: defaultdict[int, int] = defaultdict(int)
 
     def use_pause(self) -> bool:
         """See `Steps.use_pause`."""
@@ -221,10 +152,14 @@ class LoadedDevice:
         ready()
         needed = batch.device_rows.rows if batch.device_rows is not None else len(batch.input.token_ids)
         rows = next(size for size in row_sizes(MOST_ROWS) if size >= needed)
-        seconds = shape.seconds(rows, count, followed=followed)
+        seconds = shape.of_step(batch, rows, followed=followed)
         begin = max(self._free_at, self._clock.now)
         made = [self._run(batch, begin + number * seconds) for number in range(passes)]
         self._free_at = begin + passes * seconds
+        read = sum([item.known for item in batch.items if item.known > 1])
+        self.timeline.append(
+            PassOnTimeline(begin, self._free_at, sum([item.known == 1 for item in batch.items]), read, rows)
+        )
         outcomes = [
             None if item.tree is None else _joined(each) for item, *each in zip(batch.items, *made, strict=True)
         ]
@@ -244,7 +179,7 @@ class LoadedDevice:
             count = 1 + (one.accepted if one is not None else 0)
             tokens = text.token_ids[length : length + count]
             self._lengths[number] += count
-            self._steps[number] += 1
+            self.steps[number] += 1
             outcomes.append(Verified(Walk((), tokens[0]), (), tuple(tokens[1:]), () if one is None else (one,)))
         return outcomes
 
@@ -280,7 +215,7 @@ class LoadedDevice:
     def _ranked(self, number: int, begin: float) -> RankedCandidates:
         text = self.texts[number]
         answered = self.draft.answered(number, begin) if self.draft is not None else None
-        lag = None if answered is None else max(0, self._steps[number] - answered)
+        lag = None if answered is None else max(0, self.steps[number] - answered)
         root = self._lengths.get(number, text.prompt_tokens) - 1
         return ranked(*text.candidates(root, lag, self._looks_up), self.tables.trust)
 
@@ -302,6 +237,7 @@ class PassCounts:
         """See `EngineObserver.on_step`."""
         self.totals["passes"] += stats.passes
         self.totals["rows"] += stats.chosen_rows
+        self.totals["sequence passes"] += (stats.chosen_rows > 0) * stats.sequences * stats.passes
         self.totals["accepted"] += stats.chosen_accepted
         self.totals["with prompts"] += stats.prefill_rows > 0
         self.totals["rows beside prompts"] += stats.chosen_rows * (stats.prefill_rows > 0)
@@ -314,11 +250,25 @@ class PassCounts:
         """Not counted."""
 
 
+@dataclass
+class AnsweredRequest:
+    """A request: when it arrived and when the engine got it, and when so many of its tokens came."""
+
+    arrived: float
+    asked: float
+    tokens: list[tuple[float, int]] = field(default_factory=list)
+
+    @property
+    def first(self) -> float:
+        """Seconds until the first token."""
+        return self.tokens[0][0] - self.arrived
+
+
 class SimulatedEngine:
     """One engine, which keeps what its policies learnt from load to load."""
 
-    def __init__(self, shape: LoadedShape, draft: str) -> None:
-        """`draft`: one of `DRAFTS`."""
+    def __init__(self, shape: LoadedShape, draft: str, *, behind_passes: bool = False, shares: bool = False) -> None:
+        """`draft`: one of `DRAFTS`, which drafts `behind_passes` or is sent commits. `shares`: prompts share pages."""
         drafter, plain = DRAFTS[draft], draft == "plain"
         self._clock = VirtualClock()
         self._drafter = drafter or SimulatedDrafts()
@@ -327,21 +277,28 @@ class SimulatedEngine:
             settings = {"speculation": False, "lookup_tokens": 0, "max_draft_nodes": 0}
         config = TargetConfig(
             model="none", device="cuda", max_running=_MOST, speculative_disable_queue_size=2 * _MOST,
-            prefix_cache=False, **settings,
+            prefix_cache=shares, **settings,
         )  # fmt: skip
         runner: Any = empty_runner(VOCABULARY, _MOST * _PLACES)
         runner.pass_sizes = lambda _: row_sizes(MOST_ROWS)
         looked_up = 0 if plain else LOOKED_UP
         runner.enable_device_row_selection(_MOST, looked_up, "torch", recycles=False)
         with self._clock.installed():
-            self._device = LoadedDevice(self._clock, shape, looks_up=looked_up > 0)
+            self.device = LoadedDevice(self._clock, shape, looks_up=looked_up > 0)
             self.counts = PassCounts()
-            self.loop = EngineLoop(runner, config, steps=self._device, step_cost=shape.cost(), observer=self.counts)
-            if drafter is not None:
-                self._device.draft = SimulatedDraft(self.loop.drafting, self._clock, shape)
-                self.loop.drafting.attach(self._device.draft)
+            self.loop = EngineLoop(runner, config, steps=self.device, step_cost=shape.cost(), observer=self.counts)
+            if drafter is not None and behind_passes:
+                self.device.draft = BehindPasses(self.loop.drafting, self.device.steps)
+            elif drafter is not None:
+                self.device.draft = SimulatedDraft(self.loop.drafting, self._clock, shape)
+                self.loop.drafting.attach(self.device.draft)
                 self.loop.drafting.listen()
         self._number = 0
+
+    @property
+    def now(self) -> float:
+        """Seconds by its clock."""
+        return self._clock.now
 
     def load(
         self,
@@ -354,40 +311,15 @@ class SimulatedEngine:
         """Closed loops of so many streams until `answers` have ended, by default with prompts of the usual `lengths`.
         Returns tokens a second while all of them ran, and the seconds until the first eight answers had ended."""
         lengths, begin = lengths or prompt_lengths(seed), self._clock.now
-        tokens, ended, first_ended = 0, 0, 0.0
-        # When each answer was asked for, and the tokens until then; and when the next ones will be.
-        asked: list[tuple[float, int]] = []
-        # By sequence: when it was asked for; and of all how long their first tokens took.
-        awaited: dict[int, float] = {}
-        firsts: list[float] = []
-        arrivals = deque([begin] * min(streams, answers))
-
-        def arrive() -> None:
-            while len(asked) < answers and arrivals and arrivals[0] <= self._clock.now:
-                self._ask(next(lengths), 1000 * seed + answers - len(asked), answer_tokens)
-                awaited[self._number] = arrivals.popleft()
-                asked.append((self._clock.now, tokens))
-
-        self.loop.take_arrivals = arrive
-        self.counts.totals.clear()
-        with self._clock.installed():
-            while len(asked) < answers or self.loop.live:
-                arrive()
-                events = self.loop.step()
-                if events is None and arrivals:
-                    self._clock.pass_by(arrivals[0] - self._clock.now)
-                for event in events or ():
-                    if isinstance(event, StepVerdict):
-                        tokens += len(event.token_ids)
-                        if (since := awaited.pop(event.sequence_id, None)) is not None:
-                            firsts.append(self._clock.now - since)
-                    elif isinstance(event, SequenceFinished):
-                        arrivals.append(self._clock.now + _CLIENT_SECONDS)
-                        ended += 1
-                        if ended == _FIRST_ANSWERS:
-                            first_ended = self._clock.now - begin
-                    else:
-                        raise SystemExit(f"a sequence failed: {event}")
+        texts = [
+            made_up_text(1000 * seed + answers - number, next(lengths), answer_tokens, self._drafter)
+            for number in range(answers)
+        ]
+        served = self.answer(texts, [begin] * min(streams, answers), closed=True)
+        made = sorted(one for each in served for one in each.tokens)
+        # When each answer was asked for, and the tokens until then.
+        asked = [(one.asked, sum(count for at, count in made if at <= one.asked)) for one in served]
+        first_ended = sorted(one.tokens[-1][0] for one in served)[:_FIRST_ANSWERS][-1] - begin
         totals = self.counts.totals
         return {
             "streams": streams,
@@ -395,24 +327,54 @@ class SimulatedEngine:
             # Once half of them have been asked for.
             "settled": _rate(asked[len(asked) // 2], asked[-1]),
             "first_eight_seconds": round(first_ended, 4),
-            "first_token_ms": round(1e3 * median(firsts), 2),
+            "first_token_ms": round(1e3 * median(one.first for one in served), 2),
             "rows_per_pass": round(totals["rows"] / totals["passes"], 1),
             "accepted_per_row": round(totals["accepted"] / max(1, totals["rows"]), 3),
             "followed": round(totals["followed"] / totals["passes"], 2),
         }
 
-    def _ask(self, prompt_tokens: int, seed: int, answer_tokens: int) -> None:
+    def answer(
+        self, texts: Sequence[SimulatedText], arrivals: Iterable[float], *, closed: bool
+    ) -> list[AnsweredRequest]:
+        """Answer all texts, in order. Requests come at the times of `arrivals`, which rise, and where the load is
+        `closed` once more shortly after each answer."""
+        coming, served = deque(arrivals), dict[int, AnsweredRequest]()
+        left = iter(texts)
+
+        def arrive() -> None:
+            while coming and coming[0] <= self._clock.now and (text := next(left, None)) is not None:
+                self._ask(text)
+                served[self._number] = AnsweredRequest(coming.popleft(), self._clock.now)
+
+        self.loop.take_arrivals = arrive
+        self.counts.totals.clear()
+        with self._clock.installed():
+            while len(served) < len(texts) or self.loop.live:
+                arrive()
+                events = self.loop.step()
+                if events is None and coming:
+                    self._clock.pass_by(coming[0] - self._clock.now)
+                for event in events or ():
+                    if isinstance(event, StepVerdict):
+                        served[event.sequence_id].tokens.append((self._clock.now, len(event.token_ids)))
+                    elif not isinstance(event, SequenceFinished):
+                        raise SystemExit(f"a sequence failed: {event}")
+                    elif closed:
+                        coming.append(self._clock.now + CLIENT_SECONDS)
+        return list(served.values())
+
+    def _ask(self, text: SimulatedText) -> None:
         self._number += 1
-        text = self._device.texts[self._number] = made_up_text(seed, prompt_tokens, answer_tokens, self._drafter)
-        sampling = SamplingParams(ignore_eos=True, max_tokens=answer_tokens)
-        prompt = tuple(text.token_ids[:prompt_tokens])
-        request = SequenceRequest(prompt, sampling, VerificationMode.GREEDY, 0, answer_tokens)
+        self.device.texts[self._number] = text
+        sampling = SamplingParams(ignore_eos=True, max_tokens=text.answer_tokens)
+        prompt = tuple(text.token_ids[: text.prompt_tokens])
+        request = SequenceRequest(prompt, sampling, VerificationMode.GREEDY, 0, text.answer_tokens)
         self.loop.add(self.loop.make(self._number, request))
 
 
 def _rate(begin: tuple[float, int], end: tuple[float, int]) -> float:
-    """Tokens a second between two points of (time, tokens until then)."""
-    return round((end[1] - begin[1]) / (end[0] - begin[0]), 1)
+    """Tokens a second between two points of (time, tokens until then); 0 where they are one."""
+    return round((end[1] - begin[1]) / (end[0] - begin[0]), 1) if end[0] > begin[0] else 0.0
 
 
 def answers_of(streams: int) -> int:

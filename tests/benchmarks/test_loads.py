@@ -6,6 +6,8 @@ from dataclasses import replace
 
 import pytest
 
+from benchmarks.loads.first_tokens import figures, load_of, run
+from benchmarks.loads.shapes import HeadedShape
 from benchmarks.loads.simulation import SHAPES, SimulatedEngine, long_prompts
 from benchmarks.loads.texts import SimulatedDrafts, SimulatedText, ranked
 
@@ -60,6 +62,16 @@ def test_long_prompts_lose_little_to_drafts_beside_them() -> None:
     """Passes read prompts all the time, where a drafted row takes the place of one of theirs."""
     rates = {name: long_prompts(SHAPES["8b"], name, seed=1)["settled"] for name in ("good", "plain")}
     assert rates["good"] > 0.9 * rates["plain"]
+
+
+def test_a_text_that_prompts_share_is_read_once() -> None:
+    load = load_of("shared2", 1, SimulatedDrafts())
+    engine = SimulatedEngine(HeadedShape(), "good", behind_passes=True, shares=True)
+    served = run(engine, load)
+    own = sum(text.prompt_tokens - 3000 for text in load.texts)
+    # And of each other prompt what is behind its last shared page.
+    assert 3000 + own <= sum(one.read for one in engine.device.timeline) <= 3000 + own + 16 * len(served)
+    assert figures(served)["first_p50_ms"] < 30 < figures(served)["first_p99_ms"]
 
 
 @pytest.mark.parametrize("draft", ["none", "good"])
