@@ -45,9 +45,11 @@ class StepTimes:
         # By size as in `_Curve`: steps with prompts since one without.
         self._stale: dict[int, int] = {}
 
-    def observe_step(self, decoding: int, prefill_rows: int, seconds: float, *, own: bool = True) -> None:
+    def observe_step(
+        self, decoding: int, prefill_rows: int, seconds: float, *, own: bool = True, drafted: int = 0
+    ) -> None:
         """Observe a step of `decoding` sequences and `prefill_rows` rows of prompts, with all that follows it. It was
-        one tenant's `own`, on processors that others may use, or not."""
+        one tenant's `own`, on processors that others may use, or not. `drafted` rows were in its pass besides."""
         size = decoding.bit_length()
         if not prefill_rows:
             if own:
@@ -59,6 +61,10 @@ class StepTimes:
             self._prefill_alone.observe(prefill_rows, seconds)
         if not self._decoding.known:
             return
+        if drafted and self._expected is not None:
+            # Else prompts of which few rows are read beside many drafted ones seem dear, and fewer of them are read.
+            rows = decoding + prefill_rows
+            seconds -= self._expected(rows + drafted) - self._expected(rows)
         stale = self._stale[size] = self._stale.get(size, _STALE_AFTER) + 1
         if decoding and stale > _STALE_AFTER:
             # Reading takes as long as observed, or else its part of the rows.

@@ -236,7 +236,7 @@ class EngineLoop:
         seconds = (step.clock.committed - (last.ended_ns or step.clock.begun)) * 1e-9
         # A device's steps do not share their processors with other tenants' calls.
         own = step.own and not self.steps.in_background
-        self.scheduler.times.observe_step(*step.work, seconds, own=own)
+        self.scheduler.times.observe_step(*step.work, seconds, own=own, drafted=step.drafted_rows)
         period = seconds if last.ended_ns else 0.0
         self.speculation.updates.observe_step(step, stats, verdicts, period, seen_running=self._seen_running)
         if self._observer is not None:

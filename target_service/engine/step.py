@@ -109,6 +109,12 @@ class Step:
         """Sequences that decode in it, and rows of prompts."""
         return sum([item.known == 1 for item in self.batch.items]), self.batch.prefill_rows
 
+    @property
+    def drafted_rows(self) -> int:
+        """Rows in which the device may have drafted ones."""
+        rows = self.batch.device_rows
+        return 0 if rows is None else rows.rows - rows.laid_out_rows - len(self.batch.items) + rows.laid_out
+
     def await_tokens(self, sits_out: Callable[[Sequence], bool]) -> None:
         """Lay out its sequences as if it had sampled their tokens and accepted no drafts, until `forget_tokens`; those
         that sit out are not laid out at all."""

@@ -47,10 +47,10 @@ def test_tenants_are_held_to_whole_steps() -> None:
     passes: list[int] = []
     observe = loop.scheduler.times.observe_step
 
-    def noted(decoding: int, reading_rows: int, seconds: float, *, own: bool = True) -> None:
+    def noted(decoding: int, reading_rows: int, seconds: float, *, own: bool = True, drafted: int = 0) -> None:
         learnt.append(seconds)
         owned.append(own)
-        observe(decoding, reading_rows, seconds, own=own)
+        observe(decoding, reading_rows, seconds, own=own, drafted=drafted)
 
     loop.scheduler.times.observe_step = noted  # type: ignore[method-assign]
     begin = time.monotonic()

@@ -346,3 +346,17 @@ def test_prompts_are_not_read_in_crumbs_for_good_since_ones_own_step_got_longer(
     played.run(600)
     # Some 250 rows beside who decodes take as long as his own step.
     assert sum(played.read[-100:]) >= 100 * 100
+
+
+def test_drafted_rows_beside_prompts_do_not_make_those_dear() -> None:
+    """Steps that read few rows beside many drafted ones, by which few would be read for good."""
+
+    def cost(rows: int) -> float:
+        return 5e-3 + 3e-5 * rows
+
+    times = StepTimes(cost)
+    for _ in range(20):
+        times.observe_step(64, 0, cost(64))
+        times.observe_step(64, 250, cost(64 + 250 + 400), drafted=400)
+    # What is left of 24 ms, at 0.03 for each row.
+    assert times.prefill_within(64, 24e-3, 2048) == pytest.approx((24e-3 - cost(64)) / 3e-5, abs=2)
