@@ -185,12 +185,14 @@ class TargetConfig(ServiceSettings):
     max_step_rows: int = setting(
         0, "rows of one forward pass, over all sequences; 0 takes 512, and 2048 on a GPU", ge=0
     )
-    prefill_chunk: int = setting(0, "prompt tokens of one sequence in one step; 0 takes half of a pass", ge=0)
+    prefill_chunk: int = setting(
+        0, "prompt tokens of one sequence in one step; 0 takes as many as a step has on a GPU, and half elsewhere", ge=0
+    )
     prompt_wait_ms: float = setting(
         0,
         "longest step that reads prompts while others decode, whose tokens come no sooner; prompts are read in pieces "
-        "that fit. Never less than two steps without prompts; 0 takes 24 on a GPU, up to 60 where many prompts are "
-        "unread and few others decode, and 200 elsewhere",
+        "that fit. Never less than two steps without prompts; 0 takes 24 on a GPU, up to 60 where few decode, and 200 "
+        "elsewhere",
         ge=0,
         le=60_000,
     )
@@ -354,16 +356,16 @@ class TargetConfig(ServiceSettings):
 
     @property
     def prompt_waits(self) -> tuple[float, float]:
-        """`prompt_wait_ms`, 0 resolved, in seconds; and for few sequences behind which many prompts are unread."""
+        """`prompt_wait_ms`, 0 resolved, in seconds; and that of few sequences."""
         if self.prompt_wait_ms:
             return self.prompt_wait_ms / 1e3, self.prompt_wait_ms / 1e3
         # Longest steps with prompts. On a GPU between vLLM's longest gaps of 64 streams at 8B size on an H100 (p99, 21
         # ms plain and 29 with a head): of the waits simulated by `benchmarks/host/simulated_prompts.py` 22 to 25 make
-        # most tokens, and of long prompts those of 60 (`benchmarks/results/2026-11-29-cpu-longer-waits.md`). On two
+        # most tokens, and beside few streams those of 60 (`benchmarks/results/2026-11-29-cpu-first-tokens.md`). On two
         # cores a step of 24 ms would read no rows beside a decoding one of 34.
         return (0.2, 0.2) if self.device == "cpu" else (0.024, 0.06)
 
     @property
     def chunk_rows(self) -> int:
-        """`prefill_chunk`, 0 resolved."""
-        return self.prefill_chunk or max(1, self.step_rows // 2)
+        """`prefill_chunk`, 0 resolved: on a GPU each step reads all weights, and a head may draft behind it."""
+        return self.prefill_chunk or (self.step_rows // 2 if self.device == "cpu" else self.step_rows) or 1

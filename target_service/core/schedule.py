@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import bisect
-import math
 from collections.abc import Callable
 from collections.abc import Sequence as SequenceOf
 from dataclasses import dataclass, field
@@ -17,10 +16,10 @@ LEAST_READ = 16
 # How much longer than one without prompts a step may be that reads some, whatever the bound of waits. Chosen: where
 # decoding alone takes that long, prompts have as much time as it.
 _TWICE = 2.0
-# Steps of the usual length that it takes to read all prompts, above which fewer sequences than these wait for longer
-# ones, by the root of their share. With these, simulated, eight streams of long prompts begin to answer a third sooner,
-# and short prompts are read as before (`benchmarks/results/2026-11-29-cpu-longer-waits.md`).
-_BACKLOG, _MANY = 4.0, 16
+# Decoding sequences that wait for steps of the usual length; fewer wait for longer ones, all together for as long.
+# Chosen, in a simulation: with 12 first tokens come later, and with 24 no sooner
+# (`benchmarks/results/2026-11-29-cpu-first-tokens.md`).
+_MANY = 16
 
 
 @dataclass(slots=True)
@@ -98,42 +97,40 @@ class PromptRows:
         pass_sizes: Callable[[int], SequenceOf[int]],
         times: StepTimes,
     ) -> None:
-        """`waits`: seconds that decoding sequences may wait for a step that reads, usually and where prompts are many
-        and they are few. `chunk_rows`: most rows of a sequence. `pass_sizes` are those of the runner, see
+        """`waits`: seconds that decoding sequences may wait for a step that reads, usually and where they are few.
+        `chunk_rows`: most rows of a sequence. `pass_sizes` are those of the runner, see
         `ModelRunner.pass_sizes`."""
         self._waits, self._chunk_rows = waits, chunk_rows
         self._pass_sizes, self._times = pass_sizes, times
         # Drafted rows of the last step that only decoded.
         self._drafted = 0
-        # Those of a step of these sequences and so many rows, which leaves rows of prompts unread of so many in all.
-        self.drafted_beside: Callable[[SequenceOf[Sequence], int, int], int] = lambda *_: self._drafted
+        # Those of a step of so many sequences that decode, and so many rows, which leaves prompts unread.
+        self.drafted_beside: Callable[[int, int], int] = lambda *_: self._drafted
 
     def observe_drafted(self, schedule: Schedule, rows: int) -> None:
         """Observe a step that was launched with `rows` for its roots and drafts, or with its roots alone."""
         if not schedule.prefilling:
             self._drafted = max(0, rows - len(schedule.chunks))
 
-    def choose(self, due: SequenceOf[int], decodes: SequenceOf[Sequence], rows: int, unread: int) -> int:
-        """Rows of a step, of at most `rows` and of `unread` in all: those that the sequences that it decodes may wait
-        for. If some are left for the next step anyway, the step has one of the sizes that passes are captured for, with
-        as many drafted rows as are worth it. `due` are those of each sequence that reads."""
+    def choose(self, due: SequenceOf[int], decoding: int, rows: int) -> int:
+        """Rows of a step, of at most `rows`: those that the sequences that it decodes may wait for. If some are left
+        for the next step anyway, the step has one of the sizes that passes are captured for, with as many drafted rows
+        as are worth it. `due` are those of each sequence that reads."""
         if not due:
             return rows
-        decoding = len(decodes)
         read, beside, sizes = sum(due), decoding, self._pass_sizes(decoding + len(due))
         if decoding:
-            longest = self._longest_wait(decoding, rows, unread)
+            longest = self._longest_wait(decoding)
             whole = decoding + self._times.prefill_within(decoding, longest, rows)
-            beside += (drafted := self.drafted_beside(decodes, rows_that_fill(whole, 0, sizes), unread))
+            beside += (drafted := self.drafted_beside(decoding, rows_that_fill(whole, 0, sizes)))
             within = max(LEAST_READ, self._times.prefill_within(decoding, longest, rows, drafted))
             rows = min(rows, rows_that_fill(within, beside, sizes))
         if read <= rows and max(due) < self._chunk_rows:
             return rows
         return rows_that_fill(min(rows, read), beside, sizes)
 
-    def _longest_wait(self, decoding: int, rows: int, unread: int) -> float:
-        """Seconds that a step of at most `rows` may take which reads of `unread` rows beside decoding sequences."""
-        usual = max(self._waits[0], _TWICE * self._times.decoding_seconds(decoding, self._drafted))
-        if unread <= _BACKLOG * self._times.prefill_within(decoding, usual, rows):
-            return usual
-        return max(usual, min(self._waits[1], self._waits[0] * math.sqrt(_MANY / decoding)))
+    def _longest_wait(self, decoding: int) -> float:
+        """Seconds that a step may take which reads prompts beside decoding sequences."""
+        usual, most = self._waits
+        longest = max(usual, min(most, usual * _MANY / decoding))
+        return max(longest, _TWICE * self._times.decoding_seconds(decoding, self._drafted))

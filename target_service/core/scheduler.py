@@ -37,13 +37,20 @@ class _Demand:
     rows: int = 0
 
 
+def _turn(sequence: Sequence) -> int:
+    """The key that brings prompts of a tenant in the order in which they are read: what had been read when it came, and
+    what is left of itself. So a short one goes before a long one that came before, and no prompt waits for others that
+    come once as many rows have been read as it has."""
+    return sequence.read_before + sequence.length - sequence.kv_length
+
+
 class Scheduler:
     """Continuous batching: running sequences continue, waiting ones join as places, rows and KV pages allow.
 
     Where these do not suffice, tenants share them by weight in every step; within a tenant, sequences go in order of
-    arrival. Step time is shared as well: while several tenants have work, no step is longer than a tenant's own would
-    be, divided by its part of the weights, as estimated from earlier steps. A sequence without a place in a step keeps
-    its pages.
+    arrival, and prompts that have begun in that of `_turn`. Step time is shared as well: while several tenants have
+    work, no step is longer than a tenant's own would be, divided by its part of the weights, as estimated from earlier
+    steps. A sequence without a place in a step keeps its pages.
 
     When pages run out, a sequence is preempted: it gives its pages back, waits, and is read again. Idle ones, whose
     client has sent no tree, are first; they wait again once there is a tree. Then comes the youngest of the tenant that
@@ -69,6 +76,7 @@ class Scheduler:
         self._held_back: list[Sequence] | None = None  # new ones, until `release`; None unless `hold_back` was called
         self._places, self._rows, self._time = FairShare(), FairShare(), TimeShares()
         self.running: list[Sequence] = []
+        self._read = 0  # rows of prompts in the steps so far
         # Most rows of a step: as configured, or fewer where those did not fit the device's memory.
         self.max_step_rows = config.step_rows
 
@@ -136,6 +144,7 @@ class Scheduler:
             self._preempt(sequence, keeps_state=False)
 
     def add(self, sequence: Sequence) -> None:
+        sequence.read_before = self._read
         if self._held_back is not None:
             self._held_back.append(sequence)
             return
@@ -181,8 +190,7 @@ class Scheduler:
             within = self.times.prefill_within(len(chunks), seconds, rows)
             rows = self._shortened(sum(map(self._due, prefilling)), rows, LEAST_READ, within)
         unread = self._unread(prefilling) if prefilling else 0
-        due, decodes = [self._due(one) for one in prefilling], [one.sequence for one in chunks]
-        rows = self.prompt_rows.choose(due, decodes, rows, unread)
+        rows = self.prompt_rows.choose([self._due(one) for one in prefilling], len(chunks), rows)
         for sequence, count in self._share_rows(prefilling, rows):
             if self._holds_chunk(sequence, count):
                 chunks.append(SequenceChunk(sequence, count))
@@ -194,6 +202,7 @@ class Scheduler:
     def count_launched(self, schedule: Schedule) -> None:
         """Count a scheduled step as its tenants' share: it is launched."""
         self.pages.keep_states(schedule)
+        self._read += schedule.prefill_rows
         seconds = self.times.seconds(len(schedule.chunks) - schedule.prefilling, schedule.prefill_rows)
         self._time.count_step({chunk.sequence.request.tenant for chunk in schedule.chunks}, seconds)
 
@@ -312,7 +321,7 @@ class Scheduler:
             self._rows.rest()
             return [(sequence, count) for sequence, count in due if count]
         lines: dict[str, list[tuple[Sequence, int]]] = defaultdict(list)
-        for sequence, count in due:
+        for sequence, count in sorted(due, key=lambda one: _turn(one[0])):
             if count:
                 lines[sequence.request.tenant].append((sequence, count))
         # In small parts, so that a short prompt does not wait for another tenant's long one.

@@ -320,6 +320,8 @@ class Sequence:
     # Tokens that the step under way will sample, and drafted ones that it may accept besides.
     pending_tokens: int = 0
     pending_drafts: int = 0
+    # Rows of prompts that all steps had read when it came.
+    read_before: int = 0
     # Tokens of the prompt whose log-probabilities were computed, where the request asks for them.
     scored_tokens: int = 0
     # Whether it takes no part in the step that is prepared then: its own tokens have to be on the host first.

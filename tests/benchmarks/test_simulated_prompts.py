@@ -46,7 +46,7 @@ def test_an_arrival_takes_little_of_the_others_time() -> None:
 
 
 @pytest.mark.parametrize(("asked", "longest"), [(DEFAULT, 0.06), (24.0, 0.024)])
-def test_few_wait_longer_for_many_prompts_unless_a_bound_is_set(asked: float, longest: float) -> None:
+def test_few_wait_longer_for_prompts_unless_a_bound_is_set(asked: float, longest: float) -> None:
     """Two streams, and six prompts of 3,000 tokens."""
     played = SimulatedPrompts(asked)
     for _ in range(2):
@@ -59,8 +59,8 @@ def test_few_wait_longer_for_many_prompts_unless_a_bound_is_set(asked: float, lo
     reading = [one for one in played.timeline[begun:] if one[2] and one[1]]
     assert sum(one[2] for one in reading) == 18_000
     assert max(one[4] for one in reading[:5]) == pytest.approx(longest, rel=0.2)
-    # Once little is left, nobody waits for longer than usual.
-    assert max(one[4] for one in reading[-3:]) <= 0.024
+    # Those whose prompts were read decode as well: together all wait for no longer than 16 for 24 ms each.
+    assert all(one[1] * one[4] <= 16 * 0.024 for one in reading)
 
 
 def test_prompts_that_arrive_together_are_read_together() -> None:
@@ -79,7 +79,8 @@ def test_long_prompts_at_a_rate_hold_nobody_up() -> None:
     played = SimulatedPrompts(DEFAULT)
     at_rate(played, 16.0, 96)
     found = figures(played)
-    assert found["gap_p99"] <= 24 and found["first_p50"] < 35
+    # Few decode, so that they wait longer than where many do, and the prompts less.
+    assert found["gap_p99"] <= 45 and found["first_p50"] < 35 and found["first_p99"] < 100
 
 
 @pytest.mark.parametrize(

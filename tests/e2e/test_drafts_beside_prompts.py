@@ -5,7 +5,6 @@ from __future__ import annotations
 import itertools
 import random
 from collections.abc import Sequence
-from typing import Any
 
 import pytest
 from engine_harness import ScriptedDraft, engine_config, knowing_tree, make_runner, plain_each, request
@@ -114,8 +113,8 @@ def test_prompts_arrive_in_the_middle_and_are_read_in_pieces_of_any_width(
     """As pieces follow what streams may wait, and sizes that passes are captured for."""
     dice, widths, within = random.Random(seed), set[int](), PromptRows.choose
 
-    def any_width(self: PromptRows, due: Sequence[int], decodes: Sequence[Any], rows: int, unread: int) -> int:
-        rows = within(self, due, decodes, rows, unread)
+    def any_width(self: PromptRows, due: Sequence[int], decoding: int, rows: int) -> int:
+        rows = within(self, due, decoding, rows)
         widths.add(width := dice.randint(1, max(1, min(rows, 40))))
         return width
 

@@ -76,7 +76,7 @@ def test_a_prompt_is_read_in_chunks_and_its_last_chunk_yields_a_token() -> None:
 def test_prompts_have_half_of_the_time_however_dear_rows_seem(slower: float) -> None:
     """Costs that were measured while the machine was busy do not keep prompts to crumbs, nor do steps that take long
     without prompts."""
-    config = TargetConfig(device="cuda", max_running=8, max_step_rows=512)
+    config = TargetConfig(device="cuda", max_running=8, max_step_rows=512, prefill_chunk=256, prompt_wait_ms=24)
     scheduled = Scheduler(config, cache(), cost=lambda rows: slower * (5e-3 + 5e-5 * rows))
     scheduled.add(sequence(1))
     for _ in range(4):
@@ -85,6 +85,19 @@ def test_prompts_have_half_of_the_time_however_dear_rows_seem(slower: float) -> 
     scheduled.add(sequence(2, prompt=700))
     # Of 24 ms, or of two steps of 101 ms: nearly as many rows as take as long as the step without them.
     assert play(scheduled.schedule(), scheduled)[0] == (2, 256 if slower == 1.0 else 100)
+
+
+@pytest.mark.parametrize(("decoding", "read"), [(2, 1100), (8, 860), (16, 380), (32, 380)])
+def test_few_sequences_wait_longer_than_many_for_a_step_that_reads(decoding: int, read: int) -> None:
+    """All together as long as 16 for 24 ms, each at most 60; a row takes 0.05 ms, and steps 5 besides."""
+    config = TargetConfig(device="cuda", max_running=64, max_step_rows=2048)
+    scheduled = Scheduler(config, cache(256), cost=lambda rows: 5e-3 + 5e-5 * rows)
+    for number in range(decoding):
+        scheduled.add(sequence(number))
+    for _ in range(2):
+        play(scheduled.schedule(), scheduled)
+    scheduled.add(sequence(decoding, prompt=2000))
+    assert dict(play(scheduled.schedule(), scheduled))[decoding] == pytest.approx(read, abs=decoding)
 
 
 def test_who_is_read_again_behind_a_stride_feeds_the_tokens_that_are_known() -> None:
@@ -115,9 +128,43 @@ def test_a_step_says_how_much_of_all_prompts_it_leaves_unread() -> None:
     steps = [scheduled.schedule()]
     play(steps[0], scheduled)
     steps.append(scheduled.schedule())
-    # The third waits for a place.
-    assert [sum(chunk.count for chunk in step.chunks) for step in steps] == [40, 30]
+    # The second is read first and decodes beside the first; the third waits for a place.
+    assert [sum(chunk.count for chunk in step.chunks) for step in steps] == [40, 31]
     assert [step.unread for step in steps] == [37, 7]
+
+
+def test_a_short_prompt_goes_before_a_long_one_that_came_before() -> None:
+    scheduled = scheduler(cache(), rows=32)
+    scheduled.add(sequence(1, prompt=300))
+    plan = scheduled.schedule()
+    scheduled.count_launched(plan)
+    play(plan, scheduled)
+    scheduled.add(sequence(2, prompt=20))
+    assert play(scheduled.schedule(), scheduled) == [(2, 20), (1, 12)]
+
+
+def test_a_long_prompt_waits_for_others_that_come_for_as_long_as_it_takes_itself() -> None:
+    """New short ones in every step: until as many rows were read as it has, and then it is read alone."""
+    scheduled, long = scheduler(cache(512), running=64, rows=32), sequence(1, prompt=320)
+    scheduled.add(long)
+    read = []
+    for number in range(2, 40):
+        scheduled.add(sequence(number, prompt=31))
+        plan = scheduled.schedule()
+        scheduled.count_launched(plan)
+        before = long.kv_length
+        # Those that were read end at once, so that each step has all its rows for prompts.
+        for one, _ in play(plan, scheduled):
+            found = next(chunk.sequence for chunk in plan.chunks if chunk.sequence.sequence_id == one)
+            if found is not long and found.state is SequenceState.RUNNING:
+                scheduled.remove(found)
+        read.append(long.kv_length - before)
+        if long.state is SequenceState.RUNNING:
+            break
+    assert long.state is SequenceState.RUNNING
+    # At most as many rows of others before it, and one step more.
+    assert len(read) * 32 <= 2 * 320 + 32
+    assert sum(read[:5]) <= 5 and sum(read) == 320
 
 
 def test_tenants_take_turns() -> None:

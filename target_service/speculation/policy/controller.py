@@ -74,10 +74,10 @@ _LONGEST_WAIT = 8.0
 _PROMPT_ROWS = 512
 # Tokens of an answer before one has ended, and the weight of one answer in their mean. Chosen.
 _FIRST_ANSWER, _ANSWER_SHARE = 256.0, 0.05
-# Rows of prompts that a token is worth to a sequence that ends before the prompts that wait are read. Chosen: without
-# drafts it takes one, which makes 4 % more tokens of all streams than this in a simulation
-# (`benchmarks/results/2026-11-29-cpu-prompts-beside-drafts.md`), and slower ones.
-_ROWS_A_TOKEN = 4.0
+# Rows of prompts that a token is worth where prompts are left unread; without drafts it takes one. Chosen, simulated:
+# with one or two long prompts make fewer tokens and slower ones, with four first tokens come later
+# (`benchmarks/results/2026-11-29-cpu-first-tokens.md`).
+_ROWS_A_TOKEN = 3.0
 # Bounds, chosen, not measured: from the lower one, where hardly a row pays, some 600 passes that each bring a token
 # more than expected lead back to full trust; the upper one keeps a lucky run from filling passes with wrong rows.
 _LEAST_TRUST, _MOST_TRUST = 0.05, 1.25
@@ -225,16 +225,14 @@ class SpeculationController:
         if not any(limits):
             return None
         rows = cut_rows + sum([chunk.count for chunk in chunks[:laid_out]])
-        drafted = [chunk.sequence for chunk in chunks[laid_out:]]
-        outlasting = self._outlasting(drafted, schedule.unread / rows) if schedule.unread and rows else 1.0
-        best = self._best(limits, rows, max_rows, mode, waits, outlasting)
+        best = self._best(limits, rows, max_rows, mode, waits, unread=schedule.unread > 0)
         return DeviceRows(best, (*[0] * laid_out, *limits), laid_out, rows, self.tail(len(chunks))) if best else None
 
     def _best(
-        self, limits: SequenceOf[int], laid_out_rows: int, max_rows: int, mode: Mode, waits: float, outlasting: float
+        self, limits: SequenceOf[int], laid_out_rows: int, max_rows: int, mode: Mode, waits: float, *, unread: bool
     ) -> int:
-        """Rows of a pass of sequences with these limits, beside those that the host lays out; 0 for a plain one. For
-        `outlasting` see `_worth_of_time`."""
+        """Rows of a pass of sequences with these limits, beside those that the host lays out; 0 for a plain one.
+        `unread`: prompts are left unread."""
         # Sizes of passes without those, which the device could run instead.
         sizes, sequences = _sizes(limits, 0, max_rows), len(limits)
         beside = _sizes(limits, laid_out_rows, max_rows) if laid_out_rows else sizes
@@ -243,7 +241,7 @@ class SpeculationController:
         if not laid_out_rows:
             return self._tried(sizes, sequences, mode, waits)
         rate = sequences * max(self._rates(sizes, sequences, mode, waits).values())
-        rate = self._worth_of_time(rate, beside[0], outlasting)
+        rate = self._worth_beside(rate, beside[0]) if unread else rate
         tokens = {rows: sequences * self._tokens(sequences, rows - laid_out_rows, mode) for rows in beside}
         # Rows pay if they bring more than passes without the others do in the time that they take.
         cost = self.times.cost
@@ -252,36 +250,26 @@ class SpeculationController:
         plain = row_sizes(max_rows)[bisect.bisect_left(row_sizes(max_rows), laid_out_rows + sequences)]
         return best if profit[best] > MARGIN * sequences - rate * cost(plain) else 0
 
-    def beside_prompts(self, decodes: SequenceOf[Sequence], rows: int, unread: int) -> int:
-        """Drafted rows of these sequences in a pass of `rows` whose others read prompts, some of `unread` in all: as
-        many as let a row of a prompt cost the fewest tokens, compared with what time is worth."""
+    def beside_prompts(self, sequences: int, rows: int) -> int:
+        """Drafted rows of these sequences in a pass of `rows` whose others read prompts and leave some unread: as many
+        as let a row of a prompt cost the fewest tokens, compared with what time is worth there."""
         assert self.times is not None
-        sequences = len(decodes)
         if rows <= 2 * sequences or sequences > self._disable_above:
             return 0
         rate = sequences * max(self._rates_at(sequences, self._mode, self._waits).values())
-        rate = self._worth_of_time(rate, rows, self._outlasting(decodes, unread / rows))
-        made, read = rate * self.times.cost(rows), rows - sequences
+        made, read = self._worth_beside(rate, rows) * self.times.cost(rows), rows - sequences
         lost = {
             count: (made - sequences * self._yield(self._mode).tokens(count / sequences)) / (read - count)
             for count in [0, *(int(each * sequences) for each in POOLED if each * sequences < read / 2)]
         }
         return min(lost, key=lost.__getitem__)
 
-    def _outlasting(self, sequences: SequenceOf[Sequence], passes: float) -> float:
-        """The share of these sequences that are expected to go on for more than so many passes."""
-        tokens, usual = passes * self.tokens_each.value, self._answer_tokens.value
-        return sum([min(one.remaining, usual) > tokens for one in sequences]) / len(sequences)
-
-    def _worth_of_time(self, rate: float, rows: int, outlasting: float) -> float:
-        """Tokens that a second is worth in a pass of `rows` that leaves prompts unread.
-
-        A token that is not made now is made later. A sequence that goes on once the prompts are read, as this share of
-        them does, makes it in passes without prompts, of `rate` tokens a second; another one beside prompts, where a
-        pass runs anyway and a token takes its row."""
+    def _worth_beside(self, rate: float, rows: int) -> float:
+        """Tokens that a second is worth in a pass of `rows` that leaves prompts unread, where passes without prompts
+        make `rate` tokens a second: as many as are made then, or as those rows are worth to who waits for them. So few
+        sequences leave prompts nearly all rows, and many, whose time is worth more, do not."""
         assert self.times is not None
-        beside = rows / (_ROWS_A_TOKEN * self.times.cost(rows))
-        return 1.0 / (outlasting / rate + (1.0 - outlasting) / max(rate, beside))
+        return max(rate, rows / (_ROWS_A_TOKEN * self.times.cost(rows)))
 
     def observe_answer(self, tokens: int) -> None:
         """Observe the tokens of an answer that has ended by itself."""
