@@ -87,8 +87,9 @@ _ENVIRONMENTS = {
     "interpreter": {"OMP_NUM_THREADS": "1", "TRITON_INTERPRET": "1", "CUDA_VISIBLE_DEVICES": ""},
     "workers": {"OMP_NUM_THREADS": "1"},
 }
-# What modules set while they are imported, and would not set once more in a process that has them.
-_SET_BY_IMPORTS = ("TRITON_DEFAULT_FP_FUSION", "TORCHINDUCTOR_CACHE_DIR", "TORCHINDUCTOR_COMPILE_THREADS")
+# What modules set while they are imported, and would not set once more in a process that has them: these, and what a
+# process finds set by its own imports, which may be others where numeric libraries come from elsewhere.
+_set_by_imports = {"TRITON_DEFAULT_FP_FUSION", "TORCHINDUCTOR_CACHE_DIR", "TORCHINDUCTOR_COMPILE_THREADS"}
 
 
 @contextmanager
@@ -300,7 +301,7 @@ class _Server:
                 os.dup2(each, number)
                 os.close(each)
             os.chdir(folder)
-            set_before = {name: os.environ[name] for name in _SET_BY_IMPORTS if name in os.environ}
+            set_before = {name: os.environ[name] for name in _set_by_imports if name in os.environ}
             os.environ.clear()
             os.environ.update(set_before | environment)
             sys.stdin, sys.stdout = os.fdopen(0, closefd=False), os.fdopen(1, "w", closefd=False)
@@ -376,7 +377,7 @@ if __name__ == "__main__":
     _before = set(os.environ)
     for _module in sys.argv[3:]:
         importlib.import_module(_module)
-    assert os.environ.keys() - _before <= {*_SET_BY_IMPORTS}, os.environ.keys() - _before
+    _set_by_imports.update(os.environ.keys() - _before)
     if "huggingface_hub.constants" in sys.modules:
         # As at its import, which may have been before this process was forked.
         sys.modules["huggingface_hub.constants"].HF_HUB_OFFLINE = os.environ.get("HF_HUB_OFFLINE") == "1"
