@@ -33,7 +33,9 @@ settings.register_profile(
     suppress_health_check=[HealthCheck.too_slow],
 )
 settings.register_profile("others", settings.get_profile("same"), derandomize=False, max_examples=100)
-settings.load_profile("same")
+# Tests import from this file by its name, which runs it once more, behind the choice of `--hypothesis-profile`.
+if settings.get_current_profile_name() not in ("same", "others"):
+    settings.load_profile("same")
 _is_ours = providers.is_local_module_file
 # And the same whichever modules are imported: Hypothesis draws from the constants of each of ours, and parses all of
 # them for that.
