@@ -32,7 +32,14 @@ settings.register_profile(
     print_blob=True,
     suppress_health_check=[HealthCheck.too_slow],
 )
-settings.register_profile("others", settings.get_profile("same"), derandomize=False, max_examples=100)
+# What fails is kept for the run of what failed alone; "same" keeps nothing, and so would a child of it.
+settings.register_profile(
+    "others",
+    settings.get_profile("same"),
+    derandomize=False,
+    database=settings.get_profile("default").database,
+    max_examples=100,
+)
 # Tests import from this file by its name, which runs it once more, behind the choice of `--hypothesis-profile`.
 if settings.get_current_profile_name() not in ("same", "others"):
     settings.load_profile("same")

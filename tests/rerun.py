@@ -35,6 +35,7 @@ def pytest_sessionfinish(session: pytest.Session, exitstatus: int) -> None:
         [sys.executable, "-m", "pytest", "-n", "0", "--last-failed", "--last-failed-no-failures", "none"]
         + ["-o", f"cache_dir={config.getini('cache_dir')}"]
         + (["-m", config.option.markexpr] if config.option.markexpr else [])
+        + (["--hypothesis-profile", profile] if (profile := config.getoption("--hypothesis-profile", None)) else [])
         + config.args,
         check=False,
     )
