@@ -92,7 +92,6 @@ LONGEST = (
     "clients/test_demo.py",
     "kernels/test_linear.py",
     "e2e/test_lossless.py",
-    "clients/test_mps.py",
     "kernels/test_node_table.py",
     "kernels/test_experts.py",
     "e2e/test_windows_lossless.py",

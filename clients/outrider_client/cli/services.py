@@ -21,7 +21,6 @@ from outrider.roles import missing_for
 from outrider.runtime import run
 from outrider.settings import CONFIG_VARIABLE, SettingsError, settings_file
 from outrider_client.cli.base import Command, CommandFailed, options
-from outrider_client.local.mps import TAKE_TURNS, Mps
 from outrider_client.local.placement import GpuPlacement, place, visible_gpus
 from outrider_client.local.stack import given, private_directory
 from outrider_client.local.supervisor import ServiceCommand, Supervisor
@@ -47,27 +46,22 @@ def _up(arguments: argparse.Namespace) -> int:
         apart = bool(up.draft_listen)
         placed = place(gpus, up.drafter, up.model, target_words, draft_words, named, apart=apart)
         listen = address_at(up.host, up.port)
-
-        def target_with(draft: str) -> ServiceCommand:
-            flags = given(listen=listen, draft=draft, model=up.model, dtype=up.dtype)
-            argv = module_command("target_service", *flags, *shared, *placed.target, *target_words)
-            # A drafter in its process reads the file that the environment names.
-            environment = {CONFIG_VARIABLE: str(path)} if path else {}
-            return ServiceCommand("target", argv, listen, environment, reach.secret(), reach.tls_options())
-
-        draft, alone = None, None
-        if up.drafter != "none":
-            address = up.draft_listen or f"unix:{directory / 'draft.sock'}"
-            flags = (*given(listen=address, drafter=up.drafter), *shared, *placed.draft, *draft_words)
-            draft = ServiceCommand("draft", module_command("draft_service", *flags), address)
         # Others may want to reach a draft whose address is named.
-        if placed.shared and not apart:
+        inside = placed.shared and not apart
+        draft, source = None, ""
+        if inside:
             drafter = up.drafter or named["draft", "drafter"]
             scheme = "inpass:" if placed.in_pass else "inprocess:"
-            alone = target_with(scheme + shlex.join((drafter, *placed.draft, *draft_words)))
-        target = target_with(draft.address if draft else "")
-        if alone is not None and (placed.in_pass or not up.mps):
-            target, draft = alone, None
+            source = scheme + shlex.join((drafter, *placed.draft, *draft_words))
+        elif up.drafter != "none":
+            source = up.draft_listen or f"unix:{directory / 'draft.sock'}"
+            flags = (*given(listen=source, drafter=up.drafter), *shared, *placed.draft, *draft_words)
+            draft = ServiceCommand("draft", module_command("draft_service", *flags), source)
+        flags = given(listen=listen, draft=source, model=up.model, dtype=up.dtype)
+        argv = module_command("target_service", *flags, *shared, *placed.target, *target_words)
+        # A drafter in its process reads the file that the environment names.
+        environment = {CONFIG_VARIABLE: str(path)} if path else {}
+        target = ServiceCommand("target", argv, listen, environment, reach.secret(), reach.tls_options())
         gateway = None
         if http:
             # It reaches the target by the settings of [client], like every client.
@@ -80,8 +74,7 @@ def _up(arguments: argparse.Namespace) -> int:
             flags = (*flags, *flag_words(up.gateway_flags))
             gateway = ServiceCommand("gateway", module_command("outrider_gateway", *flags), http)
         emit = partial(_emit, error_console())
-        mps = up.mps and not placed.in_pass
-        return _supervise(Supervisor(target, draft, emit, gateway=gateway, alone=alone), placed, mps)
+        return _supervise(Supervisor(target, draft, emit, gateway), placed, inside)
 
 
 def _http_address(http: str) -> str:
@@ -107,24 +100,23 @@ def _emit(console: Console, name: str, line: str) -> None:
     console.print(Text.assemble((f"{name:<8} | ", _COLOURS[name]), line), soft_wrap=True)
 
 
-def _supervise(supervisor: Supervisor, placed: GpuPlacement, mps: bool) -> int:
-    target, alone, say = supervisor.target, supervisor.alone, partial(supervisor.emit, "outrider")
+def _supervise(supervisor: Supervisor, placed: GpuPlacement, inside: bool) -> int:
+    """`inside`: the target has the draft in its process."""
+    target, say = supervisor.target, partial(supervisor.emit, "outrider")
 
     def ready() -> None:
-        draft = f"a draft on {supervisor.draft.address}" if supervisor.draft else "the draft in its process"
-        say(f"ready on {target.address}, " + (f"with {draft}" if supervisor.draft or alone else "without a draft"))
+        draft = "with the draft in its process" if inside else "without a draft"
+        if supervisor.draft:
+            draft = f"with a draft on {supervisor.draft.address}"
+        say(f"ready on {target.address}, {draft}")
         flag = "" if target.address == "127.0.0.1:50051" else f" --target {target.address}"
         if supervisor.gateway:
             http = f"http://{supervisor.gateway.address}"
             say(f"OpenAI-compatible API at {http}/v1, chat page at {http}")
         say(f"try `outrider chat{flag}` in another terminal; Ctrl-C here stops all")
 
-    if mps and placed.shared:
-        # MPS reports the placement together with how the GPU is shared.
-        otherwise = "the draft runs in the target's process" if alone else TAKE_TURNS
-        supervisor.mps = Mps(placed.summary, say, otherwise=otherwise)
-    elif placed.summary:
-        say(placed.summary + (", in its process" if target is alone and not placed.in_pass else ""))
+    if placed.summary:
+        say(placed.summary + (", in its process" if inside and not placed.in_pass else ""))
     try:
         return run(supervisor.supervise(ready))
     except OSError as error:

@@ -13,7 +13,6 @@ import signal
 import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import IO, Any
 
 from outrider.errors import OutriderError
 from outrider_client.connection import Connection, Tls
@@ -50,20 +49,17 @@ class Child:
         name: str,
         argv: Sequence[str],
         on_line: Callable[[str], None],
-        environment: Mapping[str, str | None] | None = None,
-        stdin: int | IO[Any] = asyncio.subprocess.DEVNULL,
+        environment: Mapping[str, str] | None = None,
     ) -> Child:
         """Start a process. Raises `OSError` when that fails. `on_line` is called with every line of its output, without
-        the line end; a very long one comes in parts. `environment` is added to this process's; None removes a
-        variable."""
-        merged = {**os.environ, **(environment or {})}
+        the line end; a very long one comes in parts. `environment` is added to this process's."""
         with _without_collection():
             process = await asyncio.create_subprocess_exec(
                 *argv,
-                stdin=stdin,
+                stdin=asyncio.subprocess.DEVNULL,
                 stdout=asyncio.subprocess.PIPE,
                 stderr=asyncio.subprocess.STDOUT,
-                env={name: value for name, value in merged.items() if value is not None},
+                env={**os.environ, **(environment or {})},
                 start_new_session=True,
                 preexec_fn=_end_with_parent if sys.platform == "linux" else None,
             )

@@ -9,9 +9,8 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 
-from outrider.runtime import end_tasks, signal_handlers, until_first_ends
+from outrider.runtime import end_tasks, signal_handlers
 from outrider_client.connection import Tls
-from outrider_client.local.mps import Mps
 from outrider_client.local.process import Child, ServiceDied, ServiceSlow, wait_serving
 
 Emit = Callable[[str, str], None]
@@ -37,17 +36,13 @@ class ServiceCommand:
 class Supervisor:
     """Runs a target, and beside it a draft, whose death costs only speed, and a gateway.
 
-    `emit(name, line)` receives every line of a service, and the supervisor's under the name "outrider". `mps` starts
-    before the first service and stops after the last; without it `alone`, a target with the draft in its process, runs
-    in place of target and draft, if there is one.
+    `emit(name, line)` receives every line of a service, and the supervisor's under the name "outrider".
     """
 
     target: ServiceCommand
     draft: ServiceCommand | None
     emit: Emit
     gateway: ServiceCommand | None = None
-    mps: Mps | None = None
-    alone: ServiceCommand | None = None
     _stopping: asyncio.Event = field(default_factory=asyncio.Event)
     _children: dict[str, Child] = field(default_factory=dict)
     # The exit status after a stop.
@@ -63,10 +58,6 @@ class Supervisor:
         kept: dict[str, asyncio.Task[None]] = {}
         with signal_handlers(handlers):
             try:
-                if self.mps is not None and not await self._start_mps(self.mps) and self.alone is not None:
-                    self.target, self.draft = self.alone, None
-                if self._stopping.is_set():
-                    return self._status
                 beside = filter(None, (self.draft, self.gateway))
                 kept |= {command.name: asyncio.create_task(self._keep(command)) for command in beside}
                 return await self._run_target(on_ready)
@@ -76,8 +67,6 @@ class Supervisor:
                 await end_tasks(*kept.values())
                 for name in kept:
                     await self._stop(name)
-                if self.mps is not None:
-                    await self.mps.stop()
                 for task in kept.values():
                     if not task.cancelled():
                         # Raises what prevented a first start.
@@ -99,15 +88,9 @@ class Supervisor:
         self.emit("outrider", "stopping: running requests may finish; once more stops at once")
         self._stopping.set()
 
-    async def _start_mps(self, mps: Mps) -> bool:
-        """Return once MPS has started or failed, or a stop is requested; whether it has started."""
-        starting = asyncio.create_task(mps.start())
-        await until_first_ends(starting, self._stopping.wait())
-        return not starting.cancelled() and starting.result()
-
     async def _start(self, command: ServiceCommand) -> Child:
-        environment = {**command.environment, **(self.mps.environment(command.name) if self.mps else {})}
-        child = await Child.start(command.name, command.argv, partial(self.emit, command.name), environment)
+        emit = partial(self.emit, command.name)
+        child = await Child.start(command.name, command.argv, emit, command.environment)
         self._children[command.name] = child
         return child
 

@@ -139,11 +139,10 @@ class UpOptions(Settings):
         "", f"drafter: {_DRAFTERS}; the draft's own setting when empty, and no draft service at all for none"
     )
     http: str = setting("", "also serve an OpenAI-compatible API and a chat page on this port, or HOST:PORT")
-    draft_listen: str = setting("", "address the draft listens on; a private socket when empty")
-    mps: bool = setting(
-        True,
-        "run both under NVIDIA's MPS where a draft that runs a network shares the target's GPU; without it such a "
-        "draft runs in the target's process, unless --draft-listen names an address",
+    draft_listen: str = setting(
+        "",
+        "address the draft listens on; when empty a private socket, or none for a draft that runs a network on the "
+        "target's GPU, which is in the target's process then",
     )
     target_flags: str = setting("", "more flags for the target, quoted as one word")
     draft_flags: str = setting("", "more flags for the draft, quoted as one word")
