@@ -97,7 +97,10 @@ VARIANTS: dict[str, dict[str, Any]] = {
 @pytest.mark.parametrize("page_size", [1, 16])
 @pytest.mark.parametrize("arguments", VARIANTS.values(), ids=VARIANTS)
 def test_torch_equals_the_reference(attention_case: Any, arguments: dict[str, Any], page_size: int) -> None:
-    specs = [(3, 1, "tree"), (47, 16, "tree"), (0, 41, "causal"), (63, 5, "chain"), (130, 3, "causal"), (40, 1, "tree")]
+    specs = [
+        (3, 1, "tree"), (47, 16, "tree"), (0, 41, "causal"), (7, 0, "causal"), (63, 5, "chain"), (130, 3, "causal"),
+        (40, 1, "tree"),
+    ]  # fmt: skip
     case = attention_case(specs, page_size=page_size, **arguments)
     outputs = []
     for backend in ("reference", "torch"):

@@ -73,7 +73,8 @@ def attend(
         scores = variant.score_cap * (scores / variant.score_cap).tanh()
     if variant.slopes is not None:
         assert places is not None, "slopes go by position"
-        scores = scores - variant.slopes.to(dtype)[:, None, None] * (places[-len(query) :, None] - places)
+        own = places[len(places) - len(query) :, None]
+        scores = scores - variant.slopes.to(dtype)[:, None, None] * (own - places)
     scores = scores.masked_fill(~mask, float("-inf"))
     if variant.sinks is None:
         return torch.einsum("hrl,lhd->rhd", scores.softmax(dim=-1), values)
