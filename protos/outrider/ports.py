@@ -2,9 +2,21 @@
 
 from __future__ import annotations
 
+import contextlib
 import errno
+import random
 import socket
+from pathlib import Path
 from typing import Any
+
+# Between those of Ray's workers (10002 to 19999 unless told otherwise) and of Kubernetes' nodes (30000 to 32767), and
+# below the first that Linux gives to whoever asks for any (32768 unless told otherwise).
+_RARELY_USED = range(20_000, 30_000)
+_FIRST_GIVEN = Path("/proc/sys/net/ipv4/ip_local_port_range")
+_TRIES = 100
+# Seeded by nobody, and by itself in forked processes.
+_dice = random.SystemRandom()
+_chosen: set[int] = set()
 
 
 def port_refusal(host: str, port: int) -> OSError | None:
@@ -22,11 +34,26 @@ def port_refusal(host: str, port: int) -> OSError | None:
 
 
 def free_port(host: str = "127.0.0.1") -> int:
-    """A port of one of this machine's addresses that was free a moment ago."""
+    """A port of one of this machine's addresses that was free a moment ago, another with each call.
+
+    Not one that the system would give to a connection, or to a server that asks for any, before the caller listens.
+    """
+    for port in (_dice.choice(_RARELY_USED) for _ in range(_TRIES if _first_given() >= _RARELY_USED.stop else 0)):
+        if port not in _chosen and port_refusal(host, port) is None:
+            _chosen.add(port)
+            return port
     with socket.socket(socket.AF_INET6 if ":" in host else socket.AF_INET) as probe:
         probe.bind((host, 0))
-        port: int = probe.getsockname()[1]
-    return port
+        given: int = probe.getsockname()[1]
+    return given
+
+
+def _first_given() -> int:
+    """The first port that the system gives to whoever asks for any."""
+    with contextlib.suppress(OSError):
+        return int(_FIRST_GIVEN.read_text().split()[0])
+    # IANA's dynamic ports (RFC 6335, section 6), as macOS and Windows have them.
+    return 49_152
 
 
 def _refusal(family: int, address: tuple[Any, ...]) -> OSError | None:
