@@ -119,6 +119,8 @@ RULES = {
     r"--json$": "--json figures.json",
     r"(draft_quality)$": r"\1 traces.jsonl --drafter prompt_lookup --rows 8",
     r"(weight_exchange)$": r"\1 --model {model} --weights {model} --dtype float32 --max-tokens 64 --updates 1",
+    r"(host\.executors) .*": r"\1 --model {model} --tokens 8 --repeats 1",
+    r"(serving\.door)$": r"\1 --streams 4 --tokens 100 --rounds 1 --steps 2",
     r"(serving\.gateway)$": r"\1 --rounds 2 --requests 4 --streams 4 --tokens 4 --steps 1",
     r"(serving\.predicted_outputs)$": r"\1 --model {model} --dtype float32 --threads 1"
     " --drafters none --rounds 2 --every 20 --max-tokens 32",
