@@ -134,6 +134,9 @@ RULES = {
     r"(cpu_kernels .*)": r"\1 --calls 2",
     # Addresses.
     r"a:50051,b:50051": "{shared}",
+    # One by two names.
+    r"a:50052,b:50052": "{draft},localhost:{draft_port}",
+    r"(?<=dns:///)targets:50051": "{target}",
     r"(draft-host|HOST|127\.0\.0\.1|0\.0\.0\.0):(50052|PORT)": "{draft}",
     r"(127\.0\.0\.1|0\.0\.0\.0):50051|\bADDRESS\b": "{target}",
     r"127\.0\.0\.1:8000": "{http}",
@@ -222,7 +225,7 @@ class Place:
         free = {name: f"127.0.0.1:{free_port()}" for name in ("target", "draft", "http")}
         self.addresses = {**free, **(addresses or {})}
         self.words = {"shared": self.addresses["target"], **words, **self.addresses, "folder": str(folder)}
-        self.words["target_port"] = self.addresses["target"].rpartition(":")[2]
+        self.words |= {f"{name}_port": self.addresses[name].rpartition(":")[2] for name in ("target", "draft")}
         paths = os.pathsep.join(filter(None, [str(folder), *sys.path]))
         self._environment = {
             **os.environ,
@@ -431,6 +434,14 @@ def test_commands_of_a_page(block: Block, request: pytest.FixtureRequest, tmp_pa
         place.end()
     finally:
         place.kill()
+
+
+def test_every_address_has_a_rule(tmp_path: Path) -> None:
+    """A service that waits for another machine ends only by its time."""
+    place = Place(tmp_path, tmp_path, dict.fromkeys(("model", "mtp", "eagle", "published", "medusa"), "folder"))
+    adapted = [place.adapted(command) for block in RUN for command in run_of(block)]
+    hosts = {host for command in adapted for host in re.findall(r"([\w.-]+):\d{4,5}\b", command)}
+    assert hosts == {"127.0.0.1", "localhost"}
 
 
 def test_what_is_run_elsewhere_is_still_on_a_page() -> None:
