@@ -19,7 +19,7 @@ POINTERS = {
     **dict.fromkeys(("temperatures", "values"), "*fp32"),
     **dict.fromkeys(("item_path_probs", "path_probs", "frontier_path_probs", "next_path_probs"), "*fp64"),
     **dict.fromkeys(("top_p", "min_p"), "*fp64"),
-    **dict.fromkeys(("sources", "seeds", "positions"), "*i64"),
+    **dict.fromkeys(("sources", "seeds", "positions", "ranks"), "*i64"),
     **dict.fromkeys(("sharpness", "floor"), "fp32"),
     **dict.fromkeys(
         ("item_tokens", "item_parents", "frontier", "next_frontier", "next_tokens", "tokens", "parents", "limits",
@@ -30,26 +30,31 @@ POINTERS = {
 # Where a name means another type than above: what a race is given, and scores before and after they are kept.
 GUMBEL_MAX = {"values": "*bf16", "places": "*i64", "scores": "*fp64"}
 
+# As on Hopper, where launches wait by themselves.
+SCAN = {"CHUNK": 1024, "DEPENDENT": True}
+
 
 def kernels() -> Iterator[tuple[str, Any, dict[str, str], dict[str, Any], int]]:
     """Name, kernel, types of its own, constants and warps."""
     for width, chunks, vocabulary in ((4, 32, 32000), (8, 32, 32000), (10, 126, 128256), (32, 126, 128256)):
         name = f"width {width}, {vocabulary} tokens"
         block_chunks, best = 1 << (chunks - 1).bit_length(), 1 << (chunks * width - 1).bit_length()
-        yield f"scan, {name}", _triton_children._scan_kernel, {}, {"BEST": width, "CHUNK": 1024}, 4
+        block_width = 1 << (width - 1).bit_length()
+        scan = SCAN | {"BEST": width, "BLOCK_BEST": block_width}
+        yield f"scan, {name}", _triton_children._scan_kernel, {}, scan, 4
         mapped = {"WIDTH": width, "MAPPED": True, "BLOCK_CHUNKS": block_chunks}
-        likeliest = mapped | {"BLOCK": best}
+        likeliest = mapped | {"BLOCK": best, "BLOCK_WIDTH": block_width, "DEPENDENT": True}
         yield f"likeliest, {name}", _triton_children._likeliest_kernel, {"scores": "*fp64"}, likeliest, 4
         # Of a race the width is but how often a loop goes round: the widest has the code of the others of its chunks.
         for entrants, sharp in ((128, True), (2048, False)) if width in (8, 32) else ():
             gumbel_max = mapped | {"BLOCK": entrants, "SHARP": sharp}
             yield f"race of {entrants}, {name}", _triton_children._gumbel_max_kernel, GUMBEL_MAX, gumbel_max, 4
-    yield "scan for a race", _triton_children._scan_kernel, {}, {"BEST": 0, "CHUNK": 1024}, 4
+    yield "scan for a race", _triton_children._scan_kernel, {}, SCAN | {"BEST": 0, "BLOCK_BEST": 1}, 4
     for width, breadth in ((1, 1), (4, 4), (10, 10), (2, 8), (24, 8)):
         for places, deep, last in ((1, False, False), (width, True, False), (width, True, True)):
             block = max(16, min(64, 1 << (places * breadth - 1).bit_length()))
             constants = {"PLACES": places, "WIDTH": width, "BREADTH": breadth, "LAST": last, "DEEP": deep}
-            constants |= {"BLOCK": block, "BLOCK_J": block, "BLOCK_W": 1 << (width - 1).bit_length()}
+            constants |= {"BLOCK": block, "BLOCK_J": block, "BLOCK_W": 1 << (width - 1).bit_length(), "DEPENDENT": True}
             warps = 4 if block == 64 else 1
             name = f"grow {places} of {width} x {breadth}, {deep} {last}"
             yield name, _triton_growth._grow_kernel, {"scores": "*fp64"}, constants, warps
@@ -58,7 +63,7 @@ def kernels() -> Iterator[tuple[str, Any, dict[str, str], dict[str, Any], int]]:
             f"keep {block}",
             _triton_growth._keep_kernel,
             {"scores": "*fp32"},
-            {"BLOCK": block, "BLOCK_J": block},
+            {"BLOCK": block, "BLOCK_J": block, "DEPENDENT": True},
             warps,
         )
 

@@ -19,7 +19,7 @@ TYPES = {"path_probs": "*fp64", "scores": "*fp32", "items": "i32", "rows": "i32"
 
 @pytest.mark.parametrize(("block", "warps"), [(16, 1), (64, 4)])
 def test_a_program_needs_what_was_laid_out(block: int, warps: int) -> None:
-    names, blocks = _keep_kernel.arg_names, {"BLOCK": block, "BLOCK_J": block}
+    names, blocks = _keep_kernel.arg_names, {"BLOCK": block, "BLOCK_J": block, "DEPENDENT": False}
     signature = {name: "constexpr" if name in blocks else TYPES.get(name, "*i32") for name in names}
     source = ASTSource(_keep_kernel, signature, {(names.index(name),): size for name, size in blocks.items()})
     options = {"num_warps": warps}

@@ -9,7 +9,9 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 from torch import Tensor
+from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
+from tree_kernels.growth.launching import order_of
 from tree_kernels.growth.types import Children, Growth
 
 # Items of a program, and those that it compares them with at a time.
@@ -40,10 +42,13 @@ def _grow_kernel(  # type: ignore[no-untyped-def]
     item_tokens, item_parents, item_path_probs, item_scores, frontier, frontier_path_probs, next_frontier,
     next_path_probs, next_tokens, sources, tokens, scores, limits, tail_parents, sequences, items, begin, level, row,
     tail, floor, PLACES: tl.constexpr, WIDTH: tl.constexpr, BREADTH: tl.constexpr, LAST: tl.constexpr,
-    DEEP: tl.constexpr, BLOCK: tl.constexpr, BLOCK_J: tl.constexpr, BLOCK_W: tl.constexpr,
+    DEEP: tl.constexpr, BLOCK: tl.constexpr, BLOCK_J: tl.constexpr, BLOCK_W: tl.constexpr, DEPENDENT: tl.constexpr,
 ):  # fmt: skip
     """Program (sequence, block): BLOCK new items of a tree, and the places in the next frontier that they take.
     DEEP is any level but the first."""
+    if DEPENDENT:
+        gdc_launch_dependents()
+        gdc_wait()
     b = tl.program_id(0)
     item = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
     here = item < PLACES * BREADTH
@@ -95,8 +100,14 @@ def _grow_kernel(  # type: ignore[no-untyped-def]
 
 
 @triton.jit(do_not_specialize=_NUMBERS)
-def _keep_kernel(tokens, parents, path_probs, scores, kept, items, rows, BLOCK: tl.constexpr, BLOCK_J: tl.constexpr):  # type: ignore[no-untyped-def]
+def _keep_kernel(  # type: ignore[no-untyped-def]
+    tokens, parents, path_probs, scores, kept, items, rows, BLOCK: tl.constexpr, BLOCK_J: tl.constexpr,
+    DEPENDENT: tl.constexpr,
+):  # fmt: skip
     """Program (sequence, block): the rows that BLOCK items of a tree have among the best; see `growth.keep`."""
+    if DEPENDENT:
+        gdc_launch_dependents()
+        gdc_wait()
     b = tl.program_id(0)
     item = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
     here = item < items
@@ -138,6 +149,7 @@ def grow(growth: Growth, children: Children, limits: Tensor, level: int, floor: 
         growth.tokens.shape[1], growth.first_item(level), level, row, tail_parents.shape[1], floor, PLACES=places,
         WIDTH=width, BREADTH=breadth, LAST=row >= tail_parents.shape[1], DEEP=level > 1, BLOCK=block, BLOCK_J=block,
         BLOCK_W=triton.next_power_of_2(width), num_warps=4 if block == _ITEMS else 1,
+        **order_of(growth.tokens.device),
     )  # fmt: skip
 
 
@@ -147,5 +159,5 @@ def keep(growth: Growth, kept: Tensor) -> None:
     block = max(16, min(_ITEMS, triton.next_power_of_2(items)))
     _keep_kernel[(sequences, triton.cdiv(items, block))](
         growth.tokens, growth.parents, growth.path_probs, growth.scores, kept, items, (kept.shape[1] - 1) // 3,
-        BLOCK=block, BLOCK_J=block, num_warps=4 if block == _ITEMS else 1,
+        BLOCK=block, BLOCK_J=block, num_warps=4 if block == _ITEMS else 1, **order_of(kept.device),
     )  # fmt: skip

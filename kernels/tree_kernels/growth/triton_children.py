@@ -1,6 +1,7 @@
 """The best children of every row in two launches, or of a Gumbel-max draw; symbols are those of `growth.types`.
 
-A *chunk* is CHUNK logits of a row, one program's share.
+A *chunk* is CHUNK logits of a row, one program's share. A *rank* is an int64 of a logit and its id: the greater logit
+has the greater rank, and of equals the lower id, so that one maximum finds both.
 """
 
 from __future__ import annotations
@@ -9,26 +10,62 @@ import torch
 import triton
 import triton.language as tl
 from torch import Tensor
+from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
+from tree_kernels.growth.launching import order_of
 from tree_kernels.growth.types import Children, GumbelMax
 from tree_kernels.verification.triton_rows import philox_words
 
 _CHUNK = 1024
 _LEAST = tl.constexpr(1e-30)
 _NONE = tl.constexpr(2**31 - 1)
+_LOW = tl.constexpr(2**32 - 1)
+_LEAST_RANK = tl.constexpr(-(2**63))
 # They differ from level to level and from batch to batch; specializing kernels on them would gain nothing.
-_NUMBERS = ["rows_each", "level", "known", "chunks"]
+_NUMBERS = ["rows_each", "level", "known", "chunks", "vocabulary"]
+
+
+@triton.jit
+def _ranked(value, ids):  # type: ignore[no-untyped-def]
+    """Ranks of fp32 values and their ids."""
+    bits = value.to(tl.int32, bitcast=True)
+    # As integers the bits of negative numbers rise while the numbers fall.
+    ordered = bits ^ ((bits >> 31) & 0x7FFFFFFF)
+    return (ordered.to(tl.int64) << 32) | (ids.to(tl.int64) ^ _LOW)
+
+
+@triton.jit
+def _unranked(rank):  # type: ignore[no-untyped-def]
+    """Values fp32 and ids of ranks."""
+    ordered = (rank >> 32).to(tl.int32)
+    bits = ordered ^ ((ordered >> 31) & 0x7FFFFFFF)
+    return bits.to(tl.float32, bitcast=True), ((rank & _LOW) ^ _LOW).to(tl.int32)
+
+
+@triton.jit
+def _best_ranks(ranks, BEST: tl.constexpr, BLOCK_BEST: tl.constexpr):  # type: ignore[no-untyped-def]
+    """[BLOCK_BEST], of which the first BEST are the greatest of some ranks, falling."""
+    place = tl.arange(0, BLOCK_BEST)
+    found = tl.zeros([BLOCK_BEST], tl.int64) + _LEAST_RANK
+    for best in tl.range(0, BEST):
+        highest = tl.max(ranks, 0)
+        found = tl.where(place == best, highest, found)
+        ranks = tl.where(ranks == highest, _LEAST_RANK, ranks)
+    return found
 
 
 @triton.jit(do_not_specialize=_NUMBERS)
 def _scan_kernel(  # type: ignore[no-untyped-def]
-    logits, temperatures, peaks, sums, values, places, vocabulary, rows_each, row_stride, BEST: tl.constexpr,
-    CHUNK: tl.constexpr,
+    logits, temperatures, peaks, sums, ranks, vocabulary, rows_each, row_stride, BEST: tl.constexpr,
+    BLOCK_BEST: tl.constexpr, CHUNK: tl.constexpr, DEPENDENT: tl.constexpr,
 ):  # fmt: skip
     """Program (row, chunk): the greatest logit / temperature and the sum of exponentials relative to it, [R, chunks]
-    each, and the BEST greatest [R, chunks, BEST] with their ids."""
+    each, and the BEST greatest [R, chunks, BEST] as ranks."""
     row = tl.program_id(0)
     chunk = tl.program_id(1)
+    if DEPENDENT:
+        gdc_launch_dependents()
+        gdc_wait()
     ids = chunk * CHUNK + tl.arange(0, CHUNK)
     x = tl.load(logits + row.to(tl.int64) * row_stride + ids, mask=ids < vocabulary, other=float("-inf"))
     x = x.to(tl.float32) / tl.load(temperatures + row // rows_each)
@@ -38,13 +75,9 @@ def _scan_kernel(  # type: ignore[no-untyped-def]
     own = row * tl.num_programs(1) + chunk
     tl.store(peaks + own, peak)
     tl.store(sums + own, tl.sum(tl.exp(x - base), 0))
-    for best in tl.range(0, BEST):
-        value = tl.max(x, 0)
-        # NaN equals nothing: then any id serves.
-        place = tl.minimum(tl.min(tl.where(x == value, ids, _NONE), 0), vocabulary - 1)
-        tl.store(values + own * BEST + best, value)
-        tl.store(places + own * BEST + best, place)
-        x = tl.where(ids == place, float("-inf"), x)
+    if BEST > 0:
+        place = tl.arange(0, BLOCK_BEST)
+        tl.store(ranks + own * BEST + place, _best_ranks(_ranked(x, ids), BEST, BLOCK_BEST), mask=place < BEST)
 
 
 @triton.jit
@@ -60,27 +93,29 @@ def _log_mass(peaks, sums, row, chunks, BLOCK: tl.constexpr):  # type: ignore[no
 
 @triton.jit(do_not_specialize=_NUMBERS)
 def _likeliest_kernel(  # type: ignore[no-untyped-def]
-    peaks, sums, values, places, token_ids, tokens, scores, chunks, WIDTH: tl.constexpr,
-    MAPPED: tl.constexpr, BLOCK_CHUNKS: tl.constexpr, BLOCK: tl.constexpr,
+    peaks, sums, ranks, token_ids, tokens, scores, vocabulary, chunks, WIDTH: tl.constexpr, BLOCK_WIDTH: tl.constexpr,
+    MAPPED: tl.constexpr, BLOCK_CHUNKS: tl.constexpr, BLOCK: tl.constexpr, DEPENDENT: tl.constexpr,
 ):  # fmt: skip
     """Program row: the WIDTH best of what its chunks found."""
     row = tl.program_id(0)
-    log_mass = _log_mass(peaks, sums, row, chunks, BLOCK_CHUNKS)
+    if DEPENDENT:
+        gdc_launch_dependents()
+        gdc_wait()
     index = tl.arange(0, BLOCK)
     here = index < chunks * WIDTH
-    value = tl.load(values + row * chunks * WIDTH + index, mask=here, other=float("-inf"))
-    place = tl.load(places + row * chunks * WIDTH + index, mask=here, other=0)
-    for best in tl.range(0, WIDTH):
-        highest = tl.max(value, 0)
-        # Chunks stand in order, and so do equals within one.
-        at = tl.min(tl.where(value == highest, index, _NONE), 0)
-        token = tl.sum(tl.where(index == at, place, 0), 0)
-        if MAPPED:
-            token = tl.load(token_ids + token)
-        prob = tl.exp(highest - log_mass)
-        tl.store(tokens + row * WIDTH + best, token)
-        tl.store(scores + row * WIDTH + best, tl.where(prob > 0.0, prob, 0.0).to(tl.float64))
-        value = tl.where(index == at, float("-inf"), value)
+    rank = tl.where(here, tl.load(ranks + row * chunks * WIDTH + index, mask=here, other=0), _LEAST_RANK)
+    log_mass = _log_mass(peaks, sums, row, chunks, BLOCK_CHUNKS)
+    value, token = _unranked(_best_ranks(rank, WIDTH, BLOCK_WIDTH))
+    place = tl.arange(0, BLOCK_WIDTH)
+    # Behind the vocabulary's end stand the ids of -inf.
+    token = tl.minimum(token, vocabulary - 1)
+    if MAPPED:
+        token = tl.load(token_ids + token, mask=place < WIDTH, other=0)
+    prob = tl.exp(value - log_mass)
+    to = row * WIDTH + place
+    tl.store(tokens + to, token, mask=place < WIDTH)
+    # Written so that NaN is no child.
+    tl.store(scores + to, tl.where(prob > 0.0, prob, 0.0).to(tl.float64), mask=place < WIDTH)
 
 
 @triton.jit
@@ -141,18 +176,18 @@ def _gumbel_max_kernel(  # type: ignore[no-untyped-def]
         chance = tl.where(index == at, -1.0, chance)
 
 
-def _scan(logits: Tensor, temperatures: Tensor, best: int) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """Peaks and sums [R, chunks], and the best of every chunk [R, chunks, best] with their ids."""
+def _scan(logits: Tensor, temperatures: Tensor, best: int) -> tuple[Tensor, Tensor, Tensor]:
+    """Peaks and sums [R, chunks], and the best of every chunk [R, chunks, best] as ranks."""
     rows, vocabulary = logits.shape
     chunks = triton.cdiv(vocabulary, _CHUNK)
     peaks, sums = torch.empty(2, rows, chunks, device=logits.device)
-    values = torch.empty(rows, chunks, best, device=logits.device)
-    places = torch.empty(rows, chunks, best, dtype=torch.int32, device=logits.device)
+    ranks = torch.empty(rows, chunks, best, dtype=torch.int64, device=logits.device)
     _scan_kernel[(rows, chunks)](
-        logits, temperatures, peaks, sums, values, places, vocabulary, rows // len(temperatures), logits.stride(0),
-        BEST=best, CHUNK=_CHUNK, num_warps=4,
+        logits, temperatures, peaks, sums, ranks, vocabulary, rows // len(temperatures), logits.stride(0),
+        BEST=best, BLOCK_BEST=triton.next_power_of_2(max(1, best)), CHUNK=_CHUNK, num_warps=4,
+        **order_of(logits.device),
     )  # fmt: skip
-    return peaks, sums, values, places
+    return peaks, sums, ranks
 
 
 def _empty(rows: int, width: int, device: torch.device) -> Children:
@@ -164,12 +199,13 @@ def _empty(rows: int, width: int, device: torch.device) -> Children:
 
 def likeliest(logits: Tensor, temperatures: Tensor, width: int, token_ids: Tensor | None) -> Children:
     """See `growth.likeliest`."""
-    peaks, sums, values, places = _scan(logits, temperatures, width)
+    peaks, sums, ranks = _scan(logits, temperatures, width)
     (rows, chunks), found = peaks.shape, _empty(len(logits), width, logits.device)
     _likeliest_kernel[(rows,)](
-        peaks, sums, values, places, token_ids, found.tokens, found.scores, chunks,
-        WIDTH=width, MAPPED=token_ids is not None, BLOCK_CHUNKS=triton.next_power_of_2(chunks),
-        BLOCK=triton.next_power_of_2(chunks * width), num_warps=4,
+        peaks, sums, ranks, token_ids, found.tokens, found.scores, logits.shape[1], chunks,
+        WIDTH=width, BLOCK_WIDTH=triton.next_power_of_2(width), MAPPED=token_ids is not None,
+        BLOCK_CHUNKS=triton.next_power_of_2(chunks), BLOCK=triton.next_power_of_2(chunks * width), num_warps=4,
+        **order_of(logits.device),
     )  # fmt: skip
     return found
 
@@ -185,7 +221,7 @@ def gumbel_max_winners(
     sharpness: float,
 ) -> Children:
     """See `growth.gumbel_max_winners`."""
-    peaks, sums, _, _ = _scan(logits, temperatures, 0)
+    peaks, sums, _ = _scan(logits, temperatures, 0)
     # Temperature does not change the order.
     values, places = logits.topk(min(entrants, logits.shape[1]), dim=-1)
     (rows, chunks), found = peaks.shape, _empty(len(logits), width, logits.device)
