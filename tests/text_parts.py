@@ -71,6 +71,7 @@ TEXT_PARTS: dict[str, tuple[str, dict[str, Any]]] = {
             "rope_parameters": {"sliding_attention": THREEFOLD | {"mrope_section": [3, 3, 2]}, "full_attention": None},
         },
     ),
+    "cosmos3_edge": ("cosmos3_edge_text", {"head_dim": 16, "rope_parameters": THREEFOLD}),
     "mllama": (
         "mllama_text_model", {"num_hidden_layers": 4, "cross_attention_layers": [1, 3], "tie_word_embeddings": False},
     ),
@@ -129,6 +130,10 @@ WHOLE: dict[str, tuple[str, dict[str, Any]]] = {
         },
     ),
     "cohere_compass": ("cohere_compass", {**_DEEP, "out_hidden_size": 64}),
+    "cosmos3_edge": (
+        "cosmos3_edge",
+        {**_WIDTHS, "num_hidden_layers": 1, "num_attention_heads": 2, "patch_size": 4, "num_patches": 16},
+    ),
     "mllama": (
         "mllama",
         {
@@ -176,6 +181,7 @@ def whole_model(name: str, *, tied: bool = False) -> PreTrainedModel:
     del text["tie_word_embeddings"]
     text |= settings
     others = {"out_hidden_size": 64, "projector_hidden_size": 16} if model_type == "muse_glimmer" else {}
+    others |= {"projector_hidden_size": 16} if model_type == "cosmos3_edge" else {}
     others |= {"vocabulary_map": {"<image>": 299}} if model_type == "emu3" else dict.fromkeys(_IMAGE_TOKENS, 299)
     torch.manual_seed(0)
     others["vq_config" if model_type == "emu3" else "vision_config"] = vision

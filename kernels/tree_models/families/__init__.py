@@ -38,6 +38,7 @@ FAMILIES: Mapping[str, Family] = {
     "cohere2": others.cohere2,
     "cohere2_moe": others.cohere2_moe,
     "cohere_compass_text": others.cohere_compass,
+    "cosmos3_edge_text": llama.cosmos3_edge,
     "cwm": llama.mistral,
     "dbrx": mixtures.dbrx,
     "deepseek_v2": deepseek.deepseek_v2,

@@ -32,6 +32,22 @@ from tree_models.spec import (
 )
 
 _FED = "feed_forward."
+_COSMOS = WeightNames(
+    gate_up=("mlp.fc1",),
+    down="mlp.fc2",
+    # As published, beside what makes images, sounds and movements.
+    renamed=(
+        *((f"self_attn.to_{name}", f"self_attn.{name}_proj") for name in "qkv"),
+        ("self_attn.to_out", "self_attn.o_proj"),
+        ("mlp.up_proj", "mlp.fc1"),
+        ("mlp.down_proj", "mlp.fc2"),
+    ),
+    ignored=(
+        *WeightNames().ignored,
+        r"(model\.)?(action_\w+|time_embedder|proj_(in|out)|norm_moe_gen)(\..*)?",
+        r"model\.layers\.\d+\.(\w+_moe_gen|self_attn\.(add_[qkv]_proj|to_add_out|norm_added_[qk]|\w+_for_gen))\..*",
+    ),
+)
 _LLAMA4 = WeightNames(
     gate_up=(f"{_FED}gate_proj", f"{_FED}up_proj"),
     down=f"{_FED}down_proj",
@@ -78,6 +94,11 @@ def smollm3(config: Any) -> Description:
 def seed_oss(config: Any) -> Description:
     """Seed-OSS: the last product of attention has a bias of its own."""
     return llama(config, out_bias=bool(config.attention_out_bias))
+
+
+def cosmos3_edge(config: Any) -> Description:
+    """The text of Cosmos3-Edge: Llama with an MLP without gates. Three positions, which are equal in texts."""
+    return replace(llama(config, mlp(config, gated=False)), names=_COSMOS)
 
 
 def mllama(config: Any) -> Description:
