@@ -47,9 +47,18 @@ ALIKE = {"mamba2", "falcon_mamba"}
 SELECTIVE: dict[str, Any] = {"state_size": 6, "time_step_rank": 5, "num_hidden_layers": 2}
 # Multiples of 64, which the cache of transformers rounds widths to.
 XLSTM: dict[str, Any] = {"hidden_size": 128, "num_heads": 4, "ffn_round_up_to_multiple_of": 8, "chunk_size": CHUNK}
+ZAYA: dict[str, Any] = {
+    "num_hidden_layers": 3, "head_dim": 12, "num_experts": 4, "num_experts_per_tok": 1, "moe_intermediate_size": 24,
+    "router_hidden_size": 16, "tie_word_embeddings": True,
+}  # fmt: skip
 # By a name for the test: `model_type`, and settings beside the usual ones of `conftest.TINY`.
 RECURRENT: dict[str, tuple[str, dict[str, Any]]] = {
     "xlstm": ("xlstm", XLSTM),
+    "zaya": ("zaya", ZAYA),
+    "zaya, windows": (
+        "zaya",
+        ZAYA | {"sliding_window": 5, "layer_types": ["hybrid", "hybrid_sliding", "hybrid"], "lm_head_bias": True},
+    ),
     "lfm2": ("lfm2", CONVOLVED),
     "lfm2, biases": ("lfm2", CONVOLVED | {"conv_bias": True, "conv_L_cache": 4, "block_auto_adjust_ff_dim": False}),
     "lfm2_moe": ("lfm2_moe", CONVOLVED | EXPERTS | {"num_dense_layers": 1, "routed_scaling_factor": 1.5}),

@@ -33,7 +33,7 @@ TREE = (0, 0, 0, 1, 3, 0, 2)
 # Accepted of it: nodes 1, 3 and 4.
 PATH = (1, 3, 4)
 LAST_POSITION = 511
-NAMES = ("lfm2, biases", "qwen3_next, dense")
+NAMES = ("lfm2, biases", "qwen3_next, dense", "zaya")
 
 
 def step_of(rows: tuple[int, int], starts: tuple[int, int], trees: tuple[tuple[int, ...] | None, ...]) -> ForwardInput:

@@ -184,23 +184,15 @@ def _outputs(own: Any, inner: Any, config: Any, decoder: Decoder, index: int) ->
     if "shared_kv_states" in signature(own.forward).parameters:
         given["shared_kv_states"] = {}
         if isinstance(spec, AttentionSpec) and spec.keys_of is not None:
-            kept = [torch.randn(one[place].shape, generator=generator).to(hidden) for one in (cache.keys, cache.values)]
-            cache.keys[place], cache.values[place] = kept
-            # Heads of all ranks, which are alike.
-            ranks = decoder.place.ranks
-            whole = spec.heads * (1 if ranks is None else ranks.size) // own.self_attn.num_key_value_groups
-            every = [one.repeat(1, 1, whole // spec.kv_heads, 1) for one in kept]
-            pair = tuple(one.transpose(1, 2) for one in every)
+            pair = _keys_of_another(own, spec, decoder, cache, place, generator)
             # Of a kind of layers, or of one layer.
             given["shared_kv_states"] |= {config.layer_types[index]: pair, spec.keys_of: pair}
-    seen = sequence_mask(rows_of_a_text(), 0, variant_of(spec)).to(decoder.device)
-    mask = torch.zeros(seen.shape, device=decoder.device, dtype=decoder.dtype)
-    mask.masked_fill_(~seen, torch.finfo(decoder.dtype).min)
-    if layer.shared is not None:
-        given["causal_mask"] = mask[None, None]
-    # Without padding, other layers need none.
-    own_mask = None if isinstance(spec, RecurrentSpec) or layer.shared is not None else mask[None, None]
-    given |= {"attention_mask": own_mask, **_falling(own, inner, seen, hidden.dtype)}
+    router, read = layer.spec.router_mlp, hidden
+    if router is not None and router.reads:
+        before = torch.randn(ROWS, router.width, generator=generator).to(hidden)
+        given["prev_router_hidden_states"] = before[None]
+        read = torch.stack([hidden, _widened(before, decoder.hidden_size)], dim=1)
+    given |= _masks(own, inner, layer, decoder)
     given |= {"position_ids": positions[None], "position_embeddings": _turns(inner, config, hidden, positions, index)}
     taken = signature(own.forward).parameters
     if all(one.kind is not one.VAR_KEYWORD for one in taken.values()):
@@ -212,10 +204,48 @@ def _outputs(own: Any, inner: Any, config: Any, decoder: Decoder, index: int) ->
     attention = TreeAttention("reference", decoder.device)
     plan = attention.plan(rows_of_a_text())
     step = PagedPass(attention, plan, positions, cache, _recurrent_pass(decoder))
-    found = layer(hidden, decoder.angles_of(index, positions), step, None, vectors)
+    found = layer(read, decoder.angles_of(index, positions), step, None, vectors)
+    if router is not None and router.passes:
+        # Beside what the next layer's router is to read.
+        expected = torch.cat([expected, _widened(output[1][0], decoder.hidden_size)], dim=1)
+        found, hidden = found.flatten(1), _widened(hidden, expected.shape[1])
     if layer.spec.ahead is not None:
         found = decoder.layers[index + 1](found, decoder.angles_of(index + 1, positions), step)
     return found - hidden, expected - hidden
+
+
+def _masks(own: Any, inner: Any, layer: Any, decoder: Decoder) -> dict[str, Any]:
+    """What transformers' layer takes for what its rows see."""
+    spec = layer.spec.attention
+    seen = sequence_mask(rows_of_a_text(), 0, variant_of(spec)).to(decoder.device)
+    mask = torch.zeros(seen.shape, device=decoder.device, dtype=decoder.dtype)
+    mask.masked_fill_(~seen, torch.finfo(decoder.dtype).min)
+    if layer.shared is not None:
+        return {"causal_mask": mask[None, None], "attention_mask": None}
+    if layer.router_mlp is not None:
+        # ZAYA's, beside which one of its convolutions may be.
+        return {"attention_mask": {"causal": mask[None, None]}}
+    # Without padding, layers with states need none.
+    own_mask = None if isinstance(spec, RecurrentSpec) else mask[None, None]
+    return {"attention_mask": own_mask, **_falling(own, inner, seen, decoder.dtype)}
+
+
+def _keys_of_another(
+    own: Any, spec: AttentionSpec, decoder: Decoder, cache: Any, place: int, generator: torch.Generator
+) -> tuple[Tensor, ...]:
+    """Random keys and values [1, heads, R, D] of a layer that this one attends to, which the cache gets too."""
+    of_cache = cache.keys, cache.values
+    kept = [torch.randn(one[place].shape, generator=generator).to(one[place]) for one in of_cache]
+    cache.keys[place], cache.values[place] = kept
+    # Heads of all ranks, which are alike.
+    ranks = decoder.place.ranks
+    whole = spec.heads * (1 if ranks is None else ranks.size) // own.self_attn.num_key_value_groups
+    return tuple(one.repeat(1, 1, whole // spec.kv_heads, 1).transpose(1, 2) for one in kept)
+
+
+def _widened(rows: Tensor, width: int) -> Tensor:
+    """[R, width] of rows [R, ..], with zeros behind them."""
+    return nn.functional.pad(rows, (0, width - rows.shape[1]))
 
 
 def _falling(own: Any, inner: Any, seen: Tensor, dtype: torch.dtype) -> dict[str, Any]:

@@ -31,6 +31,7 @@ class WeightNames:
     after_attention: str = ""
     before_mlp: str = "post_attention_layernorm"
     after_mlp: str = ""
+    residual_norms: tuple[str, str] = ("post_attention_residual_scale.residual", "post_mlp_residual_scale.residual")
 
     qkv: tuple[str, ...] = ("self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj")
     qkv_by_group: bool = False  # their one tensor has for each key head the queries that read it, its keys, its values
@@ -55,6 +56,7 @@ class WeightNames:
     mixer_gates: tuple[str, ...] = ("linear_attn.in_proj_b", "linear_attn.in_proj_a")
     convolution: str = "linear_attn.conv1d"
     convolution_parts: tuple[str, ...] = ()  # modules that are published in its place, in their order
+    head_convolution: str = "self_attn.qkv_proj.conv_qk_grouped"  # of each head of compressed attention
     renamed: tuple[tuple[str, str], ...] = ()  # names of modules that are published, and those that stand here for them
     decay: str = "linear_attn.A_log"  # whole, as these two have no suffix
     decay_bias: str = "linear_attn.dt_bias"
@@ -98,6 +100,11 @@ class WeightNames:
     activation: str = "mlp.act_fn"
 
     router: str = "mlp.gate"
+    # Of what a router reads in place of rows: the first product, a norm and two more products.
+    router_mlp: tuple[str, ...] = (
+        "mlp.gate.down_proj", "mlp.gate.router_mlp.norm", "mlp.gate.router_mlp.fc1", "mlp.gate.router_mlp.fc2",
+    )  # fmt: skip
+    router_states: str = "mlp.gate.router_states_scale"  # whole
     router_bias: str = "mlp.gate.bias"  # whole
     router_scale: str = "router.scale"  # whole
     expert_scales: str = "router.per_expert_scale"  # whole

@@ -24,7 +24,8 @@ class FamilyRefused(ValueError):
 class NormSpec:
     """A norm over the hidden size, or over heads."""
 
-    kind: Literal["rms", "layer", "none"]  # none leaves rows as they are
+    # "none" leaves rows as they are, and "affine" norms nothing: (row + bias) * weight.
+    kind: Literal["rms", "layer", "none", "affine"]
     epsilon: float
     offset: float = 0.0  # added to the stored weight: Gemma and Nemotron store a weight less one
     scale: float = 1.0  # of the stored weight
@@ -80,7 +81,11 @@ class OutputGateSpec:
 
 @dataclass(frozen=True, slots=True)
 class AttentionSpec:
-    """Grouped-query attention over all earlier tokens, or those within a window."""
+    """Grouped-query attention over all earlier tokens, or those within a window.
+
+    `compressed`: queries and keys are convolved over three tokens, and half of the values are of the token before, so
+    that the layer keeps a state beside keys and values (CCA, arXiv 2510.04476); see `CompressedAttention`.
+    """
 
     heads: int
     kv_heads: int
@@ -108,6 +113,7 @@ class AttentionSpec:
     differential: float | None = None
     pair_epsilon: float = 0.0  # of the norm of a pair's output
     keys_of: int | None = None  # the layer whose keys and values this one attends to, for it has none of its own
+    compressed: bool = False
 
     @property
     def width_of_keys(self) -> int:
@@ -303,6 +309,17 @@ class MLPSpec:
 
 
 @dataclass(frozen=True, slots=True)
+class RouterMLPSpec:
+    """What a router reads in place of rows (ZAYA): a product of these, with that of the layer before times stored
+    numbers, goes through a norm and two products with GELU, all with biases."""
+
+    width: int
+    norm: NormSpec
+    reads: bool  # whether there is a layer before
+    passes: bool  # whether there is one behind
+
+
+@dataclass(frozen=True, slots=True)
 class RouterSpec:
     """How rows choose their experts and weigh them."""
 
@@ -322,6 +339,7 @@ class RouterSpec:
     jitter: float = 0.0  # of sparsemixer: twice this relative distance is close
     norm: NormSpec | None = None  # of the rows, without weights, which are then multiplied by stored numbers / sqrt(H)
     expert_scales: bool = False  # weights are multiplied by a stored number of each expert
+    mlp: RouterMLPSpec | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -340,6 +358,7 @@ class ExpertsSpec:
     shared: MLPSpec | None = None  # for every row
     shared_gate: bool = False  # whose output is weighed by the sigmoid of a product
     idle: int = 0  # behind the others, of which rows come back as they are
+    idle_returns: bool = True  # or as nothing
     weighs_inputs: bool = False  # a row is multiplied by the weight of its only expert before that reads it (Llama 4)
 
 
@@ -435,6 +454,7 @@ class LayerSpec:
     norms_sums: bool = False  # the norms behind are of the residual with the output
     residual_scale: float = 1.0  # of what attention and MLP add
     normed_residual: NormedResidualSpec | None = None
+    residual_norm: NormSpec | None = None  # of the residual of each half, by weights of its own
     beside: StateSpaceSpec | SelectiveSpec | None = None  # what reads the same rows as attention, and is added with it
     # Experts that read what the MLP does; what they make is added behind the next layer (LongCat's shortcut).
     ahead: ExpertsSpec | None = None
@@ -445,9 +465,16 @@ class LayerSpec:
     shared: SharedBlockSpec | None = None  # whose attention this is; then `beside` reads what it makes
 
     @property
-    def states(self) -> list[RecurrentSpec]:
+    def states(self) -> list[RecurrentSpec | AttentionSpec]:
         """What keeps states."""
-        return [spec for spec in (self.attention, self.beside) if isinstance(spec, RecurrentSpec)]
+        own = self.attention
+        compressed = [own] if isinstance(own, AttentionSpec) and own.compressed else []
+        return [*compressed, *(spec for spec in (own, self.beside) if isinstance(spec, RecurrentSpec))]
+
+    @property
+    def router_mlp(self) -> RouterMLPSpec | None:
+        """What its router reads, where that is not its rows."""
+        return self.mlp.router.mlp if isinstance(self.mlp, ExpertsSpec) else None
 
     @property
     def rotary(self) -> RotarySpec | None:
@@ -457,43 +484,3 @@ class LayerSpec:
     # Vectors side by side that attention reads. More than one, as in the first layer of an EAGLE-3 head, are normed
     # outside and given.
     read_vectors: int = 1
-
-
-@dataclass(frozen=True, slots=True)
-class PositionTableSpec:
-    """A table of vectors that are added to embedded rows by their position."""
-
-    rows: int
-    offset: int = 0  # of the first position's row
-    sines: bool = False  # sines and cosines stand in it, and no checkpoint has it
-
-
-@dataclass(frozen=True, slots=True)
-class HeadTransformSpec:
-    """What the head reads of the last norm's rows: norm(activation(a product))."""
-
-    activation: Activation
-    norm: NormSpec
-    bias: bool = False
-
-
-@dataclass(frozen=True, slots=True)
-class DecoderSpec:
-    """A decoder from token ids to logits."""
-
-    vocabulary_size: int
-    hidden_size: int
-    layers: tuple[LayerSpec, ...]
-    final_norm: NormSpec
-    max_positions: int
-    tied: bool = False  # the head is the embedding
-    unread_tokens: int = 0  # rows behind the vocabulary's in the published embedding, as of images
-    head_bias: bool = False
-    head_transform: HeadTransformSpec | None = None
-    embedding_scale: float = 1.0
-    embedding_norm: NormSpec | None = None  # of embedded rows
-    positions: PositionTableSpec | None = None
-    logits_scale: float = 1.0
-    logits_cap: float | None = None
-    layer_inputs: LayerInputsSpec | None = None
-    streams: StreamsSpec | None = None  # of all layers

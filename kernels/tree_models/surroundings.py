@@ -151,12 +151,13 @@ def _with_given(
 
 
 def _masks_that_differ(description: Description, given: Sequence[dict[str, Any]]) -> list[int]:
-    """Layers by number; MPT's masks are of what is hidden."""
+    """Layers by number; MPT's masks are of what is hidden, and ZAYA has one for its convolutions beside them."""
     found = []
     for index, layer, arguments in _with_given(description, given):
         if not isinstance(layer.attention, AttentionSpec | LatentSpec):
             continue
         mask = arguments.get("causal_mask", arguments.get("attention_mask"))
+        mask = mask["causal"] if isinstance(mask, dict) else mask
         own = sequence_mask(rows_of_a_text(), 0, variant_of(layer.attention))
         # Without one every row sees all others.
         seen = torch.ones_like(own) if mask is None else mask[0, 0] if mask.dtype == torch.bool else mask[0, 0] > -1

@@ -32,7 +32,7 @@ def engine_of(name: str = "lfm2", config: Any = None, **sizes: int) -> Engine:
 
 @pytest.mark.parametrize(
     ("name", "page_size"),
-    [("lfm2", 4), ("lfm2", 16), ("qwen3_next", 4), ("jamba", 16), ("minimax", 16), ("kimi_linear", 16)],
+    [("lfm2", 4), ("lfm2", 16), ("qwen3_next", 4), ("jamba", 16), ("minimax", 16), ("kimi_linear", 16), ("zaya", 4)],
 )
 def test_the_third_of_those_that_begin_alike_goes_on_from_where_they_part(name: str, page_size: int) -> None:
     """The second shows where that is, and reads it once more."""

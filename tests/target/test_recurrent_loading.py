@@ -27,7 +27,9 @@ VISION = {"hidden_size": 8, "depth": 1, "num_heads": 2, "intermediate_size": 16}
 
 
 def made(name: str) -> Any:
-    model_type, settings = RECURRENT[name]
+    short = ", two layers"
+    model_type, settings = RECURRENT[name.removesuffix(short)]
+    settings = settings | {"num_hidden_layers": 2} if name.endswith(short) else settings
     return make_tiny(model_type, vocab_size=300, **settings)
 
 
@@ -69,6 +71,7 @@ def saved(name: str, folder: Path, tokenizer: Any) -> Path:
         ("zamba, plain", 1),
         # Each layer has both.
         ("falcon_h1", 2),
+        ("zaya, two layers", 2),
         # States alone.
         ("mamba", 0),
         ("mamba2", 0),

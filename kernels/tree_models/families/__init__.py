@@ -150,6 +150,7 @@ FAMILIES: Mapping[str, Family] = {
     "youtu": deepseek.youtu,
     "zamba": others.zamba,
     "zamba2": others.zamba2,
+    "zaya": others.zaya,
 }
 
 

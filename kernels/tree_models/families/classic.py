@@ -9,6 +9,7 @@ from typing import Any
 
 import torch
 
+from tree_models.decoder_spec import HeadTransformSpec, PositionTableSpec
 from tree_models.families.common import Description, attention, counted, decoder, layer, mlp, named_activation
 from tree_models.families.rotary import rotary
 from tree_models.names import WeightNames
@@ -16,10 +17,8 @@ from tree_models.spec import (
     AttentionSpec,
     FamilyRefused,
     HeadNormSpec,
-    HeadTransformSpec,
     MLPSpec,
     NormSpec,
-    PositionTableSpec,
     RotarySpec,
 )
 

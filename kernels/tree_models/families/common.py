@@ -6,12 +6,12 @@ from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field, replace
 from typing import Any
 
+from tree_models.decoder_spec import DecoderSpec
 from tree_models.families.rotary import rope_parameters, rotary
 from tree_models.names import WeightNames
 from tree_models.spec import (
     Activation,
     AttentionSpec,
-    DecoderSpec,
     ExpertsSpec,
     FamilyRefused,
     LatentSpec,

@@ -1,4 +1,4 @@
-"""Families that stand by themselves: Cohere, EXAONE, Apertus, StarCoder2, Nemotron and its hybrids, Zamba."""
+"""Families that stand by themselves: Cohere, EXAONE, Apertus, StarCoder2, Nemotron and its hybrids, Zamba, ZAYA."""
 
 from __future__ import annotations
 
@@ -31,6 +31,7 @@ from tree_models.spec import (
     MLPSpec,
     NormSpec,
     RotarySpec,
+    RouterMLPSpec,
     RouterSpec,
     SelectiveSpec,
     SharedBlockSpec,
@@ -380,3 +381,51 @@ def _zamba_space(config: Any) -> StateSpaceSpec:
         step_limits=(float(config.time_step_min), float("inf")),
         norm_groups=groups,
     )
+
+
+_QKV, _ROUTER = "self_attn.qkv_proj.", "mlp.gate.router_mlp."
+_ZAYA1 = WeightNames(
+    embedding_norm="model.input_hidden_states",
+    after_attention="post_attention_residual_scale.hidden_states",
+    after_mlp="post_mlp_residual_scale.hidden_states",
+    qkv=tuple(f"{_QKV}{name}" for name in ("q_proj", "k_proj", "v_proj_current", "v_proj_delayed")),
+    convolution=f"{_QKV}conv_qk_depthwise",
+    key_norm="self_attn.qk_norm.temp",
+    router=f"{_ROUTER}out_proj",
+    correction="mlp.gate.balancing_biases",
+    # What rows are multiplied by, and what is added to them before.
+    renamed=tuple(
+        (f"{of}_{published}", f"{of}.{own}")
+        for of in ("input_hidden_states", "hidden_states", "residual")
+        for published, own in (("scale", "weight"), ("bias", "bias"))
+    ),
+)
+_WEIGHED = NormSpec("affine", 0.0, bias=True)
+
+
+def zaya(config: Any) -> Description:
+    """ZAYA1: compressed attention, weighed residuals, and a router that reads what the one of the layer before read. A
+    token goes to one expert, or to none."""
+    if (config.cca_time0, config.cca_time1) != (2, 2):
+        raise FamilyRefused("compressed attention over more than two tokens each is not served")
+    norm, count, last = rms_norm(config), int(config.num_experts), int(config.num_hidden_layers) - 1
+    layers = []
+    for index in counted(config):
+        windowed = config.layer_types[index] == "hybrid_sliding"
+        window = int(config.sliding_window) if windowed else None
+        read = RouterMLPSpec(int(config.router_hidden_size), norm, index > 0, index < last)
+        experts = ExpertsSpec(
+            count=count,
+            top_k=int(config.num_experts_per_tok),
+            width=int(config.moe_intermediate_size),
+            router=RouterSpec(renormalised=False, correction=True, rounded=True, mlp=read),
+            activation=activation(config),
+            idle=1,
+            idle_returns=False,
+        )
+        attending = attention(config, index, compressed=True, window=window)
+        layers.append(
+            layer(attending, experts, norm, after_attention=_WEIGHED, after_mlp=_WEIGHED, residual_norm=_WEIGHED)
+        )
+    spec = decoder(config, layers, norm, embedding_norm=_WEIGHED, head_bias=bool(config.lm_head_bias))
+    return Description(spec, _ZAYA1)

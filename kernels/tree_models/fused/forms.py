@@ -125,7 +125,7 @@ def parts_of(layer: DecoderLayer) -> LayerParts | None:
     mixer, out, fed, added = None, None, None, None
     if layer.beside is not None or spec.normed_residual is not None or spec.streams or spec.laurel:
         return None
-    if spec.ahead is not None or spec.norms_sums:
+    if spec.ahead is not None or spec.norms_sums or spec.residual_norm is not None or spec.router_mlp is not None:
         return None
     if attention is not None:
         product: Any = attention.out

@@ -282,8 +282,8 @@ def _rows_of(product: PlainWeight, first: int, last: int | None = None) -> Plain
 
 
 def norm_of(norm: Normalization) -> Norm | None:
-    """The norm as the launches take it; None for one without weights."""
-    if norm.weight is None:
+    """The norm as the launches take it; None for one without weights, or for what norms nothing."""
+    if norm.weight is None or norm.spec.kind == "affine":
         return None
     return Norm(norm.weight, norm.spec.epsilon, norm.bias, centered=norm.spec.kind == "layer")
 

@@ -1,8 +1,9 @@
-"""Grouped-query attention."""
+"""Grouped-query attention, and compressed convolutional attention (CCA, arXiv 2510.04476), as ZAYA has it."""
 
 from __future__ import annotations
 
 from collections.abc import Iterator
+from functools import partial
 from math import prod
 
 import torch
@@ -10,16 +11,23 @@ from torch import Tensor, nn
 from torch.nn import functional
 
 from tree_kernels.attention import AttentionVariant
+from tree_kernels.compiled_layers import uncompiled
 from tree_kernels.linear import Activation, ActivationKind
 from tree_kernels.linear.layers import activated
+from tree_kernels.recurrence import RecurrentPass, ShortConvolution, StateShape
 from tree_models.layers.linear import Adapter, Linear
 from tree_models.layers.norm import HeadNorm, Normalization
 from tree_models.layers.paged import PagedPass, UncachedPass, attend, cache_keys
 from tree_models.layers.placing import Placement
 from tree_models.layers.rotary import Angles, halves_order, rotate_heads, scaled_queries
 from tree_models.names import WeightNames
-from tree_models.slots import Copy, WeightSlot, in_place
+from tree_models.slots import Copy, WeightSlot, in_place, rearranged
 from tree_models.spec import AttentionSpec, FamilyRefused
+
+# Tokens that a convolved query or key is of: two convolutions of two taps each.
+_TAPS = 3
+# Keeps a norm of nothing finite; transformers limits the length of a head from below instead.
+_LEAST_SQUARE = 1e-20
 
 
 class OutputGate(nn.Module):
@@ -204,3 +212,117 @@ class HeadAttention(nn.Module):
         else:
             return None if rotating is None else torch.cat([rotating, rows[len(rotating) :]])
         return order if rotating is None else torch.cat([order[rotating], order[len(rotating) :]])
+
+
+def compressed_shape(spec: AttentionSpec) -> StateShape:
+    """What a layer keeps of a sequence beside keys and values."""
+    rotating, values = _channels(spec)
+    return StateShape(2 * rotating + values, _TAPS)
+
+
+def _channels(spec: AttentionSpec) -> tuple[int, int]:
+    """Numbers of queries and keys together, and of the half of values that is of the token before."""
+    return (spec.heads + spec.kv_heads) * spec.head_width, spec.kv_heads * spec.head_width // 2
+
+
+class CompressedAttention(nn.Module):
+    """See `AttentionSpec.compressed`. Symbols: G query and key heads together, D their width.
+
+    Queries and keys go through two convolutions of two taps, the first of each number by itself, the second of each
+    head. The first one's outputs for a token and for the one before are both outputs of one convolution of three taps,
+    and so is the value of the token before: all of them are one call over a tree's ancestors. What the second makes of
+    the two is added to a query and its key averaged, and each head is normed; keys are then scaled.
+    """
+
+    def __init__(
+        self,
+        spec: AttentionSpec,
+        hidden_size: int,
+        layer: int,
+        place: Placement,
+        cache_layer: int,
+        state_layer: int,
+    ) -> None:
+        """`cache_layer` counts layers with keys and values, `state_layer` those with states."""
+        super().__init__()
+        if spec.kv_heads * spec.head_width % 2 or spec.qkv_bias or spec.out_bias:
+            raise FamilyRefused("compressed attention with biases is not served")
+        self.spec, self.layer, self.cache_layer, self.state_layer = spec, layer, cache_layer, state_layer
+        self.variant = AttentionVariant(spec.window)
+        rotating, half = _channels(spec)
+        count = spec.heads + spec.kv_heads
+        # Queries, keys, and the halves of values that are of the token and of the one before.
+        parts = [spec.heads * spec.head_width, spec.kv_heads * spec.head_width, half, half]
+        self.products = Linear(hidden_size, parts, place)
+        # Of the first convolution for the token before, the same for the token, and of values of the token before.
+        self.weight = place.empty(2 * rotating + half, _TAPS)
+        self.weight.data[2 * rotating :] = torch.tensor([0.0, 1.0, 0.0], device=place.device)
+        self.bias = place.empty(2 * rotating + half)
+        self.bias.data[2 * rotating :] = 0.0
+        self.mixing = place.empty(count, spec.head_width, 2 * spec.head_width)
+        self.mixing_bias = place.empty(count, spec.head_width)
+        self.key_scales = place.empty(spec.kv_heads)
+        self.out = Linear(spec.heads * spec.head_width, [hidden_size], place)
+
+    def forward(self, rows: Tensor, angles: Angles | None, step: PagedPass | UncachedPass) -> Tensor:
+        """[R, H] -> [R, H]."""
+        assert isinstance(step, PagedPass) and angles is not None, "states are those of a pass"
+        spec = self.spec
+        product: Tensor = self.products(rows)
+        rotating, half = _channels(spec)
+        heads, current, delayed = torch.split(product, [rotating, half, half], dim=-1)
+        convolved = self._convolved(torch.cat([heads, heads, delayed], dim=-1), step)
+        value = torch.cat([current, convolved[:, 2 * rotating :]], dim=-1).view(len(rows), spec.kv_heads, -1)
+        turned = rotate_heads(self._normed(heads, convolved[:, : 2 * rotating]), angles)
+        attended = attend(self, turned[:, : spec.heads], turned[:, spec.heads :], value, step)
+        output: Tensor = self.out(attended.flatten(1))
+        return output
+
+    # Not compiled: layers differ in their number, which is read here alone.
+    @uncompiled
+    def _convolved(self, inputs: Tensor, step: PagedPass) -> Tensor:
+        of_pass: RecurrentPass = step.recurrent
+        gates = inputs.new_empty(len(inputs), 0, dtype=torch.float32)
+        return of_pass.convolve(self.state_layer, inputs, gates, ShortConvolution(self.weight, self.bias)).rows
+
+    def _normed(self, heads: Tensor, convolved: Tensor) -> Tensor:
+        """Queries and keys [R, G, D] of their products [R, G * D] and of both outputs [R, 2 * G * D] of the first
+        convolution, those for the token before in front."""
+        spec, width = self.spec, self.spec.head_width
+        both = convolved.view(len(heads), 2, -1, width).permute(2, 0, 1, 3).flatten(2)
+        mixed = torch.baddbmm(self.mixing_bias[:, None], both, self.mixing.transpose(1, 2)).transpose(0, 1)
+        query, key = torch.split(heads.view(len(heads), -1, width), [spec.heads, spec.kv_heads], dim=1)
+        group = spec.heads // spec.kv_heads
+        query = (query + key.repeat_interleave(group, dim=1)) * 0.5
+        key = query.view(len(heads), spec.kv_heads, group, width).mean(dim=2)
+        normed = functional.rms_norm(mixed + torch.cat([query, key], dim=1), (width,), None, _LEAST_SQUARE)
+        scaled = normed[:, spec.heads :] * self.key_scales[:, None]
+        return torch.cat([normed[:, : spec.heads], scaled], dim=1)
+
+    def slots(self, names: WeightNames, copy: Copy) -> Iterator[WeightSlot]:
+        """Slots of the layer's tensors."""
+        of = partial(names.in_layer, layer=self.layer)
+        rotating, _ = _channels(self.spec)
+        count, width, _ = self.mixing.shape
+        yield from self.products.slots([of(name) for name in names.qkv], copy)
+        first, second = of(names.convolution), of(names.head_convolution)
+        weight, bias = self.weight[: 2 * rotating], self.bias[: 2 * rotating]
+        yield rearranged(f"{first}.weight", (rotating, 1, 2), weight, _of_both_tokens, copy)
+        yield rearranged(f"{first}.bias", (rotating,), bias, lambda one: one.repeat(2), copy)
+        by_tap = partial(_by_tap, count)
+        yield rearranged(f"{second}.weight", (rotating, width, 2), self.mixing, by_tap, copy)
+        yield in_place(f"{second}.bias", self.mixing_bias.view(-1), copy)
+        yield in_place(of(names.key_norm), self.key_scales, copy)
+        yield from self.out.slots([of(names.out)], copy)
+
+
+def _of_both_tokens(weight: Tensor) -> Tensor:
+    """[2 * C, 3] of a convolution [C, 1, 2]: for the token before, and for the token."""
+    before, now = functional.pad(weight[:, 0], (0, 1)), functional.pad(weight[:, 0], (1, 0))
+    return torch.cat([before, now])
+
+
+def _by_tap(heads: int, weight: Tensor) -> Tensor:
+    """[heads, D, 2 * D] of a convolution [heads * D, D, 2]: inputs of the token before in front."""
+    parts: Tensor = weight.unflatten(0, (heads, -1))  # type: ignore[no-untyped-call]
+    return parts.transpose(2, 3).flatten(2)

@@ -13,6 +13,7 @@ from dataclasses import replace
 import torch
 from torch import Tensor, nn
 
+from tree_models.decoder_spec import HeadTransformSpec
 from tree_models.layers.attention import HeadAttention
 from tree_models.layers.linear import Adapter, Linear
 from tree_models.layers.mlp import FUNCTIONS, MLP
@@ -26,7 +27,6 @@ from tree_models.slots import Copy, WeightSlot, in_place
 from tree_models.spec import (
     AddedInputSpec,
     AttentionSpec,
-    HeadTransformSpec,
     LaurelSpec,
     LayerInputsSpec,
     SharedBlockSpec,

@@ -14,6 +14,8 @@ from torch.nn import functional
 
 from tree_kernels.linear import ScaledRows
 from tree_kernels.recurrence import StateShape
+from tree_models.decoder_spec import DecoderSpec
+from tree_models.layers.attention import compressed_shape
 from tree_models.layers.beside_rows import HeadTransform, LayerInputs, StreamEnds
 from tree_models.layers.decoder_layer import DecoderLayer
 from tree_models.layers.linear import Linear
@@ -24,7 +26,7 @@ from tree_models.layers.recurrent import state_shape
 from tree_models.layers.rotary import Angles, RotaryEmbedding, sines_of
 from tree_models.names import WeightNames
 from tree_models.slots import Copy, WeightSlot, in_place, rearranged
-from tree_models.spec import AttentionSpec, DecoderSpec, LatentSpec, LayerSpec
+from tree_models.spec import AttentionSpec, LatentSpec, LayerSpec
 
 # Gets the outputs [R, H] of one decoder layer.
 Tap = Callable[[Tensor], None]
@@ -249,7 +251,11 @@ class Decoder(LayerStack):
     @property
     def recurrent_layers(self) -> tuple[int, StateShape] | None:
         """How many layers keep states, and of which shape; None where there are none."""
-        shapes = [state_shape(spec, self.hidden_size) for layer in self.spec.layers for spec in layer.states]
+        shapes = [
+            compressed_shape(spec) if isinstance(spec, AttentionSpec) else state_shape(spec, self.hidden_size)
+            for layer in self.spec.layers
+            for spec in layer.states
+        ]
         return (len(shapes), shapes[0]) if shapes else None
 
     def forward(self, token_ids: Tensor, positions: Tensor, step: PagedPass, rows: Tensor | int = 0) -> Tensor:

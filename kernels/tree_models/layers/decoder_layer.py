@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 
 import torch
 from torch import Tensor, nn
 
-from tree_models.layers.attention import HeadAttention
+from tree_models.layers.attention import CompressedAttention, HeadAttention
 from tree_models.layers.beside_rows import AddedInput, AlternatingUpdates, AugmentedResidual, SharedBlock
-from tree_models.layers.experts import DenseAndExperts, MixtureOfExperts
+from tree_models.layers.experts import DenseAndExperts, MixtureOfExperts, RouterMLP
 from tree_models.layers.latent import LatentHeads
 from tree_models.layers.mlp import MLP
 from tree_models.layers.norm import Normalization
@@ -21,7 +21,7 @@ from tree_models.names import WeightNames
 from tree_models.slots import Copy, WeightSlot, by_columns, in_place
 from tree_models.spec import AttentionSpec, DenseAndExpertsSpec, ExpertsSpec, LatentSpec, LayerSpec
 
-_Mixer = HeadAttention | LatentHeads | StateMixer
+_Mixer = HeadAttention | CompressedAttention | LatentHeads | StateMixer
 
 
 class DecoderLayer(nn.Module):
@@ -39,8 +39,8 @@ class DecoderLayer(nn.Module):
         sharing: SharedBlock | None = None,
     ) -> None:
         """`kept` counts the layers whose keys and values, or whose states, are kept beside this one's; `kept_beside`
-        those with states beside what this one has beside its attention. `sharing` has the weights of its block, if it
-        is not the first of those with them."""
+        those with states beside what this one has beside its attention, or in it. `sharing` has the weights of its
+        block, if it is not the first of those with them."""
         super().__init__()
         self.spec, self._ranks = spec, place.ranks
         of = hidden_size, layer, place
@@ -51,6 +51,8 @@ class DecoderLayer(nn.Module):
             self.shared = SharedBlock(spec.shared, spec.attention, *of, kept, sharing)
         if spec.attention is None or spec.shared is not None:
             self.attention = None
+        elif isinstance(spec.attention, AttentionSpec) and spec.attention.compressed:
+            self.attention = CompressedAttention(spec.attention, *of, kept, kept_beside)
         elif isinstance(spec.attention, AttentionSpec):
             self.attention = HeadAttention(spec.attention, *of, kept, spec.read_vectors)
         elif isinstance(spec.attention, LatentSpec):
@@ -70,6 +72,12 @@ class DecoderLayer(nn.Module):
         norms = spec.before_attention, spec.after_attention, spec.before_mlp, spec.after_mlp
         made = (None if norm is None else Normalization(norm, hidden_size, place) for norm in norms)
         self.before_attention, self.after_attention, self.before_mlp, self.after_mlp = made
+        norm = spec.residual_norm
+        self.residual_norms: Sequence[Normalization] | None = None
+        if norm is not None:
+            both = nn.ModuleList(Normalization(norm, hidden_size, place) for _ in range(2))
+            self.residual_norms = both  # type: ignore[assignment]
+        self.router_mlp = RouterMLP(spec.router_mlp, hidden_size, place) if spec.router_mlp else None
         self.ahead = MixtureOfExperts(spec.ahead, hidden_size, layer, place) if spec.ahead else None
         self.added_input = AddedInput(spec.added_input, hidden_size, place) if spec.added_input else None
         self.scale = place.empty(1) if spec.scaled else None
@@ -88,7 +96,8 @@ class DecoderLayer(nn.Module):
         hidden rows, `vectors` [R, W] what the layer adds where it has an added input."""
         if self.streams is None:
             hidden, late = hidden.unbind(1) if hidden.dim() == 3 else (hidden, None)
-            hidden = self._halves(hidden, angles, step, given, vectors)
+            routed, late = (None, late) if self.router_mlp is None else (late, None)
+            hidden = self._halves(hidden, angles, step, given, vectors, routed)
             hidden = hidden if late is None else hidden + late
             if self.added_input is not None:
                 hidden = hidden + self.added_input(hidden, vectors)
@@ -118,9 +127,10 @@ class DecoderLayer(nn.Module):
         step: PagedPass | UncachedPass,
         given: Tensor | None,
         embedded: Tensor | None = None,
+        routed: Tensor | None = None,
     ) -> Tensor:
         """[R, H] -> [R, H]: attention and MLP, or what reads the output of a block that is shared. [R, 2, H] with what
-        the next layer is to add."""
+        the next layer is to add, or with what its router is to read; `routed` [R, H] is that of the layer before."""
         if self.shared is not None:
             assert self.beside is not None and self.before_attention is not None and embedded is not None, "of a block"
             read = self.before_attention(hidden + self.shared(hidden, embedded, angles, step))
@@ -135,7 +145,7 @@ class DecoderLayer(nn.Module):
                 mixed = mixed + self.beside(rows, angles, step)
             if normed is not None:
                 hidden, mixed = rows * normed.attention[0], mixed * normed.attention[1]
-            hidden = self._added(hidden, mixed, self.after_attention)
+            hidden = self._added(self._kept(hidden, 0), mixed, self.after_attention)
             if self.laurel is not None:
                 hidden = self.laurel(hidden, rows)
         if self.spec.parallel:
@@ -143,14 +153,27 @@ class DecoderLayer(nn.Module):
         else:
             rows = hidden if self.before_mlp is None else self.before_mlp(hidden)
         if self.mlp is not None:
+            if self.router_mlp is not None:
+                return self._routed(hidden, rows, routed)
             summed, fed = isinstance(self.mlp, DenseAndExperts), self.mlp(rows)
             if normed is not None:
                 hidden, fed = rows * normed.mlp[0], fed * normed.mlp[1]
-            hidden = self._added(hidden, fed, self.after_mlp, summed=summed)
+            hidden = self._added(self._kept(hidden, 1), fed, self.after_mlp, summed=summed)
         if self.ahead is not None:
             made: Tensor = self.ahead(rows)
             return torch.stack([hidden, made if self._ranks is None else self._ranks.summed(made)], dim=1)
         return hidden
+
+    def _routed(self, hidden: Tensor, rows: Tensor, before: Tensor | None) -> Tensor:
+        """[R, H] with what experts make of normed rows, or [R, 2, H] with what the next layer's router is to read."""
+        assert self.router_mlp is not None and self.mlp is not None, "experts with such a router"
+        states, read = self.router_mlp(rows, before)
+        hidden = self._added(self._kept(hidden, 1), self.mlp(rows, read), self.after_mlp)
+        return torch.stack([hidden, states], dim=1) if self.router_mlp.spec.passes else hidden
+
+    def _kept(self, residual: Tensor, half: int) -> Tensor:
+        """The residual of a half as it is added to."""
+        return residual if self.residual_norms is None else self.residual_norms[half](residual)
 
     def _added(self, residual: Tensor, output: Tensor, norm: Normalization | None, *, summed: bool = False) -> Tensor:
         """The residual with what attention or MLP adds, of which each rank has made a part unless it is `summed`."""
@@ -175,6 +198,10 @@ class DecoderLayer(nn.Module):
         for name, norm in norms:
             if norm is not None:
                 yield from norm.slots(names.in_layer(name, layer), copy)
+        for name, own in zip(names.residual_norms, self.residual_norms or (), strict=False):
+            yield from own.slots(names.in_layer(name, layer), copy)
+        if self.router_mlp is not None:
+            yield from self.router_mlp.slots(names, layer, copy)
         turned = by_columns if names.by_columns else iter
         if self.attention is not None:
             yield from turned(self.attention.slots(names, copy))

@@ -22,7 +22,7 @@ from tree_models.layers.norm import Normalization
 from tree_models.layers.placing import Placement
 from tree_models.names import WeightNames
 from tree_models.slots import Copy, TensorSpec, WeightSlot, in_place, rearranged, stacked
-from tree_models.spec import DenseAndExpertsSpec, ExpertsSpec, FamilyRefused, RouterSpec
+from tree_models.spec import DenseAndExpertsSpec, ExpertsSpec, FamilyRefused, RouterMLPSpec, RouterSpec
 
 
 class TopKRouter(nn.Module):
@@ -91,6 +91,39 @@ class TopKRouter(nn.Module):
         return WeightSlot(specs, write)
 
 
+class RouterMLP(nn.Module):
+    """See `RouterMLPSpec`."""
+
+    def __init__(self, spec: RouterMLPSpec, hidden_size: int, place: Placement) -> None:
+        super().__init__()
+        if spec.width > hidden_size:
+            raise FamilyRefused(f"a router of {spec.width} numbers beside {hidden_size} of hidden rows is not served")
+        self.spec, self._hidden_size = spec, hidden_size
+        self.product = Linear(hidden_size, [spec.width], place, bias=True)
+        self.scale = place.empty(spec.width) if spec.reads else None
+        self.norm = Normalization(spec.norm, spec.width, place)
+        self.first, self.second = (Linear(spec.width, [spec.width], place, bias=True) for _ in range(2))
+
+    def forward(self, rows: Tensor, before: Tensor | None) -> tuple[Tensor, Tensor]:
+        """What the next layer is to give as `before`, zeros behind it, [R, H]; and what the router reads, [R, W], of
+        normed rows [R, H]."""
+        states: Tensor = self.product(rows)
+        if before is not None and self.scale is not None:
+            states = states + before[:, : self.spec.width] * self.scale
+        inner = functional.gelu(self.first(self.norm(states)))
+        kept = functional.pad(states, (0, self._hidden_size - self.spec.width))
+        return kept, functional.gelu(self.second(inner))
+
+    def slots(self, names: WeightNames, layer: int, copy: Copy) -> Iterator[WeightSlot]:
+        """Slots of the MLP's tensors."""
+        product, norm, first, second = (names.in_layer(name, layer) for name in names.router_mlp)
+        for name, own in ((product, self.product), (first, self.first), (second, self.second)):
+            yield from own.slots([name], copy)
+        yield from self.norm.slots(norm, copy)
+        if self.scale is not None:
+            yield in_place(names.in_layer(names.router_states, layer), self.scale, copy)
+
+
 def sparsemixer(scores: Tensor, jitter: float) -> Chosen:
     """Phi-MoE's routing in inference (arXiv 2310.00811): the two best of scores [R, E] fp32. Each is weighed by a
     softmax over the scores that are close to it, the second without the first."""
@@ -127,8 +160,8 @@ class MixtureOfExperts(nn.Module):
         super().__init__()
         self.spec, self.layer = spec, layer
         # Rows that come back are added once.
-        self._returns = bool(spec.idle) and (place.ranks is None or place.ranks.rank == 0)
-        self.router = TopKRouter(spec, hidden_size, place)
+        self._returns = bool(spec.idle) and spec.idle_returns and (place.ranks is None or place.ranks.rank == 0)
+        self.router = TopKRouter(spec, spec.router.mlp.width if spec.router.mlp else hidden_size, place)
         inner, made = spec.latent or hidden_size, 2 * spec.width if spec.gated else spec.width
         self.gate_up = place.empty(spec.count, made, inner)
         self.down = place.empty(spec.count, inner, spec.width)

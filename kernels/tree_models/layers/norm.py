@@ -35,6 +35,9 @@ class Normalization(nn.Module):
         spec, weight, bias = self.spec, self.weight, self.bias
         if spec.kind == "none":
             return rows
+        if spec.kind == "affine":
+            moved = rows if bias is None else rows + bias
+            return moved if weight is None else moved * weight
         own = weight is not None and weight.dim() > 1
         wide = rows if weight is None or (weight.dtype == rows.dtype and not own) else rows.float()
         inner = (None, None) if own else (weight, bias)

@@ -105,7 +105,7 @@ def keeps_own(spec: AttentionSpec | LatentSpec | RecurrentSpec | None) -> TypeGu
 
 def kept_places(layers: Sequence[LayerSpec]) -> list[tuple[int, int]]:
     """The place of each layer's keys and values among those that are kept, or of its state among states, and of the
-    state beside its attention; layers with neither count among neither."""
+    state beside its attention, or of it; layers with neither count among neither."""
     places: list[tuple[int, int]] = []
     counts = {True: 0, False: 0}
     for layer in layers:
@@ -117,5 +117,5 @@ def kept_places(layers: Sequence[LayerSpec]) -> list[tuple[int, int]]:
             own = counts[kind]
             counts[kind] += spec is not None
         places.append((own, counts[True]))
-        counts[True] += layer.beside is not None
+        counts[True] += layer.beside is not None or (isinstance(spec, AttentionSpec) and spec.compressed)
     return places

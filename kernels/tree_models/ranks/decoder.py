@@ -8,6 +8,7 @@ from dataclasses import replace
 import torch
 from torch import Tensor
 
+from tree_models.decoder_spec import DecoderSpec
 from tree_models.families import Description
 from tree_models.layers.decoder import Decoder
 from tree_models.layers.placing import Placement
@@ -16,7 +17,6 @@ from tree_models.rank_group import RankGroup, looked_up
 from tree_models.ranks.cuts import Cut, RankTensors
 from tree_models.ranks.share import share_of
 from tree_models.slots import TensorSpec, specs_of
-from tree_models.spec import DecoderSpec
 from tree_models.weights.checkpoint import TensorSource
 from tree_models.weights.loading import check_names, load_slots, readers_for
 from tree_models.weights.separate_experts import separated

@@ -10,11 +10,11 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 
+from tree_models.decoder_spec import DecoderSpec
 from tree_models.names import WeightNames
 from tree_models.ranks.cuts import Cut, Spans, Zeros
 from tree_models.spec import (
     AttentionSpec,
-    DecoderSpec,
     DeltaNetSpec,
     DenseAndExpertsSpec,
     ExpertsSpec,
@@ -152,6 +152,8 @@ class _Divider:
     def _attention(self, spec: AttentionSpec) -> tuple[AttentionSpec, _Cuts]:
         if spec.differential is not None:
             return self._pairs(spec)
+        if spec.compressed:
+            raise FamilyRefused(f"{self.ranks} ranks: heads whose values are of two tokens are not divided")
         names, heads = self.names, self._block(spec.heads, "attention heads")
         keys = self._shared_heads(spec.kv_heads, "key heads")
         # Each head's query and gate are neighbours.

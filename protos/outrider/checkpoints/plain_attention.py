@@ -25,7 +25,9 @@ _COMPUTED = {
 _PLAIN = {"full_attention", "attention"}
 _WINDOWED = {"sliding_attention"}
 # With an entry in `tree_models.families`.
-_OWN = _WINDOWED | {"chunked_attention", "conv", "hybrid", "linear_attention", "mamba", "mlp", "moe", "recurrent"}
+_OWN = _WINDOWED | {
+    "chunked_attention", "conv", "hybrid", "hybrid_sliding", "linear_attention", "mamba", "mlp", "moe", "recurrent",
+}  # fmt: skip
 
 
 def attention_refusal(config: PretrainedConfig, *, variants: bool = False) -> str:
