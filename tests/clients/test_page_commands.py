@@ -66,7 +66,7 @@ NOT_RUN = {
     r"python -m benchmarks\.widened\.run": "needs a model of 8B cost; tests/benchmarks/test_widened.py runs a tiny one",
     r"outrider bench .*,transformers": "spawns a process, which the stand-in for python cannot; run by hand",
     r"outrider up --drafter (eagle|mtp)|outrider target .* '?inpass:": "need a GPU; tests/target/test_in_pass.py has "
-    "their passes, and tests/clients/test_mps.py what `outrider up` sets",
+    "their passes, and tests/clients/test_shared_gpu.py what `outrider up` sets",
     r"outrider bench .*,lookup": "needs a GPU, on which a target looks up by itself",
     r"outrider draft --drafter yours|outrider target --draft inprocess:yours|outrider bench .*,yours": "stands for a "
     "drafter that the reader has written; those of tests/draft/test_named_class.py are run",
@@ -78,7 +78,6 @@ RUN_ELSEWHERE = {
     r"outrider bench .*(--draft-placement|--profile|merged)": "clients/test_bench.py",
     r"bigram:BigramDrafter": "draft/test_named_class.py",
     r"python -m benchmarks\.": "benchmarks",
-    "CUDA_MPS_": "clients/test_mps.py",
 }
 
 # What stands in blocks like those of commands, and is none: the page, and its first line.
