@@ -100,6 +100,13 @@ TEXT_PARTS: dict[str, tuple[str, dict[str, Any]]] = {
         },
     ),
     "aria": ("aria_text", {"moe_num_experts": 4, "moe_topk": 2, "moe_num_shared_experts": 2, "intermediate_size": 24}),
+    "ernie4_5_vl": (
+        "ernie4_5_vl_moe_text",
+        {
+            "head_dim": 16, "moe_num_experts": 4, "moe_k": 2, "moe_intermediate_size": [24, 8],
+            "moe_num_shared_experts": 1, "rope_parameters": THREEFOLD | {"mrope_section": [3, 3, 2]},
+        },
+    ),
     "emu3": ("emu3_text_model", {"num_key_value_heads": 2, "pad_token_id": 0}),
 }  # fmt: skip
 
@@ -157,6 +164,7 @@ WHOLE: dict[str, tuple[str, dict[str, Any]]] = {
         "aria",
         {**_WIDTHS, "num_hidden_layers": 1, "num_attention_heads": 2, "patch_size": 4, "image_size": 16},
     ),
+    "ernie4_5_vl": ("ernie4_5_vl_moe", {**_QWEN, **_WIDTHS}),
     "emu3": (
         "emu3",
         {

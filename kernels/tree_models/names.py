@@ -110,6 +110,8 @@ class WeightNames:
     expert_scales: str = "router.per_expert_scale"  # whole
     correction: str = "mlp.gate.e_score_correction_bias"  # whole, as it has no suffix
     correction_dimensions: int = 1  # those before the last are ones
+    # Routers have inputs before outputs, and corrections a second row, for images (ERNIE 4.5 VL).
+    routers_see: bool = False
     # Of each expert, or without "{expert}" one tensor of all.
     expert_gate_up: tuple[str, ...] = ("mlp.experts.{expert}.gate_proj", "mlp.experts.{expert}.up_proj")
     expert_down: str = "mlp.experts.{expert}.down_proj"

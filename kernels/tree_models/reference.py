@@ -15,7 +15,7 @@ _OF_WHOLE = {"emu3_text_model": "Emu3ForCausalLM", "mllama_text_model": "MllamaF
 # Texts' bodies that it knows by no configuration.
 _BODIES = {
     "qwen2_5_omni_text": "Qwen2_5OmniThinkerTextModel", "qwen3_omni_moe_text": "Qwen3OmniMoeThinkerTextModel",
-    "step3p5": "Step3p7TextModel",
+    "step3p5": "Step3p7TextModel", "ernie4_5_vl_moe_text": "Ernie4_5_VLMoeTextModel",
 }  # fmt: skip
 
 

@@ -48,6 +48,7 @@ FAMILIES: Mapping[str, Family] = {
     "emu3_text_model": llama.llama,
     "ernie4_5": mixtures.ernie4_5,
     "ernie4_5_moe": mixtures.ernie4_5_moe,
+    "ernie4_5_vl_moe_text": mixtures.ernie4_5_vl,
     "exaone4": others.exaone4,
     "exaone_moe": mixtures.exaone_moe,
     "falcon": classic.falcon,

@@ -3,6 +3,7 @@ K-EXAONE, Laguna, Trinity, Step 3.7, Hunyuan, Hy 3, ERNIE 4.5."""
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import replace
 from types import SimpleNamespace
 from typing import Any
@@ -70,6 +71,7 @@ _STEP = WeightNames(
 _ARIA = WeightNames(
     router="mlp.router", expert_gate_up=("mlp.experts.fc1",), expert_down="mlp.experts.fc2", experts_lie="by_columns"
 )
+_ERNIE = WeightNames(correction="mlp.moe_statics.e_score_correction_bias", correction_dimensions=2)
 _HUNYUAN: dict[str, Any] = {"query_norm": "self_attn.query_layernorm", "key_norm": "self_attn.key_layernorm"}
 _TRANSPOSED = WeightNames(
     router="mlp.router",
@@ -421,9 +423,26 @@ def ernie4_5(config: Any) -> Description:
 
 def ernie4_5_moe(config: Any) -> Description:
     """ERNIE 4.5 with experts: softmax scores, a bias for the choice."""
-    norm, bias = rms_norm(config), bool(config.use_bias)
-    dense, width = mlp(config, bias=bias), int(config.moe_intermediate_size)
-    shared = int(config.moe_num_shared_experts)
+    kinds = []
+    for index in counted(config):
+        within = config.moe_layer_start_index <= index <= config.moe_layer_end_index
+        kinds.append("sparse" if within and (index + 1) % config.moe_layer_interval == 0 else "dense")
+    return _ernie_experts(config, int(config.moe_intermediate_size), kinds, _ERNIE)
+
+
+def ernie4_5_vl(config: Any) -> Description:
+    """The text of ERNIE 4.5 VL: that of ERNIE 4.5, beside experts for images. Its rotary embedding has three positions,
+    which are equal in texts."""
+    count = int(config.moe_num_experts)
+    seeing = "|".join(str(expert) for expert in range(count, 2 * count))
+    of_images = rf"model\.layers\.\d+\.mlp\.(gate\.weight_1|experts\.({seeing})\..*|vision_moe\..*)"
+    names = replace(_ERNIE, routers_see=True, ignored=(*_ERNIE.ignored, of_images))
+    return _ernie_experts(config, int(config.moe_intermediate_size[0]), config.mlp_layer_types, names)
+
+
+def _ernie_experts(config: Any, width: int, kinds: Sequence[str], names: WeightNames) -> Description:
+    norm, bias, shared = rms_norm(config), bool(config.use_bias), int(config.moe_num_shared_experts)
+    dense = mlp(config, bias=bias)
     experts = ExpertsSpec(
         count=int(config.moe_num_experts),
         top_k=int(config.moe_k),
@@ -432,12 +451,10 @@ def ernie4_5_moe(config: Any) -> Description:
         activation=activation(config),
         shared=mlp(config, width * shared, bias=bias) if shared else None,
     )
-    layers = []
-    for index in counted(config):
-        within = config.moe_layer_start_index <= index <= config.moe_layer_end_index
-        sparse = within and (index + 1) % config.moe_layer_interval == 0
-        layers.append(layer(_ernie_attention(config, index), experts if sparse else dense, norm))
-    names = WeightNames(correction="mlp.moe_statics.e_score_correction_bias", correction_dimensions=2)
+    layers = [
+        layer(_ernie_attention(config, index), experts if kind == "sparse" else dense, norm)
+        for index, kind in enumerate(kinds)
+    ]
     return Description(decoder(config, layers, norm), names)
 
 

@@ -31,7 +31,7 @@ _TEXT = (
 )
 # Modules of parts that read images, sounds or videos, or that speak.
 _OTHER_PARTS = re.compile(
-    r"(talker|token2wav|code2wav)\..*|(model\.|thinker\.)?(visual|vision_\w+|vit(_\w+)?|image_\w+|audio_\w+|multi_modal_projector|mm_projector|projector|connector|aligner|"
+    r"(talker|token2wav|code2wav)\..*|(model\.|thinker\.)?(visual|vision_\w+|vit(_\w+)?|image_\w+|audio_\w+|multi_modal_projector|mm_projector|projector|resampler_model|connector|aligner|"
     r"patch_merger|embed_vision|embed_audio|vqmodel)\..*"
 )
 

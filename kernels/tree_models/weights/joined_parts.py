@@ -1,4 +1,5 @@
-"""Tensors of a convolution that are published in parts, and modules under other names, as OLMo-hybrid's are."""
+"""Tensors of a convolution that are published in parts, and modules under other names, as OLMo-hybrid's are; routers of
+texts and images, as ERNIE 4.5 VL's."""
 
 from __future__ import annotations
 
@@ -32,8 +33,33 @@ class JoinedParts:
         return parts[0] if len(parts) == 1 else torch.cat(parts)
 
 
+class TextRouters:
+    """A checkpoint with the text's router [E, H] of a router [H, E], and the text's corrections [1, E] of two rows. A
+    `TensorSource`."""
+
+    def __init__(self, checkpoint: TensorSource, names: WeightNames) -> None:
+        self._checkpoint, self._names = checkpoint, names
+        self.stored = {name: self._own(name, one) for name, one in checkpoint.stored.items()}
+
+    def _own(self, name: str, stored: Stored) -> Stored:
+        if self._is_router(name) and len(stored.shape) == 2:
+            return StoredTensor(stored.shape[::-1], stored.dtype)
+        is_pair = name.endswith(f".{self._names.correction}") and stored.shape[:1] == (2,)
+        return StoredTensor((1, *stored.shape[1:]), stored.dtype) if is_pair else stored
+
+    def _is_router(self, name: str) -> bool:
+        return name.endswith(f".{self._names.router}.weight")
+
+    def read(self, name: str) -> Tensor:
+        """See `TensorSource.read`."""
+        tensor = self._checkpoint.read(name)
+        return tensor.t() if self._is_router(name) else tensor[: self.stored[name].shape[0]] if tensor.dim() else tensor
+
+
 def joined(checkpoint: TensorSource, names: WeightNames) -> TensorSource:
     """The checkpoint as a family with these names reads it."""
+    if names.routers_see:
+        return TextRouters(checkpoint, names)
     return JoinedParts(checkpoint, names) if names.convolution_parts or names.renamed else checkpoint
 
 
