@@ -17,16 +17,13 @@ _M0, _M1 = np.uint64(noise.PHILOX_M0), np.uint64(noise.PHILOX_M1)
 _W0, _W1 = np.uint64(noise.PHILOX_W0), np.uint64(noise.PHILOX_W1)
 _ROUNDS = noise.PHILOX_ROUNDS
 _LOW, _SHIFT = np.uint64(0xFFFFFFFF), np.uint64(32)
-_TWO, _THREE = np.uint64(2), np.uint64(3)
 GOLDEN = np.uint64(0x9E3779B97F4A7C15)
-_MIX1, _MIX2 = np.uint64(0xBF58476D1CE4E5B9), np.uint64(0x94D049BB133111EB)
-_S27, _S30, _S31, _S11 = np.uint64(27), np.uint64(30), np.uint64(31), np.uint64(11)
 
 
 @compiled
 def noise_word(seed: np.uint64, position: np.uint64, token: np.uint64) -> np.uint64:
     """The Philox4x32-10 word of one token at one position, below 2**32. All arguments are uint64."""
-    c0, c1, c2, c3 = token >> _TWO, position & _LOW, position >> _SHIFT, np.uint64(0)
+    c0, c1, c2, c3 = token >> np.uint64(2), position & _LOW, position >> _SHIFT, np.uint64(0)
     k0, k1 = seed & _LOW, seed >> _SHIFT
     for _ in range(_ROUNDS):
         product0, product1 = c0 * _M0, c2 * _M1
@@ -38,12 +35,12 @@ def noise_word(seed: np.uint64, position: np.uint64, token: np.uint64) -> np.uin
         )
         k0 = (k0 + _W0) & _LOW
         k1 = (k1 + _W1) & _LOW
-    lane = token & _THREE
+    lane = token & np.uint64(3)
     if lane == np.uint64(0):
         return c0
     if lane == np.uint64(1):
         return c1
-    return c2 if lane == _TWO else c3
+    return c2 if lane == np.uint64(2) else c3
 
 
 @compiled
@@ -62,10 +59,10 @@ def first_coin(seed: int, salt: int, length: int) -> int:
 @compiled
 def coin_of(state: np.uint64) -> float:
     """Uniform in [0, 1) from one state of splitmix64 (Steele, Lea, Flood 2014); the caller adds `GOLDEN` per coin."""
-    mixed = (state ^ (state >> _S30)) * _MIX1
-    mixed = (mixed ^ (mixed >> _S27)) * _MIX2
-    mixed ^= mixed >> _S31
-    return float(mixed >> _S11) * 2.0**-53
+    mixed = (state ^ (state >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)
+    mixed = (mixed ^ (mixed >> np.uint64(27))) * np.uint64(0x94D049BB133111EB)
+    mixed ^= mixed >> np.uint64(31)
+    return float(mixed >> np.uint64(11)) * 2.0**-53
 
 
 @compiled

@@ -15,11 +15,6 @@ MOST_LOOKED_UP = 15
 MOST_DRAFTED = 255
 # `outrider.drafting.link.INPROCESS_SCHEME`, whose import would load gRPC.
 _INPROCESS = "inprocess:"
-# `outrider.drafting.link.IN_PASS_SCHEME`, likewise.
-_IN_PASS = "inpass:"
-# Processes that compile at start: as many as there are cores besides those of target and draft, and so many at most,
-# since each takes some 300 MB. Chosen.
-_MOST_COMPILERS, _OTHER_CORES = 12, 4
 # Most sequences of one step.
 MAX_SEQUENCES = 1024
 
@@ -290,7 +285,8 @@ class TargetConfig(ServiceSettings):
     @property
     def drafts_in_passes(self) -> bool:
         """Whether the target's own passes draft."""
-        return self.speculation and self.draft.startswith(_IN_PASS)
+        # `outrider.drafting.link.IN_PASS_SCHEME`, likewise.
+        return self.speculation and self.draft.startswith("inpass:")
 
     @property
     def drafting_resumes_at(self) -> int:
@@ -352,7 +348,9 @@ class TargetConfig(ServiceSettings):
         """Processes that compile kernels at start, -1 resolved."""
         if not self.captures or self.compile_processes >= 0:
             return self.compile_processes if self.captures else 0
-        return max(0, min(_MOST_COMPILERS, int(usable_cores()) - _OTHER_CORES))
+        # Processes that compile at start: as many as there are cores besides those of target and draft, and so many at
+        # most, since each takes some 300 MB. Chosen.
+        return max(0, min(12, int(usable_cores()) - 4))
 
     @property
     def prompt_waits(self) -> tuple[float, float]:

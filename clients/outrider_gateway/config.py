@@ -12,12 +12,9 @@ from outrider.pem import check_pair
 from outrider.settings import ServerSettings, SettingsError, comma_words, setting
 from outrider_gateway.discovery import target_name
 
-# As browsers write the origin of a page: in lower case, without a path.
-_ORIGIN = re.compile(r"https?://(\[[0-9a-f:.]+\]|[a-z0-9._-]+)(:\d{1,5})?")
 ANY_ORIGIN = "*"
 # A name as DNS has it, without a port; with a dot before it, every name below it too.
 _LABEL = r"[a-z0-9_]([a-z0-9_-]{0,61}[a-z0-9_])?"
-_HOST = re.compile(rf"\.?{_LABEL}(\.{_LABEL})*")
 # Of a name by RFC 1035.
 MAX_HOST = 253
 ANY_HOST = "*"
@@ -80,12 +77,18 @@ class GatewayConfig(ServerSettings):
             _need(problem is None, "target", problem or "")
         _need(len(set(self.targets)) == len(self.targets), "target", "names a target twice")
         for origin in self.origins:
-            known = origin == ANY_ORIGIN or _ORIGIN.fullmatch(origin) is not None
-            _need(known, "allow_origin", f"{origin!r} is not SCHEME://HOST[:PORT] in lower case, nor *")
+            # As browsers write the origin of a page: in lower case, without a path.
+            known = re.fullmatch(r"https?://(\[[0-9a-f:.]+\]|[a-z0-9._-]+)(:\d{1,5})?", origin)
+            _need(
+                origin == ANY_ORIGIN or known is not None,
+                "allow_origin",
+                f"{origin!r} is not SCHEME://HOST[:PORT] in lower case, nor *",
+            )
         _need(ANY_ORIGIN not in self.origins or len(self.origins) == 1, "allow_origin", "* stands alone")
         for host in self.hosts:
-            known = host == ANY_HOST or (len(host) <= MAX_HOST and _HOST.fullmatch(host) is not None)
-            _need(known, "allow_host", f"{host!r} is not a name in lower case without port, nor .DOMAIN, nor *")
+            named = len(host) <= MAX_HOST and re.fullmatch(rf"\.?{_LABEL}(\.{_LABEL})*", host) is not None
+            problem = f"{host!r} is not a name in lower case without port, nor .DOMAIN, nor *"
+            _need(host == ANY_HOST or named, "allow_host", problem)
         _need(ANY_HOST not in self.hosts or len(self.hosts) == 1, "allow_host", "* stands alone")
         _need(bool(self.tls_certificate) == bool(self.tls_key), "tls_certificate", "needs --tls-key, and the other way")
         if self.tls_certificate:

@@ -44,10 +44,6 @@ from tree_models.spec import FamilyRefused
 from tree_models.weights.checkpoint import TensorSource, TextPart, WeightsRefused, WholeNames
 
 _ATTENTION = "outrider_draft"
-# Settings of models that change logits after the lm_head, which drafting does not do.
-_SHAPED_LOGITS = ("logit_scale", "logits_scaling", "final_logit_softcapping")
-# Relative, of hidden states: far above rounding in bfloat16, far below the effect of a wrong mask or position.
-_TOLERANCE = 0.1
 
 
 @dataclass(frozen=True)
@@ -252,7 +248,8 @@ class ModelDrafter(CachingDrafter):
         found = self.drafting.states.read_of([entry.slot]).lm_input[0].float()
         self.drafting.forget(entry)
         # Negated, so that NaN is refused too.
-        if not (found - self._own_hidden).norm() <= _TOLERANCE * self._own_hidden.norm():
+        # Relative, of hidden states: far above rounding in bfloat16, far below the effect of a wrong mask or position.
+        if not (found - self._own_hidden).norm() <= 0.1 * self._own_hidden.norm():
             raise NotSupported("this model's attention is not plain causal attention; it cannot draft")
 
 
@@ -292,7 +289,9 @@ def _settings_of(source: str) -> tuple[Path, PretrainedConfig, Description | Non
         if any(layer.states for layer in described.spec.layers):
             reason = "trees have no states of its recurrent layers"
     else:
-        shaped = [name for name in _SHAPED_LOGITS if getattr(settings, name, None) not in (None, 1, 1.0)]
+        # Settings of models that change logits after the lm_head, which drafting does not do.
+        shaping = ("logit_scale", "logits_scaling", "final_logit_softcapping")
+        shaped = [name for name in shaping if getattr(settings, name, None) not in (None, 1, 1.0)]
         reason = ", ".join(shaped) or reason
         if text is not settings:
             reason = "it takes more than text"

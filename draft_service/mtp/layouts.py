@@ -37,8 +37,6 @@ from outrider.heads import HeadRefused
 from tree_models.families import Description, describe
 
 _LAYER = "layers.0."
-# How many modules a config.json counts.
-_COUNTS = ("num_nextn_predict_layers", "mtp_num_hidden_layers")
 
 
 @dataclass(frozen=True, slots=True)
@@ -153,7 +151,8 @@ def text_of(config: Mapping[str, Any]) -> Mapping[str, Any]:
 def counted_modules(config: Mapping[str, Any]) -> int:
     """How many modules config.json counts; 0 where it has no such entry."""
     text = text_of(config)
-    return next((int(text[name]) for name in _COUNTS if text.get(name)), 0)
+    names = ("num_nextn_predict_layers", "mtp_num_hidden_layers")
+    return next((int(text[name]) for name in names if text.get(name)), 0)
 
 
 def modules_of(layout: MtpLayout, config: Mapping[str, Any], names: Collection[str], wanted: int) -> int:

@@ -31,9 +31,6 @@ from draft_service.ngram.prediction import (
 from draft_service.noise import GOLDEN, coin_of, draw_place, first_coin
 from outrider.tree import MAX_DISTRIBUTION_WEIGHT, DraftDistribution, TokenTree
 
-# Makes the draft's coins independent of other uses of the request's seed.
-_COIN_SALT = 0xD1B54A32D192ED03
-
 
 class Distributions(NamedTuple):
     """The distribution that each row's children were drawn from; room for [1 + nodes] rows of MAX_CANDIDATES."""
@@ -155,7 +152,8 @@ def draw_tree(tries: Tries, sequence: DraftSequence, evidence: Evidence, shape: 
     drawn = Distributions(
         np.empty(room, np.int32), np.empty((room, MAX_CANDIDATES), np.int32), np.empty((room, MAX_CANDIDATES), np.int32)
     )
-    coins = np.uint64(first_coin(sequence.seed, _COIN_SALT, len(sequence.token_ids)))
+    # Makes the draft's coins independent of other uses of the request's seed.
+    coins = np.uint64(first_coin(sequence.seed, 0xD1B54A32D192ED03, len(sequence.token_ids)))
     rows = grow_drawn(tries, context, evidence, shape, coins, tree, scores, drawn)
     tree[0, 0] = sequence.root
     tokens, parents = tree[:, :rows].tolist()

@@ -20,15 +20,11 @@ from tree_models.layers.rotary import RotaryEmbedding
 from tree_models.reference import body_of, causal_lm, layers_of, published_tensors
 from tree_models.spec import AttentionSpec, LatentSpec, LayerSpec, RotarySpec
 
-# Of both comparisons.
+# Of both comparisons: rows, and words enough for them. Chosen.
 ROWS = 5
-# Of this one: a window that fewer rows than these show, and words enough for them. Chosen.
-_WINDOW = 2
 WORDS = 16
 # Positions whose angles are compared; at the last, an error of 1e-3 of a fast frequency turns by more than a radian.
 _PLACES = (0, 1, 7, 97, 1021)
-# Families whose layers are given no masks, for they have their own.
-_MASKED_WITHIN = {"openai-gpt"}
 # Of logits, relative, and of cosines and sines, in fp32.
 _CLOSE = 1e-3
 
@@ -61,7 +57,8 @@ def surroundings_that_differ(config: Any) -> list[str]:
         small.vocab_size_per_layer_input = small.vocab_size
     for name in ("sliding_window", "attention_chunk_size"):
         if getattr(small, name, None):
-            setattr(small, name, _WINDOW)
+            # A window that fewer rows than these show. Chosen.
+            setattr(small, name, 2)
     description = describe(small)
     if description is None:
         return []
@@ -81,7 +78,8 @@ def surroundings_that_differ(config: Any) -> list[str]:
         vectors = decoder.layer_inputs(words, embedded)
         if not all(_close(vectors[:, index], own["per_layer_input"][0]) for index, own in enumerate(seen.layers)):
             found.append("vectors of layers")
-    if config.model_type not in _MASKED_WITHIN:
+    # Its layers are given no masks, for they have their own.
+    if config.model_type != "openai-gpt":
         found += [f"the mask of layer {index}" for index in _masks_that_differ(description, seen.layers)]
     last = min(max(_PLACES), description.spec.max_positions - 1)
     places = torch.tensor([min(place, last) for place in _PLACES])

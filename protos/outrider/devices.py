@@ -6,9 +6,6 @@ import re
 
 from outrider.settings import SettingsError
 
-# Where pip finds builds of PyTorch for GPUs; docs/models.md and docs/troubleshooting.md name it too.
-CUDA_BUILD = "pip install torch --index-url https://download.pytorch.org/whl/cu130"
-
 
 def check_device_name(device: str) -> None:
     """Raise `SettingsError` for a name that is no supported device. Uses neither PyTorch nor the machine."""
@@ -26,8 +23,10 @@ def check_device(device: str) -> None:
     if wanted.type != "cuda":
         return
     if torch.version.cuda is None and torch.version.hip is None:
+        # docs/models.md and docs/troubleshooting.md name the address too.
         raise SettingsError(
-            f"device {device}: PyTorch {torch.__version__} was built without CUDA; a build that has it: {CUDA_BUILD}"
+            f"device {device}: PyTorch {torch.__version__} was built without CUDA; a build that has it: "
+            "pip install torch --index-url https://download.pytorch.org/whl/cu130"
         )
     count = torch.cuda.device_count()
     if not count:

@@ -13,7 +13,6 @@ import socket
 
 # RFC 6761: it and every name below it mean the local machine.
 _LOOPBACK = ".localhost"
-_WITH_PORT = re.compile(r"(\[[^\[\]]*\]|[^\[\]:]*)(?::\d*)?")
 
 
 class HostNames:
@@ -30,7 +29,7 @@ class HostNames:
 
     def answers(self, host: str) -> bool:
         """Whether the value of a `Host` header is an address or one of the names, with any port."""
-        match = _WITH_PORT.fullmatch(host.strip())
+        match = re.fullmatch(r"(\[[^\[\]]*\]|[^\[\]:]*)(?::\d*)?", host.strip())
         if match is None:
             return False
         name = match[1].lower().removesuffix(".")

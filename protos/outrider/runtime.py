@@ -39,8 +39,6 @@ _USUAL_THRESHOLDS = gc.get_threshold()
 _settled = 0
 # Characters of a log line. Chosen: several times the longest of ours.
 MOST_LINE = 2000
-# What the names of our packages begin with.
-_OURS = ("outrider", "target_service", "draft_service", "tree_", "__main__")
 LOG_FORMAT = "%(asctime)s %(levelname)s %(name)s: %(message)s"
 
 
@@ -106,7 +104,8 @@ class OthersSeldom(logging.Filter):
         self._limit = LogLimit()
 
     def filter(self, record: logging.LogRecord) -> bool:
-        if record.name.startswith(_OURS):
+        # What the names of our packages begin with.
+        if record.name.startswith(("outrider", "target_service", "draft_service", "tree_", "__main__")):
             return True
         others = self._limit.due(f"{record.name}:{record.lineno}")
         if others:

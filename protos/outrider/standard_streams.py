@@ -11,7 +11,6 @@ import sys
 from collections.abc import Callable
 from typing import Any
 
-_STREAMS = (("stdin", "r"), ("stdout", "w"), ("stderr", "w"))
 # The name of `_replaced` for codecs.
 _REPLACING = "outrider.replace"
 
@@ -41,7 +40,7 @@ def prepare_standard_streams() -> None:
     """Open those that are closed on /dev/null, and have text that an encoding lacks, or bytes that are no text,
     replaced instead of raise. Must run before anything opens a file: it would get the number of a closed stream, as
     which a library's socket was closed at exit and ended the process with an abort (libuv#4558)."""
-    for number, (name, mode) in enumerate(_STREAMS):
+    for number, (name, mode) in enumerate((("stdin", "r"), ("stdout", "w"), ("stderr", "w"))):
         try:
             os.fstat(number)
         except OSError:

@@ -9,11 +9,6 @@ from outrider.addresses import is_local
 
 # gRPC's prefix when no connection was made; connections that break later have none.
 _NOT_CONNECTED = "failed to connect to all addresses"
-# A server that expects TLS closes the connection on the first bytes of HTTP/2, and one that expects a client
-# certificate after the handshake. A proxy without a backend does so too, so the cause is likely and not certain.
-_HUNG_UP = ("Socket closed", "Connection reset by peer", "Connection reset by peer (104)")
-# What names a proxy to gRPC, the first of them that is set.
-_PROXIES = ("grpc_proxy", "https_proxy", "http_proxy")
 SPEAKS_NO_HTTP2 = "it speaks no HTTP/2, and so no gRPC"
 SPEAKS_HTTP = "it speaks HTTP/1 and no gRPC, as a gateway does"
 
@@ -28,7 +23,8 @@ class TlsProblem(Enum):
 
 def proxy_hint(address: str) -> str:
     """How a channel to this address goes through a proxy; empty where none is named, or the address is local."""
-    name = next((name for name in _PROXIES if os.environ.get(name)), "")
+    # What names a proxy to gRPC, the first of them that is set.
+    name = next((name for name in ("grpc_proxy", "https_proxy", "http_proxy") if os.environ.get(name)), "")
     return (
         f" (gRPC takes the proxy of {name}, unless no_proxy names the host)" if name and not is_local(address) else ""
     )
@@ -55,6 +51,10 @@ def cause_of(detail: str) -> tuple[str, TlsProblem | None]:
     # In gRPC's message about anything else that is no HTTP/2.
     if "Failed parsing HTTP/2" in detail:
         return SPEAKS_NO_HTTP2, None
-    if detail.startswith(_NOT_CONNECTED) and cause.endswith(_HUNG_UP):
+    # A server that expects TLS closes the connection on the first bytes of HTTP/2, and one that expects a client
+    # certificate after the handshake. A proxy without a backend does so too, so the cause is likely and not certain.
+    if detail.startswith(_NOT_CONNECTED) and cause.endswith(
+        ("Socket closed", "Connection reset by peer", "Connection reset by peer (104)")
+    ):
         return f"it hung up at once ({cause}), as a server does that speaks TLS", TlsProblem.EXPECTED
     return cause, None

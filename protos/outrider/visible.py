@@ -10,8 +10,6 @@ _CONTROLS = frozenset((*range(0x20), *range(0x7F, 0xA0)))
 # What writes text in another order than it is read, and ends that: embeddings, overrides, isolates. Marks of direction
 # are left, which Arabic and Hebrew texts need.
 _BIDIRECTIONAL = frozenset((*range(0x202A, 0x202F), *range(0x2066, 0x206A)))
-# What some readers take for a line break.
-_LINE_BREAKS = frozenset((ord("\n"), 0x2028, 0x2029))
 # Stand for bytes that were no text, in arguments and names of files; no encoding has them.
 _NO_TEXT = dict.fromkeys(range(0xD800, 0xE000), "\ufffd")
 
@@ -22,7 +20,8 @@ def _escapes(characters: Iterable[int]) -> dict[int, str]:
 
 
 _TERMINAL = _escapes((_CONTROLS | _BIDIRECTIONAL) - {ord("\n"), ord("\t")}) | _NO_TEXT
-_LINE = _escapes((_CONTROLS | _BIDIRECTIONAL | _LINE_BREAKS) - {ord("\t")}) | _NO_TEXT
+# U+2028 and U+2029: some readers take them for line breaks.
+_LINE = _escapes((_CONTROLS | _BIDIRECTIONAL | {ord("\n"), 0x2028, 0x2029}) - {ord("\t")}) | _NO_TEXT
 
 
 def visible(text: str) -> str:

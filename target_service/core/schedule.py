@@ -13,13 +13,6 @@ from target_service.core.step_times import StepTimes
 
 # Rows of prompts that every step reads, however long steps are, so that prompts make progress. Chosen.
 LEAST_READ = 16
-# How much longer than one without prompts a step may be that reads some, whatever the bound of waits. Chosen: where
-# decoding alone takes that long, prompts have as much time as it.
-_TWICE = 2.0
-# Decoding sequences that wait for steps of the usual length; fewer wait for longer ones, all together for as long.
-# Chosen, in a simulation: with 12 first tokens come later, and with 24 no sooner
-# (`benchmarks/results/2026-11-29-cpu-first-tokens.md`).
-_MANY = 16
 
 
 @dataclass(slots=True)
@@ -132,5 +125,10 @@ class PromptRows:
     def _longest_wait(self, decoding: int) -> float:
         """Seconds that a step may take which reads prompts beside decoding sequences."""
         usual, most = self._waits
-        longest = max(usual, min(most, usual * _MANY / decoding))
-        return max(longest, _TWICE * self._times.decoding_seconds(decoding, self._drafted))
+        # Decoding sequences that wait for steps of the usual length; fewer wait for longer ones, all together for as
+        # long. Chosen, in a simulation: with 12 first tokens come later, and with 24 no sooner
+        # (`benchmarks/results/2026-11-29-cpu-first-tokens.md`).
+        longest = max(usual, min(most, usual * 16 / decoding))
+        # How much longer than one without prompts a step may be that reads some, whatever the bound of waits. Chosen:
+        # where decoding alone takes that long, prompts have as much time as it.
+        return max(longest, 2.0 * self._times.decoding_seconds(decoding, self._drafted))

@@ -34,8 +34,6 @@ log = logging.getLogger(__name__)
 _MARK = "\ue000outrider\ue000"
 # Tokens. An answer with room for fewer is not begun.
 _LEAST_ANSWER = 8
-_LEAST_STEP_ROWS = 128
-_LEAST_CAPTURED_ROWS = 64
 
 Turn = tuple[str, str]
 
@@ -115,7 +113,7 @@ def writing_runner(settings: TeacherSettings, sequences: int, max_length: int) -
     wide = [
         bucket
         for bucket in captured.buckets
-        if bucket.sequences == min(bucket.rows, sequences) and bucket.rows >= min(sequences, _LEAST_CAPTURED_ROWS)
+        if bucket.sequences == min(bucket.rows, sequences) and bucket.rows >= min(sequences, 64)
     ]
     captured.capture(reversed(wide))
     captured.keep_to_captured()
@@ -123,7 +121,7 @@ def writing_runner(settings: TeacherSettings, sequences: int, max_length: int) -
 
 
 def _step_rows(sequences: int) -> int:
-    return max(2 * sequences, _LEAST_STEP_ROWS)
+    return max(2 * sequences, 128)
 
 
 @dataclass(slots=True)

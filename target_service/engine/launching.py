@@ -33,8 +33,6 @@ from target_service.speculation.policy.predicted_nodes import (
 )
 
 log = logging.getLogger(__name__)
-# Longest time that a pass is held for its draft: in times of an answer, and in seconds before the first answer.
-_WAIT_IN_ANSWERS, _FIRST_WAIT_SECONDS = 1.5, 0.01
 
 
 def choose_steps(runner: ModelRunner, config: TargetConfig) -> Steps:
@@ -150,7 +148,9 @@ class StepLauncher:
         if behind is None and batch.device_rows is not None and self._mode is LaunchMode.WAIT_FOR_DRAFT:
             # The others have no rows for a draft.
             sequences = [item.sequence for item in batch.items[batch.input.laid_out :]]
-            most = _WAIT_IN_ANSWERS * self._drafting.latency.answer_seconds or _FIRST_WAIT_SECONDS
+            # Longest time that a pass is held for its draft: in times of an answer, and in seconds before the first
+            # answer.
+            most = 1.5 * self._drafting.latency.answer_seconds or 0.01
             clock.draft_wait_ns = self._drafting.wait_for(sequences, most)
         if self._steps.tables is not None:
             self._steps.tables.trust = self._controller.trust

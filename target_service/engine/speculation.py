@@ -30,12 +30,6 @@ from target_service.speculation.policy.step_cost import StepCost
 from target_service.speculation.policy.tree_cuts import TreeCutter
 from tree_kernels.pass_trees import NODES as MOST_NODES
 
-# Interval at which a pass that may have ended is polled. A thread takes some 0.1 ms to wake.
-_POLL_NS = 100_000
-# And one that should still run, in seconds: its time may be that of a host which was away. Chosen: an eighth of a pass
-# at 8B size.
-_LOOK_SECONDS = 1e-3
-
 
 class EngineSpeculation:
     """Drafts of the sequences under way, and what decides on their use."""
@@ -121,7 +115,8 @@ class EngineSpeculation:
         while not step.launched.ended():
             now = time.monotonic_ns()
             seen_running = now >= ends
-            self.drafting.wait_until(max(ends, now + _POLL_NS) * 1e-9)
+            # A pass that may have ended is polled: a thread takes some 0.1 ms to wake.
+            self.drafting.wait_until(max(ends, now + 100_000) * 1e-9)
             self.drafting.listen()
             self.tables.publish()
         return seen_running
@@ -135,7 +130,9 @@ class EngineSpeculation:
         due, waited = self._earliest_end(step, begun_ns) * 1e-9 - self.hold.lead, False
         while (now := time.monotonic()) < due and not step.launched.ended():
             waited = True
-            self.drafting.wait_until(min(due, now + _LOOK_SECONDS))
+            # It should still run, but its time may be that of a host which was away. Chosen: an eighth of a pass at 8B
+            # size.
+            self.drafting.wait_until(min(due, now + 1e-3))
             # Also what is of no sequence under way: what is not read ends every wait at once.
             self.drafting.listen()
             if self.tables is not None and self.drafting.awaits_growth:

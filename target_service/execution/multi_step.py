@@ -9,9 +9,6 @@ from target_service.execution.batch import DeviceRows, keys_of
 
 # A client gets the tokens of a launch together, and a new request waits for its end.
 _LONGEST_SECONDS = 8e-3
-# Shares of the time that the host works. Above the first, a launch waits for the host; below the second, it would not
-# with half as many passes either.
-_BUSY, _IDLE = 0.85, 0.35
 
 
 class MultiStep:
@@ -57,9 +54,11 @@ class MultiStep:
             return
         busy, each = self._working / self._seconds, self._seconds / self._seen
         self._seen, self._seconds, self._working = 0, 0.0, 0.0
-        if busy > _BUSY and 2 * passes <= MAX_PASSES and 2 * each <= _LONGEST_SECONDS:
+        # Shares of the time that the host works. Above the first, a launch waits for the host; below the second, it
+        # would not with half as many passes either.
+        if busy > 0.85 and 2 * passes <= MAX_PASSES and 2 * each <= _LONGEST_SECONDS:
             self.passes *= 2
-        elif passes > 1 and (busy < _IDLE or each > _LONGEST_SECONDS):
+        elif passes > 1 and (busy < 0.35 or each > _LONGEST_SECONDS):
             self.passes //= 2
 
 

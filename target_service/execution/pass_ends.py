@@ -2,10 +2,6 @@
 
 from __future__ import annotations
 
-# Factors of the next estimate where a pass still ran at its estimated end, and where it had ended by then. Passes take
-# longer as contexts grow; growth of less than a hundredth a pass is followed. Chosen, not measured.
-_LATER, _SOONER = 1.01, 0.98
-
 
 class PassEnds:
     """Estimates by the number of sequences and rows of a pass.
@@ -25,4 +21,6 @@ class PassEnds:
         """A pass was observed to end after `seconds`, or had ended by then; if `running`, it still ran at its earliest
         end."""
         earliest = self._earliest.get((sequences, rows), seconds)
-        self._earliest[sequences, rows] = min(seconds, (_LATER if running else _SOONER) * earliest)
+        # Factors of the next estimate where a pass still ran at its estimated end, and where it had ended by then.
+        # Passes take longer as contexts grow; growth of less than a hundredth a pass is followed. Chosen, not measured.
+        self._earliest[sequences, rows] = min(seconds, (1.01 if running else 0.98) * earliest)

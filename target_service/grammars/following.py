@@ -29,9 +29,6 @@ if TYPE_CHECKING:
     from target_service.grammars.vocabulary import TokenWords
 
 _WORD = 32
-# Of a processor, for the masks of one tree, beside what those of a usual form take: at the beginning of a string with a
-# bounded length 0.1 to 0.3 ms each, of 49,152 tokens. Chosen: half of what a pass takes.
-_SLOW_SECONDS, _USUAL_SECONDS = 4e-3, 2.5e-4
 
 
 @dataclass(frozen=True)
@@ -413,7 +410,9 @@ def _child_of(tree: TreeRows, row: int, token: int) -> int:
 
 def _most_seconds(rows: int) -> float:
     """Seconds of a processor that the masks of a tree take at most, if its grammar is none that is slow."""
-    return _SLOW_SECONDS + _USUAL_SECONDS * rows
+    # Of a processor, for the masks of one tree, beside what those of a usual form take: at the beginning of a string
+    # with a bounded length 0.1 to 0.3 ms each, of 49,152 tokens. Chosen: half of what a pass takes.
+    return 4e-3 + 2.5e-4 * rows
 
 
 def _path_to(tree: TreeRows, row: int) -> list[int]:

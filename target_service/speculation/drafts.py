@@ -28,13 +28,6 @@ from target_service.speculation.hidden_states.sending import Features
 log = logging.getLogger(__name__)
 # Sequences that a draft follows while its drafts are not used.
 DRAFTED_ANYWAY = 1
-# Sequences up to which a draft that reads hidden states is used where steps run ahead, and at most how many when it is
-# used again. The host works for every token and every state that it is sent, with 64 sequences 11 ms for a pass beside
-# prompts in place of 5, as long as the pass: whole answers came at 0.79 to 0.90 of lookup's rate with 64, at 0.75 and
-# 0.92 with 128, and at 0.76 and 0.88 with 256 (H200s, `benchmarks/results/2026-11-28-h200-whole-answers.md`).
-_MOST_FED, _FED_AGAIN = 32, 24
-# What `google.rpc.ErrorInfo` allows as a reason. Callers receive it, so no other text of a draft may pass for one.
-_REASON = re.compile(r"[A-Z][A-Z0-9_]{0,62}")
 
 
 class DraftTrees(DraftInbox):
@@ -139,7 +132,12 @@ class DraftTrees(DraftInbox):
             return
         useful = useful or (self._tables is None and running <= DRAFTED_ANYWAY and not self.reads_features)
         if self._tables is not None and self.reads_features:
-            useful = useful and running <= (_MOST_FED if self.active else _FED_AGAIN)
+            # Sequences up to which a draft that reads hidden states is used where steps run ahead, and at most how many
+            # when it is used again. The host works for every token and every state that it is sent, with 64 sequences
+            # 11 ms for a pass beside prompts in place of 5, as long as the pass: whole answers came at 0.79 to 0.90 of
+            # lookup's rate with 64, at 0.75 and 0.92 with 128, and at 0.76 and 0.88 with 256 (H200s,
+            # `benchmarks/results/2026-11-28-h200-whole-answers.md`).
+            useful = useful and running <= (32 if self.active else 24)
         if self.active and (self.too_many(running) or not useful):
             self.active, self._dropped = False, not useful
             self._close_all()
@@ -373,4 +371,8 @@ class DraftTrees(DraftInbox):
         sequence = self._eligible.get(sequence_id)
         # None if it ended while the draft's frame was on its way.
         if sequence is not None:
-            sequence.totals.draft_refused = reason if _REASON.fullmatch(reason) else OutriderError.reason
+            # What `google.rpc.ErrorInfo` allows as a reason. Callers receive it, so no other text of a draft may pass
+            # for one.
+            sequence.totals.draft_refused = (
+                reason if re.fullmatch(r"[A-Z][A-Z0-9_]{0,62}", reason) else OutriderError.reason
+            )

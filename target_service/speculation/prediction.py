@@ -19,23 +19,9 @@ from target_service.execution.node_tables import PredictedChain
 # All of these are chosen, not measured; scores are calibrated later (`tree_cuts.Calibration`).
 # By the length of the run, from 0 on: the probability that the next token comes as predicted.
 _RIGHT = (0.2, 0.4, 0.6, 0.7, 0.8, 0.85, 0.9, 0.92, 0.95)
-# Scores of a place as if tokens had been replaced, and as if others had been inserted.
-_REPLACED, _INSERTED = 0.35, 0.2
 # Tokens compared before a place, places compared, and tokens for which places are guessed after the model has left the
 # prediction.
 _LONGEST_RUN, _MOST_PLACES, _GUESSED = 16, 64, 4
-# The most tokens left out that a single token may reveal.
-_NEAR = 16
-# A run from which on no other draft is waited for.
-_SURE_RUN = 8
-# Offers in a row without an accepted token, up to this many, each double the run that the next offer needs.
-_MOST_DOUBLINGS = 6
-# Accepted tokens of an offer that reset this.
-_RIGHT_AGAIN = 2
-# Tokens of the first offer, and how many more each accepted one allows. Without this bound, a run of words that two
-# texts share by chance made a wrong offer of 34 rows, which took two and a half steps' time (fp32, one thread, a row
-# takes 0.07 of a step). A right prediction is offered whole with its third offer.
-_FIRST_OFFER, _FOR_EACH_RIGHT = 4, 4
 
 
 @dataclass(slots=True, eq=False)
@@ -65,7 +51,8 @@ class PredictedAnswer:
     @property
     def holds(self) -> bool:
         """Whether the model follows the prediction well enough not to wait for another draft."""
-        return self.has_offer and self._run >= _SURE_RUN and self._failures == 0
+        # A run from which on no other draft is waited for.
+        return self.has_offer and self._run >= 8 and self._failures == 0
 
     @property
     def has_offer(self) -> bool:
@@ -82,7 +69,10 @@ class PredictedAnswer:
     @property
     def offer_limit(self) -> int:
         """Most tokens of an offer where rows are expensive: earlier gains bound what a wrong prediction may cost."""
-        return _FIRST_OFFER + _FOR_EACH_RIGHT * self._accepted
+        # Tokens of the first offer, and how many more each accepted one allows. Without this bound, a run of words that
+        # two texts share by chance made a wrong offer of 34 rows, which took two and a half steps' time (fp32, one
+        # thread, a row takes 0.07 of a step). A right prediction is offered whole with its third offer.
+        return 4 + 4 * self._accepted
 
     def chains(self, most: int) -> list[PredictedChain]:
         """Chains of up to `most` tokens that may come next, the likeliest first."""
@@ -92,10 +82,12 @@ class PredictedAnswer:
     def observe_offer(self, accepted: int) -> None:
         """An offer was verified, of which `accepted` tokens were. Without any, the next one needs a longer run."""
         self._accepted += accepted
-        if accepted >= _RIGHT_AGAIN:
+        # Accepted tokens of an offer that reset this.
+        if accepted >= 2:
             self._failures, self._proven = 0, True
         elif not accepted:
-            self._failures = min(_MOST_DOUBLINGS, self._failures + 1)
+            # Offers in a row without an accepted token, up to this many, each double the run that the next offer needs.
+            self._failures = min(6, self._failures + 1)
 
     def _places(self) -> Iterator[tuple[int, float, int]]:
         """(place, score of its token, run) of the places that are offered."""
@@ -107,7 +99,8 @@ class PredictedAnswer:
             return
         if self._left is None or self._failures or self._since_left > _GUESSED:
             return
-        guesses = ((self._left + self._since_left, _REPLACED), (self._left, _INSERTED))
+        # Scores of a place as if tokens had been replaced, and as if others had been inserted.
+        guesses = ((self._left + self._since_left, 0.35), (self._left, 0.2))
         tokens: set[int] = set()
         for place, score in guesses:
             if place < end and self.token_ids[place] not in tokens:
@@ -163,7 +156,8 @@ class PredictedAnswer:
         """The place after the next such token, as if the tokens before it had been left out."""
         assert self._left is not None
         try:
-            return self.token_ids.index(token, self._left + 1, self._left + _NEAR) + 1
+            # The most tokens left out that a single token may reveal.
+            return self.token_ids.index(token, self._left + 1, self._left + 16) + 1
         except ValueError:
             return None
 

@@ -18,9 +18,6 @@ from tokenizers import AddedToken, Tokenizer
 
 # Shorter texts are encoded as they are. Chosen: that takes half a millisecond.
 _SHORT = 2048
-# How many of the last marks are looked at. Chosen: a message has two or three, and a turn adds an answer, a message,
-# some results of tools, and the beginning of the next answer.
-_MOST_CUTS = 16
 # Characters of all texts that are kept. Chosen: with their ids 8 MB of ASCII, 170 conversations of 6,000 tokens.
 _MOST_CHARACTERS = 4 << 20
 
@@ -60,7 +57,9 @@ class EncodedBeginnings:
     def _last_cuts(self, text: str) -> list[int]:
         """Where the last marks begin, the last one first."""
         found, end = list[int](), len(text)
-        while len(found) < _MOST_CUTS:
+        # How many of the last marks are looked at. Chosen: a message has two or three, and a turn adds an answer, a
+        # message, some results of tools, and the beginning of the next answer.
+        while len(found) < 16:
             # Marks do not overlap.
             end = max([text.rfind(mark, 0, end) for mark in self._marks], default=-1)
             if end <= 0:

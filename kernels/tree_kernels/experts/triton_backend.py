@@ -35,7 +35,6 @@ _ROUTER_OUTPUTS, _ROUTER_INNER, _ROUTER_SPLITS = 16, 128, 8
 _MAX_BLOCKS = 4096
 # Threads of a prefetch, and the bytes of it that an L2 cache of 50 MB keeps until they are read; of Hopper.
 _PREFETCH_THREADS, _PREFETCH_LIMIT = 128, 32 << 20
-_FOUR_WARPS = 2048
 
 
 class TritonExperts(RowExperts):
@@ -229,7 +228,7 @@ class TritonExperts(RowExperts):
             0.0 if norm is None else norm.epsilon, TOP_K=top_k, MULTIPLIER=multiplier, ADDS=residual is not None,
             NORM=kind, CENTERED=norm is not None and norm.centered,
             HAS_NORM_BIAS=norm is not None and norm.bias is not None,
-            WIDTH=width, BLOCK=triton.next_power_of_2(width), num_warps=4 if width <= _FOUR_WARPS else 8,
+            WIDTH=width, BLOCK=triton.next_power_of_2(width), num_warps=4 if width <= 2048 else 8,
             **self._order(),
         )  # fmt: skip
         return output, scaled

@@ -6,7 +6,6 @@ from dataclasses import dataclass
 
 from tree_kernels.linear.vector_tiling import VectorTiling
 
-_MIN_BLOCK_ROWS, _MAX_BLOCK_ROWS = 8, 64
 # Pairs of a row and an expert up to which a program looks for its own among all, in place of a launch that lists them.
 # Chosen, not measured: one load of each thread.
 MAX_PAIRS = 128
@@ -40,12 +39,9 @@ class ExpertVectorTilings:
     down: VectorTiling
 
 
-# Shorter rows of a weight leave threads without work. Chosen.
-_MIN_VECTOR_HIDDEN, _MIN_VECTOR_INNER = 2048, 512
 # Each the fastest with 1, 2 and 4 rows of Qwen3-30B-A3B's shape on an H100, or within 1 % of it:
 # benchmarks/results/2026-11-27-h100-vectors.json.
 ROUTER_VECTORS = VectorTiling(2, 2, 4)
-_VECTORS = ExpertVectorTilings(VectorTiling(4, 1, 4), VectorTiling(2, 1, 1))
 _SAME_16, _SAME_32 = ExpertTiling(16, 64, 128, 4, 4), ExpertTiling(32, 128, 128, 4, 3)
 _SAME_64 = ExpertTiling(64, 128, 128, 8, 3)
 # By rows of a block. For 8, each the fastest of 65 with one row of Qwen3-30B-A3B's shape on an H100:
@@ -63,8 +59,8 @@ def rows_of_a_block(rows: int, top_k: int, experts: int) -> int:
     """Rows of a tile, so that few experts need more than one."""
     # Rows of an expert vary: with this many times their mean in a block, few experts need two.
     wanted = min(rows, -(-3 * rows * top_k // experts))
-    block = _MIN_BLOCK_ROWS
-    while block < min(wanted, _MAX_BLOCK_ROWS):
+    block = 8
+    while block < min(wanted, 64):
         block *= 2
     return block
 
@@ -76,10 +72,13 @@ def choose_expert_tilings(rows: int, top_k: int, experts: int, *, invariant: boo
 
 def reads_few_rows(rows: int, hidden: int) -> bool:
     """Whether so many rows of a hidden size go through registers."""
-    # More were not tried.
-    return 0 < rows <= 4 and hidden >= _MIN_VECTOR_HIDDEN
+    # More rows were not tried. Shorter ones of a weight leave threads without work. Chosen.
+    return 0 < rows <= 4 and hidden >= 2048
 
 
 def choose_expert_vectors(rows: int, hidden: int, inner: int, *, itemsize: int) -> ExpertVectorTilings | None:
     """The tilings for so many rows of experts of widths `hidden` and `inner`; None where matrix units multiply."""
-    return _VECTORS if reads_few_rows(rows, hidden) and inner >= _MIN_VECTOR_INNER and itemsize == 2 else None
+    if not reads_few_rows(rows, hidden) or inner < 512 or itemsize != 2:
+        return None
+    # The fastest with 1, 2 and 4 rows, as `ROUTER_VECTORS`.
+    return ExpertVectorTilings(VectorTiling(4, 1, 4), VectorTiling(2, 1, 1))

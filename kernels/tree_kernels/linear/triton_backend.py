@@ -30,16 +30,11 @@ from tree_kernels.linear.triton_tiling import (
     whole_head_tiling,
 )
 
-# Bytes of one prefetch, and of what its address must be a multiple.
-_PREFETCH_BYTES, _PREFETCH_ALIGNMENT = 256, 16
-_PREFETCH_THREADS = 128
 _MIN_OUTPUTS = 16
 # Tiles of one launch that may be split: those of more than 60,000 rows.
 _MAX_TILES = 65536
 # Elements of one program behind a product: sixteen bytes a thread.
 BLOCK = 1024
-# Columns of a row above which a program of four warps would hold too many numbers a thread.
-_FOUR_WARPS = 2048
 
 
 class TritonLinears(RowLinears):
@@ -227,6 +222,7 @@ class TritonLinears(RowLinears):
         post = form.norm
         post_weight, post_bias = (output, output) if post is None else (post.weight, or_other(post.bias, output))
         weight, shift = (output, output) if norm is None else (norm.weight, or_other(norm.bias, output))
+        # Columns of a row above which a program of four warps would hold too many numbers a thread.
         add_epilogue_kernel[(len(output),)](
             product, or_other(bias, output), post_weight, post_bias, or_other(residual, output), weight, shift,
             output, output if scaled is None else scaled.rows, 0.0 if post is None else post.epsilon,
@@ -234,7 +230,7 @@ class TritonLinears(RowLinears):
             POST_CENTERED=post is not None and post.centered, HAS_POST_BIAS=post is not None and post.bias is not None,
             MULTIPLIER=form.multiplier, ADDS=residual is not None, NORMS=norm is not None,
             CENTERED=norm is not None and norm.centered, HAS_NORM_BIAS=norm is not None and norm.bias is not None,
-            WIDTH=width, BLOCK=triton.next_power_of_2(width), num_warps=4 if width <= _FOUR_WARPS else 8,
+            WIDTH=width, BLOCK=triton.next_power_of_2(width), num_warps=4 if width <= 2048 else 8,
             **self._order(),
         )  # fmt: skip
         return output, scaled
@@ -324,8 +320,8 @@ class TritonLinears(RowLinears):
         """What brings shares of `following` into the L2 cache, one a program; `other` stands for none."""
         prefetched = following.words if isinstance(following, Int8Weight) else following
         size = prefetched.nbytes if prefetched is not None and self._dependent else 0
-        # Whole cache lines; the last piece ends inside the weight. Without rows nothing is launched.
-        piece = size // (max(1, programs) * _PREFETCH_THREADS) // 128 * 128
+        # By 128 threads; whole cache lines; the last piece ends inside the weight. Without rows nothing is launched.
+        piece = size // (max(1, programs) * 128) // 128 * 128
         return {"following": or_other(prefetched, other), "PIECE": piece, "PIECES": size // piece if piece else 0}
 
     def _order(self) -> dict[str, bool]:
@@ -385,7 +381,8 @@ def _prefetchable(weight: Tensor) -> bool:
     """Whether rows of a weight, [N, K] numbers or [N, K / 2] words, can be brought into the L2 cache ahead of their
     product. Weights in fp32 are not."""
     row_bytes = weight.shape[1] * weight.element_size()
-    return row_bytes >= _PREFETCH_BYTES and row_bytes % _PREFETCH_ALIGNMENT == 0 and weight.element_size() <= 2
+    # Bytes of one prefetch, and of what its address must be a multiple.
+    return row_bytes >= 256 and row_bytes % 16 == 0 and weight.element_size() <= 2
 
 
 def _mappable(rows: Tensor, weight: Weight) -> bool:

@@ -7,7 +7,6 @@ from typing import NamedTuple
 
 # Rows of one tile. More rows take more tiles, which read the weights again.
 MAX_BLOCK_ROWS = 64
-_MIN_BLOCK_ROWS = 8
 
 
 @dataclass(frozen=True, slots=True)
@@ -37,8 +36,6 @@ _WIDE: dict[int, tuple[_Sizes, _Sizes, _Sizes]] = {
     # Enough programs and bytes in flight for the whole memory bandwidth.
     8: ((64, 128, 1, 4, 6, 8), (32, 256, 1, 4, 5, 16), (32, 256, 2, 4, 5, 8)),
 }
-# Of 64 rows and long rows of the weight, where there would be too few tiles without splits.
-_WIDE_64_SPLIT: _Sizes = (64, 128, 2, 4, 6, 8)
 
 
 class _Mapped(NamedTuple):
@@ -98,7 +95,7 @@ def choose_linear_tiling(
 ) -> LinearTiling:
     """The tiling for `rows` times a weight [outputs, inner]. `invariant` makes it the same for any number of rows."""
     block_rows = MAX_BLOCK_ROWS
-    while not invariant and block_rows > _MIN_BLOCK_ROWS and block_rows // 2 >= rows:
+    while not invariant and block_rows > 8 and block_rows // 2 >= rows:
         block_rows //= 2
     full = block_rows == MAX_BLOCK_ROWS
     if inner < 2048:
@@ -110,7 +107,8 @@ def choose_linear_tiling(
     if outputs >= 8192:
         return LinearTiling(block_rows, *many)
     if full and not int8 and inner >= 8192:
-        return LinearTiling(block_rows, *_WIDE_64_SPLIT)
+        # Of long rows of the weight, where there would be too few tiles without splits.
+        return LinearTiling(block_rows, 64, 128, 2, 4, 6, 8)
     return LinearTiling(block_rows, *(some if outputs >= 5120 else few))
 
 

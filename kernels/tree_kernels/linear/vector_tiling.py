@@ -4,8 +4,6 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-# Numbers of a thread's load, 16 bytes in half precision, and threads of a warp.
-_LOAD, _WARP = 8, 32
 # Shorter rows are left to the matrix units' kernels, whose tilings were measured for them.
 MIN_INNER = 2048
 
@@ -21,17 +19,8 @@ class VectorTiling:
     @property
     def block_inner(self) -> int:
         """Numbers of a row that all threads of a program load at a time."""
-        return _LOAD * _WARP * self.warps
-
-
-# The fastest of 13 to 16 with one row of the shapes of Qwen3-8B, Qwen3-30B-A3B and Llama-8B on an H100, or near it:
-# benchmarks/results/2026-11-27-h100-vectors.json. Where a sum is scaled for a norm, each program leaves a part of the
-# squares, and every program of the next launch reads all parts: those have four outputs or more.
-_GATED = VectorTiling(8, 1, 4)
-_SHORT, _MIDDLE, _LONG = VectorTiling(8, 1, 4), VectorTiling(2, 2, 4), VectorTiling(4, 1, 4)
-_SCALED, _SCALED_FEW = VectorTiling(4, 2, 8), VectorTiling(4, 1, 8)
-# Of long rows, which fill the device's last wave of programs or leave it half empty.
-_LONG_BY_INNER = {12288: VectorTiling(4, 4, 8), 14336: VectorTiling(4, 1, 8)}
+        # Numbers of a thread's load, 16 bytes in half precision, and threads of a warp.
+        return 8 * 32 * self.warps
 
 
 def choose_vector_tiling(
@@ -41,14 +30,16 @@ def choose_vector_tiling(
     multiply. `gated` for gate and up together, `scaled` where the sum is scaled for a norm."""
     if inner < MIN_INNER or itemsize != 2:
         return None
-    if gated:
-        return _GATED
+    # Each the fastest of 13 to 16 with one row of the shapes of Qwen3-8B, Qwen3-30B-A3B and Llama-8B on an H100, or
+    # near it: benchmarks/results/2026-11-27-h100-vectors.json. Where a sum is scaled for a norm, each program leaves a
+    # part of the squares, and every program of the next launch reads all parts: those have four outputs or more.
+    if gated or (inner < 4096 and (outputs > 4096 or scaled)):
+        return VectorTiling(8, 1, 4)
     # Of products with nothing behind them, as one of two ranks has, and few outputs: 3 to 7 % faster than the other two
     # (benchmarks/results/2026-11-28-h100-ranks.md).
     if inner < 8192 and outputs <= 4096 and not scaled:
-        return _LONG
-    if inner < 4096:
-        return _SHORT
+        return VectorTiling(4, 1, 4)
     if inner < 8192:
-        return _MIDDLE if not scaled else _SCALED if outputs >= 4096 else _SCALED_FEW
-    return _LONG_BY_INNER.get(inner, _LONG)
+        return VectorTiling(4, 2 if outputs >= 4096 else 1, 8) if scaled else VectorTiling(2, 2, 4)
+    # Of long rows, which fill the device's last wave of programs or leave it half empty.
+    return {12288: VectorTiling(4, 4, 8), 14336: VectorTiling(4, 1, 8)}.get(inner, VectorTiling(4, 1, 4))

@@ -38,11 +38,6 @@ FIRST = layout.NODES - NODES
 KEPT_TOKENS = 8
 # Rows of the largest pass that keeps, and that builds trees: above, rows are worth more to other sequences. Chosen.
 MOST_ROWS = 64
-# Chances of a likeliest token and those behind it, for the shape alone. Chosen: larger shapes made no more tokens.
-_BY_RANK = (0.62, 0.2, 0.11, 0.07)
-# How often the chances of a softmax hold at another place, and each level further down. 0.5 to 1.0 made the same within
-# two per cent over the recorded answers.
-_HOLDS, _HOLDS_DEEPER = 0.6, 0.9
 _FACTORS = (0x9E3779B1, 0x85EBCA6B)
 _WORD = 0xFFFFFFFF
 
@@ -66,12 +61,16 @@ def shape() -> RecycledShape:
         chance, path = heapq.heappop(ahead)
         likeliest.append(path)
         if len(path) < LEVELS:
-            for rank, share in enumerate(_BY_RANK):
+            # Chances of a likeliest token and those behind it, for the shape alone. Chosen: larger shapes made no more
+            # tokens.
+            for rank, share in enumerate((0.62, 0.2, 0.11, 0.07)):
                 heapq.heappush(ahead, (chance * share, (*path, rank)))
     paths = sorted(likeliest)
     places = {path: place for place, path in enumerate(paths)}
     ends = [place + sum(one[: len(path)] == path for one in paths) for place, path in enumerate(paths)]
-    extra = [round(-math.log2(_HOLDS * _HOLDS_DEEPER**level) * COST_OF_HALVING) for level in range(LEVELS)]
+    # How often the chances of a softmax hold at another place, and each level further down. 0.5 to 1.0 made the same
+    # within two per cent over the recorded answers.
+    extra = [round(-math.log2(0.6 * 0.9**level) * COST_OF_HALVING) for level in range(LEVELS)]
     return RecycledShape(
         [places[path[:-1]] for path in paths],
         [path[-1] if path else 0 for path in paths],

@@ -38,8 +38,6 @@ if TYPE_CHECKING:
     from tree_kernels.node_table.mailboxes import Mailboxes
     from tree_kernels.verification.dispatch import Verdicts
 
-# Up to so many sequences one warp chooses for all, and up to so many four do.
-_ONE_WARP, _FOUR_WARPS = 2, 64
 
 # Width of a sequence's candidates.
 _CANDIDATES = tl.constexpr(triton.next_power_of_2(layout.NODES + layout.LOOKUP))
@@ -445,9 +443,10 @@ def _constants(table: NodeTable, step: StepIntegers) -> dict[str, Any]:
 def _lay_out(table: NodeTable, step: StepIntegers) -> None:
     sequences = len(step.prefix_lengths)
     warps, bounds = 8, 4
-    if sequences <= _ONE_WARP:
+    # Up to so many sequences one warp chooses for all, and up to so many four do.
+    if sequences <= 2:
         warps, bounds = 1, 16
-    elif sequences <= _FOUR_WARPS:
+    elif sequences <= 64:
         warps, bounds = 4, 8
     lay_out_kernel[(sequences,)](
         step.token_ids, step.positions, step.slots, step.owners, step.parents, step.parameters, step.query_starts,

@@ -41,8 +41,6 @@ from tree_kernels.recurrence.types import (
 _ROWS, _CHANNELS, _KEPT_CHANNELS, _FEW_ROWS, _COLUMNS = 16, 128, 256, 16, 32
 _GATED_HEADS = 4
 _SCANNED_CHANNELS, _KEPT_GATES = 32, 1024
-# Columns above which a program of four warps would hold too many numbers a thread.
-_FOUR_WARPS = 2048
 
 
 @dataclass(frozen=True, slots=True)
@@ -271,10 +269,11 @@ class TritonRecurrence:
         groups = of.groups if of.norm is not None else math.gcd(heads, 8)
         group = heads * width // groups
         if rows:
+            # Columns above which a program of four warps would hold too many numbers a thread.
             space_output_kernel[(rows, groups)](
                 mixed, values, of.skip, gate, mixed if of.norm is None else of.norm, output, values.stride(0),
                 gate.stride(0), of.epsilon, HEAD=width, GROUP=group, GROUPS=groups, NORMS=of.norm is not None,
-                BLOCK=triton.next_power_of_2(group), num_warps=4 if group <= _FOUR_WARPS else 8,
+                BLOCK=triton.next_power_of_2(group), num_warps=4 if group <= 2048 else 8,
             )  # fmt: skip
         return output
 

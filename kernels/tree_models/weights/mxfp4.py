@@ -11,8 +11,6 @@ from torch import Tensor
 
 from tree_models.weights.checkpoint import Stored, StoredTensor, TensorSource, WeightsRefused
 
-# E2M1 (OCP Microscaling Formats 1.0): a sign, two bits of exponent and one of mantissa.
-_MAGNITUDES = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0)
 _BLOCKS, _SCALES = "_blocks", "_scales"
 
 
@@ -39,7 +37,8 @@ class DequantisedExperts:
 def dequantised(blocks: Tensor, scales: Tensor) -> Tensor:
     """[E, in, out] in bf16, of blocks [E, out, in / 32, 16] and scales [E, out, in / 32] in uint8. Of a byte the lower
     half is first. Its values lie in the order of the blocks."""
-    magnitudes = torch.tensor(_MAGNITUDES, dtype=torch.bfloat16)
+    # E2M1 (OCP Microscaling Formats 1.0): a sign, two bits of exponent and one of mantissa.
+    magnitudes = torch.tensor((0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0), dtype=torch.bfloat16)
     numbers = torch.cat([magnitudes, -magnitudes])
     byte = torch.arange(256)
     # Both numbers of a byte in 32 bits, so that a byte is looked up once.

@@ -17,8 +17,6 @@ from tree_models.weights.checkpoint import Stored, StoredTensor, TensorSource
 from tree_models.weights.joined_parts import joined
 
 _PARTS = {".experts.gate_up_proj": ("gate_proj", "up_proj"), ".experts.down_proj": ("down_proj",)}
-# Tensors of all experts that are in memory at once, each of which may have gigabytes.
-_KEPT = 2
 
 
 @dataclass(frozen=True, slots=True)
@@ -74,8 +72,9 @@ class SeparateExperts:
         with self._reading:
             whole = self._kept.get(own.whole)
             if whole is None:
-                # The first one goes before this one is read.
-                for name in list(self._kept)[: 1 - _KEPT]:
+                # The first one goes before this one is read: two of all experts are in memory at once, each of which
+                # may have gigabytes.
+                for name in list(self._kept)[:-1]:
                     del self._kept[name]
                 whole = self._kept[own.whole] = self._checkpoint.read(own.whole)
         of_expert = whole[own.expert]

@@ -30,8 +30,6 @@ from outrider.checkpoints.tensors import TensorOnDisk, read_tensor
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
 
-# MTP modules, which draft (`draft_service.mtp`) and are no part of the model.
-_MTP = re.compile(r"(model\.)?mtp(_layers)?\.")
 _EXPERT = re.compile(r"(.+\.experts)\.(\d+)\.(.+)")
 # A KeyError that is shorter has a name alone.
 _NAME = 60
@@ -190,7 +188,8 @@ def _used(tensors: Mapping[str, TensorEntry], skeleton: PreTrainedModel) -> dict
     patterns = [one for one in skeleton._keys_to_ignore_on_load_unexpected or () if "layers" not in one]
     used, more = {}, set()
     for name, entry in tensors.items():
-        if name not in own and (_COMPUTED.fullmatch(name) or _MTP.match(name)):
+        # MTP modules, which draft (`draft_service.mtp`) and are no part of the model.
+        if name not in own and (_COMPUTED.fullmatch(name) or re.match(r"(model\.)?mtp(_layers)?\.", name)):
             continue
         if name not in own and any(re.search(pattern, name) for pattern in patterns):
             continue

@@ -16,11 +16,8 @@ _POSITIVE = {
 }  # fmt: skip
 _LAYERS = {"num_hidden_layers", "n_layer", "n_layers", "num_layers"}
 _SIZE = re.compile(r"(num|n)_\w+|\w+_(size|dim|dims|rank|heads|layers|experts)|max_position_embeddings|sliding_window")
-# Added to a variance. Published ones are from 1e-12 to 1e-3.
-_EPSILON = re.compile(r"(\w+_)?(eps|epsilon)")
 # Ids and counts are 32 bits wide on devices.
 _MOST = 2**31 - 1
-_POSITIONS = {"max_position_embeddings", "n_positions", "n_ctx"}
 
 
 def check_sizes(config: Mapping[str, Any], tensor_count: int | None = None) -> None:
@@ -30,7 +27,8 @@ def check_sizes(config: Mapping[str, Any], tensor_count: int | None = None) -> N
     With `tensor_count`, the number of tensors in the model's files, also for more layers than tensors.
     """
     for name, value in _entries(config):
-        if _EPSILON.fullmatch(name) and _is_number(value) and not 0 <= value < 1:
+        # Added to a variance. Published ones are from 1e-12 to 1e-3.
+        if re.fullmatch(r"(\w+_)?(eps|epsilon)", name) and _is_number(value) and not 0 <= value < 1:
             raise CheckpointRefused(f"config.json has {name} {value}, expected a number from 0 to 1")
         if not _SIZE.fullmatch(name):
             continue
@@ -52,7 +50,7 @@ def _check_size(name: str, value: Any) -> None:
     if value < least:
         raise CheckpointRefused(f"config.json has {name} {value}, expected at least {least}")
     most = _MOST
-    if name in _POSITIONS:
+    if name in {"max_position_embeddings", "n_positions", "n_ctx"}:
         # No model has a longer context, and tables by position are made for all of it.
         most = 1 << 24
     elif _is_count(name):

@@ -24,10 +24,7 @@ if TYPE_CHECKING:
 
 WEIGHTS = "model.safetensors"
 INDEX = "model.safetensors.index.json"
-_PICKLED = (".bin", ".pt", ".pth", ".ckpt", ".pkl")
 _FOREIGN = (".h5", ".msgpack", ".onnx", ".npz", ".xml", ".engine")
-# What loading reads by name beside weights.
-_READ = (".json", ".safetensors", ".model", ".txt", ".jinja")
 # The vocabulary, of which there is one in every form of a tokenizer.
 _TOKENIZERS = (
     "tokenizer.json",
@@ -39,8 +36,6 @@ _TOKENIZERS = (
     "tekken.json",
     "tiktoken.model",
 )
-# What a folder of sentence-transformers has: its model ends in a vector, not in tokens.
-_EMBEDDING = ("modules.json", "config_sentence_transformers.json")
 _HEADS = {
     "ForSequenceClassification": "a classifier or reward model",
     "ForTokenClassification": "a classifier",
@@ -107,7 +102,8 @@ def read_config(folder: Path, formats: Collection[str] = ()) -> dict[str, Any]:
     config = read_json_object(folder / "config.json")
     if (folder / "adapter_config.json").exists():
         raise CheckpointRefused("a LoRA adapter lies beside the model (adapter_config.json): merge it, or move it away")
-    for name in _EMBEDDING:
+    # What a folder of sentence-transformers has: its model ends in a vector, not in tokens.
+    for name in ("modules.json", "config_sentence_transformers.json"):
         if (folder / name).exists():
             raise CheckpointRefused(f"an embedding model ({name}): it makes vectors, not text")
     if config.get("transformers_weights"):
@@ -126,7 +122,9 @@ def read_config(folder: Path, formats: Collection[str] = ()) -> dict[str, Any]:
 def check_files(folder: Path) -> None:
     """Raise `CheckpointRefused` for a folder that is none, or in which a file that would be read is not regular."""
     try:
-        files = sorted(path for path in folder.iterdir() if path.suffix in _READ)
+        # What loading reads by name, beside weights.
+        read = (".json", ".safetensors", ".model", ".txt", ".jinja")
+        files = sorted(path for path in folder.iterdir() if path.suffix in read)
         for path in files:
             if path.exists() and (path.is_symlink() or not path.is_dir()):
                 check_regular(path.name, path.stat())
@@ -204,7 +202,8 @@ GGUF = "GGUF files are not read: use the model's own folder or hub id, with safe
 
 def _without_weights(folder: Path) -> str:
     names = sorted(path.name for path in folder.iterdir())
-    if pickled := [name for name in names if name.endswith(_PICKLED) and name != "training_args.bin"]:
+    endings = (".bin", ".pt", ".pth", ".ckpt", ".pkl")
+    if pickled := [name for name in names if name.endswith(endings) and name != "training_args.bin"]:
         return (
             f"only pickled weights ({some(pickled)}), which could run code and are never read: convert to safetensors"
         )

@@ -55,7 +55,6 @@ _SUFFIXES = (
     (r"\.weight:_?\S+|\.weight\._data", "torchao or quanto"),
     (r"\.scales|\.zeros", "scaled"),
 )
-_NUMBER = re.compile(r"(?<=\.)\d+(?=\.|$)")
 # What scaled matrices are, by their type.
 _WHOLE = {"I8": "INT8", "U8": "packed in bytes, as BitNet's", "I32": "packed in 32 bits"}
 
@@ -114,7 +113,7 @@ def _by_side_files(folder: Path) -> str:
 
 def _by_tensors(tensors: Mapping[str, TensorEntry]) -> str:
     # Thousands of layers and experts end alike.
-    endings = {_NUMBER.sub("*", ".".join(["", *name.split(".")[-3:]])): name for name in tensors}
+    endings = {re.sub(r"(?<=\.)\d+(?=\.|$)", "*", ".".join(["", *name.split(".")[-3:]])): name for name in tensors}
     if scaled := next((name for name in endings.values() if name.endswith(".scales")), None):
         packed = tensors.get(scaled.removesuffix("scales") + "weight")
         if scaled.removesuffix("scales") + "biases" in tensors or (packed is not None and packed.dtype == "U32"):

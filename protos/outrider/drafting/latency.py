@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import time
 
-# Weight of the newest answer in the moving average (EWMA).
-_SHARE = 0.1
 # Seconds that a draft without sequences may take to read the next prompt, and compile for it, before it is late.
 _BEGINNING = 5.0
 
@@ -50,7 +48,8 @@ class DraftLatency:
         if at > self._sent_at:
             took = at - self._sent_at
             self._round_trip_ns = round(took * 1e9)
-            self.answer_seconds += (_SHARE if self.answer_seconds else 1.0) * (took - self.answer_seconds)
+            # Weight of the newest answer in the moving average (EWMA).
+            self.answer_seconds += (0.1 if self.answer_seconds else 1.0) * (took - self.answer_seconds)
 
     def take_round_trip(self) -> int:
         """Nanoseconds from sending to the draft until its last answer; 0 if none came since the last call."""

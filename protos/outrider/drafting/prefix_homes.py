@@ -14,8 +14,6 @@ from hashlib import blake2b
 
 # Tokens of a block, the default page of a draft's cache: less than that is never shared.
 _BLOCK = 64
-# A draft takes sequences for what it has read until it follows this many times the mean. The gateway's own default.
-_BOUND = 1.25
 
 
 class PrefixHomes:
@@ -32,7 +30,9 @@ class PrefixHomes:
         follow no more than their share; empty where it went to none of them. `homes` has the address of each sequence
         under way."""
         loads = Counter(homes)
-        capacity = math.ceil(_BOUND * (loads.total() + 1) / len(connected))
+        # A draft takes sequences for what it has read until it follows this many times the mean. The gateway's own
+        # default.
+        capacity = math.ceil(1.25 * (loads.total() + 1) / len(connected))
         found = ""
         for block in _blocks(tenant, token_ids):
             home = self._home_of.get(block)

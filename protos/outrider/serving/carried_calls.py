@@ -28,9 +28,6 @@ from outrider.wire.trees import status_of
 
 logger = logging.getLogger(__name__)
 _SERVICE = f"/{pb.DESCRIPTOR.services_by_name['TargetService'].full_name}"
-_CARRIER, _CARRIED = f"{_SERVICE}/GenerateMany", f"{_SERVICE}/Generate"
-# After so many bytes a message is sent; what else is ready goes into the next. Chosen: far below what clients take.
-_MOST_BYTES = 1 << 20
 # Entries of each list in one message of the caller, as documented in target.proto: reading small ones takes long, and a
 # hundred times their bytes. Chosen: our clients write fewer.
 _MOST_ORDERS = 4096
@@ -335,7 +332,9 @@ class CarriedCalls:
     def _collected(self) -> pb.GenerateManyResponse | None:
         calls, responses, ends, size = list[int](), list[bytes](), list[pb.CarriedEnd](), 0
         ready, self._ready = self._ready, {}
-        while ready and size < _MOST_BYTES:
+        # After so many bytes a message is sent; what else is ready goes into the next. Chosen: far below what clients
+        # take.
+        while ready and size < 1 << 20:
             number = next(iter(ready))
             call = ready.pop(number)
             if call.cancelled_by_caller or (call.paused and call.end is None):
@@ -368,11 +367,12 @@ class CarryingInterceptor(grpc.aio.ServerInterceptor):
         self, continuation: Continuation, handler_call_details: grpc.HandlerCallDetails
     ) -> Handler | None:
         handler = await self._wrapped(continuation, handler_call_details)
-        if handler is None or handler_call_details.method != _CARRIER:
+        if handler is None or handler_call_details.method != f"{_SERVICE}/GenerateMany":
             return handler
         # Of gRPC's own type, which it insists on.
         details: Any = type(handler_call_details)
-        carried = await self._wrapped(continuation, details(_CARRIED, handler_call_details.invocation_metadata))
+        metadata = handler_call_details.invocation_metadata
+        carried = await self._wrapped(continuation, details(f"{_SERVICE}/Generate", metadata))
 
         @asynccontextmanager
         async def guard(request: Any, _context: Context) -> AsyncIterator[Any]:

@@ -85,7 +85,12 @@ _ATTRIBUTES = (
 ATTRIBUTES = {attribute.name: attribute for attribute in _ATTRIBUTES}
 
 _RPC = ("rpc.system.name", "rpc.method", "rpc.response.status_code", "error.type")
-_TOTALS = (
+# Of a request that a service answers.
+_SERVED = (
+    *_RPC,
+    *("gen_ai.operation.name", "gen_ai.provider.name", "gen_ai.request.model", "gen_ai.request.max_tokens"),
+    *("gen_ai.request.temperature", "gen_ai.request.top_k", "gen_ai.request.top_p", "gen_ai.response.model"),
+    *("outrider.sequence_id", "outrider.tenant", "outrider.verification_mode", "outrider.lossy"),
     *("gen_ai.response.finish_reasons", "gen_ai.response.time_to_first_chunk", "gen_ai.usage.input_tokens"),
     *("gen_ai.usage.output_tokens", "outrider.outcome", "outrider.steps", "outrider.drafted_steps"),
     *("outrider.drafted_tokens", "outrider.accepted_tokens", "outrider.predicted_tokens"),
@@ -93,12 +98,6 @@ _TOTALS = (
     *("outrider.accepted_by_depth", "outrider.mean_accepted_length", "outrider.draft_wait", "outrider.fallback_steps"),
     *("outrider.preemptions", "outrider.model_version"),
 )
-_REQUEST = (
-    *("gen_ai.operation.name", "gen_ai.provider.name", "gen_ai.request.model", "gen_ai.request.max_tokens"),
-    *("gen_ai.request.temperature", "gen_ai.request.top_k", "gen_ai.request.top_p", "gen_ai.response.model"),
-    *("outrider.sequence_id", "outrider.tenant", "outrider.verification_mode", "outrider.lossy"),
-)
-_SERVED = (*_RPC, *_REQUEST, *_TOTALS)
 
 GENERATE = "outrider.v1.TargetService/Generate"
 OPENENGINE_GENERATE = "openengine.v1.Inference/Generate"

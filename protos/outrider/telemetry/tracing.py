@@ -24,8 +24,6 @@ _PROPAGATOR = TraceContextTextMapPropagator()
 _FIELDS = ("traceparent", "tracestate")
 # Chosen: half of OpenTelemetry's default.
 EXPORT_TIMEOUT_SECONDS = 5.0
-# Statuses that are a server's fault, by the RPC conventions; for a client every status but OK is an error.
-_SERVER_ERRORS = frozenset(("UNKNOWN", "DEADLINE_EXCEEDED", "UNIMPLEMENTED", "INTERNAL", "UNAVAILABLE", "DATA_LOSS"))
 
 
 class Tracing:
@@ -117,7 +115,9 @@ def end_rpc(span: Span, code: str, reason: str = "", *, server: bool = True) -> 
     span.set_attribute("rpc.response.status_code", code)
     if code != "OK":
         span.set_attribute("error.type", reason or code)
-        if not server or code in _SERVER_ERRORS:
+        # Statuses that are a server's fault, by the RPC conventions; for a client every status but OK is an error.
+        faults = ("UNKNOWN", "DEADLINE_EXCEEDED", "UNIMPLEMENTED", "INTERNAL", "UNAVAILABLE", "DATA_LOSS")
+        if not server or code in faults:
             span.set_status(Status(StatusCode.ERROR, reason or code))
     span.end()
 

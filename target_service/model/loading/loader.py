@@ -70,13 +70,6 @@ class RankGroupLink(RankGroup, RankLink, Protocol):
     """What layers and passes need of the other ranks."""
 
 
-# Loops that the first requests would wait for where steps are captured.
-_LOOPS = (
-    "target_service.execution.node_tables:warm_up",
-    "target_service.grammars.row_masks:warm_up",
-    "target_service.speculation.policy.estimates:compile_pooled",
-    "target_service.speculation.policy.lookup_baseline:compile_loops",
-)
 # As `load_runner`, of one rank.
 LoadRank = Callable[[TargetConfig, RankGroupLink], ModelRunner]
 
@@ -96,7 +89,15 @@ def load_runner(config: TargetConfig, link: RankGroupLink | None = None) -> Mode
     choose_device(config.device)
     leads = link is None or link.leads
     if config.captures and leads:
-        LOOPS.compile_beside(_LOOPS)
+        # Loops that the first requests would wait for where steps are captured.
+        LOOPS.compile_beside(
+            (
+                "target_service.execution.node_tables:warm_up",
+                "target_service.grammars.row_masks:warm_up",
+                "target_service.speculation.policy.estimates:compile_pooled",
+                "target_service.speculation.policy.lookup_baseline:compile_loops",
+            )
+        )
     # From now on, so that they have imported all when they are needed. Other ranks take what the leading one compiles.
     ahead = AheadCompiler(
         module_command(CHILD), config.compilers if leads else 0, _launched(config) if config.captures else ""

@@ -40,47 +40,18 @@ from target_service.speculation.policy.throughput_trial import ThroughputTrial
 from target_service.speculation.policy.tries import Tries
 from tree_kernels.node_table.layout import KEPT
 
-# Rows for each token that a sequence may still generate. Chosen: as many children as a head's nodes have. A page or two
-# are held for them at the end.
-_GUESSES = 8
-# Launches until all sizes are timed again: contexts grow.
-_REFRESH = 512
-# Share of the best rate that a size needs, as estimated, to be timed.
-_WORTH_TIMING = 0.7
 # Launches between two tries at most: some five seconds at 8B size, in which a new draft, or a text that begins to
 # repeat itself, is noticed. And launches of a try: of rows where none seem to pay, of the other launch mode, and of
 # trees that the host cuts.
 _LONGEST_PAUSE, _TRY, _TRY_MODE, _TRY_CUTS = 1024, 6, 16, 4
-# Launches between two tries of such trees at most: a wait may take many times a pass. Chosen.
-_LONGEST_PAUSE_OF_CUTS = 16384
 # Passes of a mode before its tokens are believed: they vary by as much as the mean, so that the error of the mean of 32
 # is a sixth of it. And waiting passes after which a hopeless first trial ends: of 891
 # passes of one request 104 waited at that rate (two H100, `benchmarks/results/2026-11-25-h100-widened-eleventh.md`).
 _TRIAL, _FEW = 32, 12
-# Waiting is tried where it takes at most this share of a pass: waiting passes made a fifth more tokens than others
-# whose trees came in time (3.36 and 2.83 in the same record).
-_WORTH_WAITING = 0.2
-# Rate that waiting needs against the others: means of sixty passes vary by 7 %, and a wrong choice costs more where the
-# device is idle for it.
-_WAITING_MARGIN = 1.1
-# Change of the trust in a draft's scores by one pass, for each token expected too much; a larger one follows the noise
-# of single passes (0.02 moved trust by a seventh up and down in a simulation).
-_TRUST_SHARE = 0.005
 # Weight of one launch in the tokens of trees that the host cuts: some twenty launches, on a CPU a second. Chosen.
 _CUT_SHARE = 0.05
-# Longest wait for a draft whose trees the host cuts, in plain passes: one hardly ever makes more tokens.
-_LONGEST_WAIT = 8.0
 # Rows between which the time of one more is taken. Chosen.
 _PROMPT_ROWS = 512
-# Tokens of an answer before one has ended, and the weight of one answer in their mean. Chosen.
-_FIRST_ANSWER, _ANSWER_SHARE = 256.0, 0.05
-# Rows of prompts that a token is worth where prompts are left unread; without drafts it takes one. Chosen, simulated:
-# with one or two long prompts make fewer tokens and slower ones, with four first tokens come later
-# (`benchmarks/results/2026-11-29-cpu-first-tokens.md`).
-_ROWS_A_TOKEN = 3.0
-# Bounds, chosen, not measured: from the lower one, where hardly a row pays, some 600 passes that each bring a token
-# more than expected lead back to full trust; the upper one keeps a lucky run from filling passes with wrong rows.
-_LEAST_TRUST, _MOST_TRUST = 0.05, 1.25
 
 
 class _ExpectedPass(NamedTuple):
@@ -118,7 +89,8 @@ class SpeculationController:
         self._was_alone = True
         self._row_tries, self._mode_tries = Tries(_TRY, _LONGEST_PAUSE), Tries(_TRY_MODE, _LONGEST_PAUSE)
         # Tokens of trees that the host cuts, tries of waiting for them, and launches since the last that waited.
-        self._cuts, self._cut_tries = TokenYield(_CUT_SHARE), Tries(_TRY_CUTS, _LONGEST_PAUSE_OF_CUTS)
+        # Launches between two tries of such trees at most: a wait may take many times a pass. Chosen.
+        self._cuts, self._cut_tries = TokenYield(_CUT_SHARE), Tries(_TRY_CUTS, 16384)
         self._since_cuts = 0
         # By sequences, those of them with drafts, and mode of plain passes: a pass without waiting, and one with it.
         self._compared: tuple[tuple[int, int, Mode], _ExpectedPass, _ExpectedPass] | None = None
@@ -135,7 +107,8 @@ class SpeculationController:
         # Tokens of a sequence in a recent pass, with the weight of one launch.
         self.tokens_each = RunningMean.settled(0.02, 1.0)
         # Of a recent answer.
-        self._answer_tokens = RunningMean(_ANSWER_SHARE, _FIRST_ANSWER, 1)
+        # Tokens of an answer before one has ended, and the weight of one answer in their mean. Chosen.
+        self._answer_tokens = RunningMean(0.05, 256.0, 1)
         # See `NodeTables.trust`.
         self.trust = 1.0
         # Keys that trees grown behind a pass take, by the number of its sequences; see `DeviceRows.tail`.
@@ -179,7 +152,10 @@ class SpeculationController:
         held = answer_seconds + launch_seconds
         rates = self._rates_at(load, LaunchMode.RUN_AHEAD, self.times.gap(load, LaunchMode.RUN_AHEAD) or 0.0)
         best = max(rates, key=rates.__getitem__)
-        if held > _WORTH_WAITING * times.expected((best,), load, LaunchMode.RUN_AHEAD)[best] * times.cost(load):
+        # Waiting is tried where it takes at most this share of a pass: waiting passes made a fifth more tokens than
+        # others whose trees came in time (3.36 and 2.83,
+        # `benchmarks/results/2026-11-25-h100-widened-eleventh.md`).
+        if held > 0.2 * times.expected((best,), load, LaunchMode.RUN_AHEAD)[best] * times.cost(load):
             return LaunchMode.RUN_AHEAD
         waited = self.times.gap(load, LaunchMode.WAIT_FOR_DRAFT)
         rate = {
@@ -191,7 +167,9 @@ class SpeculationController:
         share = rate[LaunchMode.WAIT_FOR_DRAFT] / rate[LaunchMode.RUN_AHEAD]
         if waiting.count < _TRIAL and not (waiting.count >= _FEW and share < HOPELESS):
             return LaunchMode.WAIT_FOR_DRAFT
-        if share > _WAITING_MARGIN:
+        # Rate that waiting needs against the others: means of sixty passes vary by 7 %, and a wrong choice costs more
+        # where the device is idle for it.
+        if share > 1.1:
             self._preferred = LaunchMode.WAIT_FOR_DRAFT
         elif share < 1.0:
             self._preferred = LaunchMode.RUN_AHEAD
@@ -269,7 +247,10 @@ class SpeculationController:
         make `rate` tokens a second: as many as are made then, or as those rows are worth to who waits for them. So few
         sequences leave prompts nearly all rows, and many, whose time is worth more, do not."""
         assert self.times is not None
-        return max(rate, rows / (_ROWS_A_TOKEN * self.times.cost(rows)))
+        # Rows of prompts that a token is worth where prompts are left unread; without drafts it takes one. Chosen,
+        # simulated: with one or two long prompts make fewer tokens and slower ones, with four first tokens come later
+        # (`benchmarks/results/2026-11-29-cpu-first-tokens.md`).
+        return max(rate, rows / (3.0 * self.times.cost(rows)))
 
     def observe_answer(self, tokens: int) -> None:
         """Observe the tokens of an answer that has ended by itself."""
@@ -291,7 +272,12 @@ class SpeculationController:
         if mode is not None and drafted_passes:
             from_table = sum([one.accepted_from_table for one in drafted_passes]) / len(drafted_passes)
             excess = from_table - sum([one.expected_from_table for one in drafted_passes]) / len(drafted_passes)
-            self.trust = min(_MOST_TRUST, max(_LEAST_TRUST, self.trust * (1 + _TRUST_SHARE * excess)))
+            # Change of the trust in a draft's scores by one pass, for each token expected too much; a larger one
+            # follows the noise of single passes (0.02 moved trust by a seventh up and down in a simulation). Its bounds
+            # are chosen, not measured: from the lower one, where hardly a row pays, some 600 passes that each bring
+            # a token more than expected lead back to full trust; the upper one keeps a lucky run from filling passes
+            # with wrong rows.
+            self.trust = min(1.25, max(0.05, self.trust * (1 + 0.005 * excess)))
 
     def observe_time(self, sequences: int, rows: int, seconds: float, mode: Mode, *, forms: bool = False) -> None:
         """Observe the `seconds` of a pass on the device, that in which it waited for masks included; `rows` is 0 for a
@@ -375,7 +361,8 @@ class SpeculationController:
         """Longest wait for trees that the host cuts, in seconds."""
         if self.times is None or not any(self.times.gaps_observed(load, mode) for mode in (None, LaunchMode.RUN_AHEAD)):
             return inf
-        return _LONGEST_WAIT * self._plain_pass(load).seconds
+        # Longest wait for a draft whose trees the host cuts, in plain passes: one hardly ever makes more tokens.
+        return 8.0 * self._plain_pass(load).seconds
 
     def cut_rate(self, load: int, drafted: int) -> float:
         """Tokens a second of `load` sequences, for `drafted` of which the host has trees."""
@@ -421,7 +408,9 @@ class SpeculationController:
         if not request.speculate or (grammar is not None and grammar.slow):
             return 0
         # The target samples the last token itself.
-        return max(0, min(self._limit, request.max_draft_nodes, _GUESSES * (live.sequence.remaining - 1)))
+        # Rows for each token that a sequence may still generate. Chosen: as many children as a head's nodes have. A
+        # page or two are held for them at the end.
+        return max(0, min(self._limit, request.max_draft_nodes, 8 * (live.sequence.remaining - 1)))
 
     def _tried(self, sizes: SequenceOf[int], sequences: int, mode: Mode, waits: float) -> int:
         """The size with the highest rate, or at times another one, to measure it again."""
@@ -432,14 +421,16 @@ class SpeculationController:
             self._row_tries.hasten()
         self._was_alone = mode is None
         self._since_timed += 1
-        if self._since_timed > _REFRESH:
+        # Launches until all sizes are timed again: contexts grow.
+        if self._since_timed > 512:
             self._since_timed = 0
             times.forget((0, *sizes), sequences, mode)
         rates, measured = self._rates(sizes, sequences, mode, waits), times.measured(sequences, mode)
         rates[0] *= MARGIN
         best = max(rates, key=rates.__getitem__)
         for rows, rate in rates.items():
-            if rows not in measured and rate > _WORTH_TIMING * rates[best]:
+            # Share of the best rate that a size needs, as estimated, to be timed.
+            if rows not in measured and rate > 0.7 * rates[best]:
                 return rows
         if best:
             return best

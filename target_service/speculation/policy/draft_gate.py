@@ -30,10 +30,6 @@ _ALONE_FIRST = 48
 # Comparisons from which a draft is judged at a load: one request yields one for about eight passes, and more of them up
 # to four. Chosen.
 _ENOUGH = 6
-# Standard errors allowed for. With 2, a draft that makes 30 % more was kept in 59 of 60 simulated runs of 5,000
-# passes whose comparisons vary by 0.6 of their mean, and in 57 of 60 with 20 % more (the `Engine` of
-# test_draft_gate.py). A worthless draft's vary little: its rows are not taken.
-_GRANTED = 2.0
 # Passes without the draft after it was dropped, for each with which it was followed: doubled each time, until tries
 # take no more than they may. With one sequence a good draft is back within three seconds; with 128 a try takes more
 # than a second, and pauses of 1.5 s lost 4 % of the tokens (`benchmarks/results/2026-11-29-cpu-draft-gate.md`).
@@ -46,8 +42,6 @@ _UNJUDGED, _BEYOND_DOUBT = 128, 1.5
 _FEW, _CLASSES = 4, 4
 # Weight of one comparison in the mean passes: some sixty, or two seconds at 8B size, in which a draft may change.
 _PASS_SHARE = 0.03
-# Comparisons without a draft that count as much as the assumption that lookup is all there is. Chosen.
-_ASSUMED = 16
 # Weight of one pass in the mean times: some two hundred passes.
 _times, _passes = partial(RunningTime, 0.01), partial(RunningMean, _PASS_SHARE)
 
@@ -133,7 +127,8 @@ class _LoadGain:
     def cost(self) -> float:
         """What passes with the draft have to make of those without one, to make as many tokens a second: seconds for
         each of theirs, and passes of lookup alone for each of theirs, which are more than one by recycled tokens."""
-        share = self.without_draft.count / (self.without_draft.count + _ASSUMED)
+        # Comparisons without a draft that count as much as the assumption that lookup is all there is. Chosen.
+        share = self.without_draft.count / (self.without_draft.count + 16)
         return self.followed.for_each_of(self.alone) * (1.0 + share * (max(1.0, self.without_draft.ratio) - 1.0))
 
     @property
@@ -146,7 +141,10 @@ class _LoadGain:
         """The gain with the error allowed for; infinite before enough comparisons."""
         if self.with_draft.count < _ENOUGH:
             return math.inf
-        return self.gain * math.exp(_GRANTED * self.with_draft.error)
+        # Standard errors allowed for. With 2, a draft that makes 30 % more was kept in 59 of 60 simulated runs of 5,000
+        # passes whose comparisons vary by 0.6 of their mean, and in 57 of 60 with 20 % more (the `Engine` of
+        # test_draft_gate.py). A worthless draft's vary little: its rows are not taken.
+        return self.gain * math.exp(2.0 * self.with_draft.error)
 
     def is_doubtful(self, cost: float | None) -> bool:
         """Whether passes without the draft are to be timed, whose cost is this one at another load, None where that is

@@ -39,8 +39,6 @@ _FIRST_PROSPECTS = (0.1, 0.2, 0.4, 0.7, 0.9, 1.0, 1.0, 1.0)
 # Between two of them lies the geometric mean.
 _BORDERS = [(one * other) ** 0.5 for one, other in pairwise(POOLED)]
 _COUNTS, _POOLED = np.array(PROSPECTS, np.float64), np.array(POOLED, np.float64)
-# The smallest mean of expected tokens that is divided by.
-_LEAST_EXPECTED = 1e-3
 # The weight of the initial values in launches.
 _PRIOR = 3
 # What is expected of a sequence's last rows comes true less often than what is expected of its first: with 64 sequences
@@ -214,7 +212,8 @@ class TokenYield:
         if not drafted:
             return 1.0
         if self._tokens is None:
-            usual = self._accepted.value / max(self._expected.value, _LEAST_EXPECTED)
+            # The smallest mean of expected tokens that is divided by.
+            usual = self._accepted.value / max(self._expected.value, 1e-3)
             corrected = zip(self._corrections, self._prospects, strict=True)
             made = [one.quotient(usual) * prospect.value for one, prospect in corrected]
             # More rows never make fewer tokens.

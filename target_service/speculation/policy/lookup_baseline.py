@@ -23,9 +23,6 @@ from target_service.core.sequence import Sequence
 from target_service.speculation.policy.launch_mode import load_size
 from tree_kernels.node_table.layout import LONGEST, LOOKUP, WINDOW
 
-# Tokens of a stretch, at least: a whole chain and the token behind it.
-_STRETCH = LOOKUP + 1
-
 Ints = npt.NDArray[np.int32]
 
 
@@ -56,7 +53,8 @@ class _ComparedText:
     @property
     def is_known(self) -> bool:
         """Whether the stretch is long enough, or the text has ended."""
-        return self.has_ended or len(self.sequence.token_ids) - self.start >= _STRETCH
+        # Tokens of a stretch, at least: a whole chain and the token behind it.
+        return self.has_ended or len(self.sequence.token_ids) - self.start > LOOKUP
 
     def passes(self) -> int:
         """Passes since the start."""

@@ -14,20 +14,11 @@ from outrider.devices import choose_device
 from target_service.model.forward import ForwardInput
 from target_service.model.runner import ModelRunner
 
-# The weight of one live step in the cost of its size: ten that take half as long again move it two thirds of the way.
-# Chosen.
-_LIVE_SHARE = 0.1
-# Steps of other sizes after which a size follows those. Chosen: where a simulated machine becomes forty times as fast,
-# a size that no longer runs ends 1.3 times too expensive; sizes that alternate are measured by themselves.
-_UNSEEN = 16
 # Sizes between which costs are interpolated, the most informative first, and the context they are measured at.
 _ROWS = (1, 16, 64, 4, 32, 8, 2, 12, 24, 48, 128, 256)
 # And those of steps that read prompts, where the device chooses rows beside them.
 _PROMPT_ROWS = (512, 1024, 2048)
 _CONTEXT = 256
-# A loaded machine measures fewer sizes; three are always measured.
-_SECONDS = 8.0
-_FEWEST_SIZES = 3
 
 
 class StepCost:
@@ -80,10 +71,15 @@ class StepCost:
         # Bounded, so that a pause of the machine hardly counts.
         expected = self(rows)
         # The bound of a live step's factor from the estimate, so that one step moves it by a twentieth at most. Chosen.
-        factor = 1 + _LIVE_SHARE * (min(1.5, max(1 / 1.5, seconds / expected)) - 1)
+        # The weight of one live step in the cost of its size: ten that take half as long again move it two thirds of
+        # the way. Chosen.
+        factor = 1 + 0.1 * (min(1.5, max(1 / 1.5, seconds / expected)) - 1)
         for size, unseen in enumerate(self._unseen):
             self._unseen[size] = 0 if size == i else unseen + 1
-            self._measured[size] *= factor if size == i else factor ** min(1.0, unseen / _UNSEEN)
+            # Steps of other sizes after which a size follows those. Chosen: where a simulated machine becomes forty
+            # times as fast, a size that no longer runs ends 1.3 times too expensive; sizes that alternate are measured
+            # by themselves.
+            self._measured[size] *= factor if size == i else factor ** min(1.0, unseen / 16)
         self._seconds = list(accumulate(self._measured, max))
 
 
@@ -98,12 +94,13 @@ def measure_step_cost(runner: ModelRunner, max_rows: int) -> StepCost:
     wanted = _ROWS if runner.node_table is None else (*_ROWS[:3], *_PROMPT_ROWS, *_ROWS[3:])
     sizes = [rows for rows in wanted if rows <= max_rows and cache.pages_for(context + rows) <= cache.free_pages]
     pages = cache.allocate(cache.pages_for(context + max(sizes)))
-    deadline = time.monotonic() + _SECONDS
+    # A loaded machine measures fewer sizes; three are always measured.
+    deadline = time.monotonic() + 8.0
     measured: dict[int, float] = {}
     try:
         _seconds(runner, _step(runner, pages, context, sizes[0]))
         for rows in sizes:
-            if len(measured) >= _FEWEST_SIZES and time.monotonic() > deadline:
+            if len(measured) >= 3 and time.monotonic() > deadline:
                 break
             step = _step(runner, pages, context, rows)
             measured[rows] = min(_seconds(runner, step) for _ in range(3))

@@ -15,9 +15,6 @@ from dataclasses import dataclass, field
 from target_service.core.running_means import RunningMean
 from target_service.speculation.policy.launch_mode import load_size
 
-# Shares of the time that the host works, in launches with drafts: above the first it is the limit, below the second it
-# is not. Chosen: the first is that above which several passes are launched at once (`multi_step`).
-_LIMIT, _NO_LIMIT = 0.85, 0.7
 # Launches until that share is believed, and the weight of one in it. Chosen.
 _SEEN, _SHARE = 64, 0.02
 # Launches of a window, and those at its start that do not count: a draft is sent every sequence then, and the host
@@ -70,9 +67,12 @@ class ThroughputTrial:
         if drafted and seconds > 0:
             here.busy.observe(1 - waited / seconds)
         if here.prefers_rows is None:
-            if here.busy.count >= _SEEN and here.busy.value > _LIMIT:
+            # Shares of the time that the host works, in launches with drafts: above the first it is the limit, below
+            # the second it is not. Chosen: the first is that above which several passes are launched at once
+            # (`multi_step`).
+            if here.busy.count >= _SEEN and here.busy.value > 0.85:
                 here.prefers_rows, here.due, here.launches = True, [True, False], 0
-        elif here.busy.value < _NO_LIMIT:
+        elif here.busy.value < 0.7:
             del self._loads[load_size(load)]
         else:
             self._count(here, tokens, seconds)

@@ -28,11 +28,9 @@ from tree_kernels.node_table.layout import PROSPECTS
 _BUCKETS = 16
 # Observations of its bucket that a drafter's own score counts as: a bucket follows what it observes after some ten.
 _PRIOR = 8.0
-# Later observations of a bucket over which the weight of an earlier one halves: many, so that another kind of text
-# changes the rates and one odd answer does not.
-_HALF_LIFE = 4000.0
-# The same as a factor for each observation.
-_KEEP = 0.5 ** (1.0 / _HALF_LIFE)
+# Factor of an earlier observation of a bucket for each later one: its weight halves over 4,000 of them, so that another
+# kind of text changes the rates and one odd answer does not.
+_KEEP = 0.5 ** (1.0 / 4000.0)
 # Expected acceptances that a sequence's own record starts with: those of its first two or three steps, on which alone
 # its factor must not hang.
 _SEQUENCE_PRIOR = 4.0
