@@ -9,6 +9,8 @@ from pathlib import Path
 from forked import Child
 from waits import HUNG_SECONDS
 
+from benchmarks.drafters.random_trees import RANDOM
+
 
 class Service:
     """`python -m draft_service` on a unix socket, to be killed, frozen and started again. Its log is beside it."""
@@ -24,7 +26,7 @@ class Service:
 
     def start(self, *arguments: str, environment: dict[str, str] | None = None) -> None:
         flags = ["--listen", self.address, "--log-level", "warning"]
-        chosen = arguments if "--drafter" in arguments else ("--drafter", "random", *arguments)
+        chosen = arguments if "--drafter" in arguments else ("--drafter", RANDOM, *arguments)
         own = {**os.environ, **(environment or {})}
         self._child = Child("draft_service", [*flags, *chosen], self._log, environment=own)
         self._child.start()

@@ -1,6 +1,6 @@
 """Round trip of one engine step through the draft link: advance out, growth back, as the engine sees it.
 
-    python -m benchmarks.drafters.propose_rtt [--drafter random] [--sequences 1 8] [--rounds 3000] [--json FILE]
+    python -m benchmarks.drafters.propose_rtt [--drafter NAME] [--sequences 1 8] [--rounds 3000] [--json FILE]
 
 The draft service runs in a separate process; the link runs in a thread of this one, as in a target. Between two
 steps the caller sleeps for `--step-ms`, as long as an engine would be busy, so that caches and cores are not hot.

@@ -16,6 +16,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import IO, Any, NamedTuple
 
+from benchmarks.drafters.random_trees import RANDOM
 from benchmarks.serving.services import DraftSettings, flags_of, visible_device
 from benchmarks.shared.processes import wait_for
 from benchmarks.shared.report import show
@@ -25,7 +26,7 @@ from outrider.ports import free_port
 
 PLAIN, LOOKUP = "plain", "lookup"
 # Drafters by mode.
-DRAFTERS = {"trie": "trie", "head": "eagle", "medusa": "medusa", "merged": "merged", "random": "random"}
+DRAFTERS = {"trie": "trie", "head": "eagle", "medusa": "medusa", "merged": "merged", "random": RANDOM}
 MODES = (PLAIN, LOOKUP, *DRAFTERS)
 # Drafters that need no GPU: their service is the same in each placement beside the target.
 _WITHOUT_GPU = ("trie", "random")

@@ -219,7 +219,6 @@ class DrafterSpec:
 DRAFTERS: Mapping[str, str] = {
     "trie": "draft_service.ngram.drafter",
     "prompt_lookup": "draft_service.drafters.prompt_lookup",
-    "random": "draft_service.drafters.random_trees",
     "eagle": "draft_service.eagle.drafter",
     "medusa": "draft_service.medusa.drafter",
     "mtp": "draft_service.mtp.drafter",

@@ -5,8 +5,8 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
+from benchmarks.drafters.random_trees import RandomConfig, RandomDrafter
 from benchmarks.fleet.targets_per_draft import VOCABULARY_SIZE, CommitOutcomes, SimulatedTarget
-from draft_service.drafters.random_trees import RandomConfig, RandomDrafter
 from draft_service.faults import FaultLog
 from draft_service.server import _ProposeStream
 from draft_service.session import ProposeSession, SequenceAdmission

@@ -28,16 +28,16 @@ async def test_failure_to_start_shows_the_log(tmp_path: Path) -> None:
 
 async def test_service_lives_as_long_as_the_block(tmp_path: Path) -> None:
     async with Stack(tmp_path) as stack:
-        address = await stack.start("draft", "draft_service", "--drafter", "random")
+        address = await stack.start("draft", "draft_service", "--drafter", "prompt_lookup")
         async with DraftClient.connect(address) as draft:
-            assert (await draft.info()).drafter == "random"
+            assert (await draft.info()).drafter == "prompt_lookup"
         (child,) = living_children(address)
     assert not child.is_running()
 
 
 async def test_death_explains_a_lost_connection(tmp_path: Path) -> None:
     async with Stack(tmp_path) as stack:
-        address = await stack.start("draft", "draft_service", "--drafter", "random")
+        address = await stack.start("draft", "draft_service", "--drafter", "prompt_lookup")
         with pytest.raises(ServiceFailed, match="the draft service was killed by SIGKILL"):
             async with asyncio.timeout(HUNG_SECONDS), stack.explaining(), DraftClient.connect(address) as draft:
                 (child,) = living_children(address)

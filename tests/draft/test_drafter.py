@@ -14,6 +14,7 @@ from eagle_heads import make_head
 from medusa_heads import make_heads
 from mtp_modules import MIMO, checkpoint_tensors, write
 
+from benchmarks.drafters.random_trees import RANDOM
 from draft_service.causal_lm.drafter import ModelConfig
 from draft_service.drafters.base import DRAFTERS, Drafter, DraftSequence, create, drafter_spec, features_of, tree_limits
 from draft_service.eagle.checkpoint import save_head
@@ -60,12 +61,12 @@ def tell(drafter: Drafter, sequence: DraftSequence, position: int) -> None:
 
 
 @pytest.mark.parametrize("mode", list(LOSSLESS_MODES), ids=lambda mode: mode.value)
-@pytest.mark.parametrize("name", DRAFTERS)
+@pytest.mark.parametrize("name", [*DRAFTERS, pytest.param(RANDOM, id="random")])
 def test_every_drafter_lives_through_a_session(name: str, mode: VerificationMode, tmp_path: Path) -> None:
     coins = random.Random(1)
     drafter = made(name, tmp_path)
     drafter.start()
-    assert drafter.name == name
+    assert drafter.name == ("random" if name == RANDOM else name)
     sequences = [
         DraftSequence(k, coins.choices(range(VOCABULARY), k=20) * 2, 40, VOCABULARY, seed=k, mode=mode)
         for k in range(4)
@@ -118,7 +119,7 @@ def test_limits(asked: tuple[int, int], limits: tuple[int, int]) -> None:
 
 def test_the_random_drafter_repeats_itself_from_its_seed() -> None:
     def trees() -> list[TokenTree]:
-        drafter = create("random")
+        drafter = create(RANDOM)
         return [drafter.propose([DraftSequence(1, [1, 2], 2, VOCABULARY)])[0] for _ in range(20)]
 
     assert trees() == trees()

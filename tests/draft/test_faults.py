@@ -17,6 +17,7 @@ from scripted_drafter import VOCABULARY, Listener, opening, step
 from waits import HUNG_SECONDS
 from warm_python import shared_python
 
+from benchmarks.drafters.random_trees import RANDOM
 from outrider.drafting.link import GrpcDraftLink, LinkOptions
 
 # A draft is lost when its process is, and not because the machine is busy.
@@ -150,8 +151,8 @@ def test_something_else_on_the_socket(tmp_path: Path, service: Service, listener
 
 def test_settings_come_from_flags_environment_and_file(tmp_path: Path, service: Service, listener: Listener) -> None:
     path = tmp_path / "outrider.toml"
-    path.write_text(f'[draft]\ndrafter = "random"\nvocabulary_size = {VOCABULARY}\n[random]\nrandom_nodes = 3\n')
-    environment = {"OUTRIDER_CONFIG": str(path), "OUTRIDER_RANDOM_RANDOM_DEPTH": "2"}
+    path.write_text(f'[draft]\ndrafter = "{RANDOM}"\nvocabulary_size = {VOCABULARY}\n[drafter]\nrandom_nodes = 3\n')
+    environment = {"OUTRIDER_CONFIG": str(path), "OUTRIDER_DRAFTER_RANDOM_DEPTH": "2"}
     service.start("--random-nodes", "5", environment=environment)
     link = GrpcDraftLink(service.address, listener, VOCABULARY, "", OPTIONS)
     listener.until(lambda it: it.infos)
@@ -173,7 +174,7 @@ def test_settings_come_from_flags_environment_and_file(tmp_path: Path, service: 
 )
 def test_settings_that_cannot_work_end_the_process_with_a_word(arguments: list[str], message: str) -> None:
     python = str(shared_python("services") / "python")
-    command = [python, "-m", "draft_service", "--drafter", "random", *arguments]
+    command = [python, "-m", "draft_service", "--drafter", RANDOM, *arguments]
     done = subprocess.run(command, capture_output=True, text=True, timeout=HUNG_SECONDS)
     assert done.returncode == 2 and message in done.stderr
     assert "Traceback" not in done.stderr

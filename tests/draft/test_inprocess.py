@@ -12,6 +12,7 @@ import pytest
 from scripted_drafter import VOCABULARY, Listener, ScriptedDrafter, opening, step
 from waits import HUNG_SECONDS
 
+from benchmarks.drafters.random_trees import RANDOM
 from draft_service import in_process as inprocess
 from draft_service.drafters.base import Drafter, DraftSequence
 from draft_service.in_process import InprocessLink, ThreadedLink, connect
@@ -140,19 +141,19 @@ def test_settings_come_from_environment_and_file(
     heard: Listener, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     path = tmp_path / "outrider.toml"
-    path.write_text("[random]\nrandom_nodes = 3\nrandom_depth = 2\n")
+    path.write_text("[drafter]\nrandom_nodes = 3\nrandom_depth = 2\n")
     monkeypatch.setenv("OUTRIDER_CONFIG", str(path))
-    monkeypatch.setenv("OUTRIDER_RANDOM_RANDOM_DEPTH", "1")
-    connect("random")(heard, VOCABULARY, "").stop()
+    monkeypatch.setenv("OUTRIDER_DRAFTER_RANDOM_DEPTH", "1")
+    connect(RANDOM)(heard, VOCABULARY, "").stop()
     assert (heard.infos[0].limits.max_nodes, heard.infos[0].limits.max_depth) == (3, 1)
 
 
 def test_what_cannot_be_is_said_at_start(monkeypatch: pytest.MonkeyPatch) -> None:
     with pytest.raises(NotSupported):
         connect("nothing")
-    monkeypatch.setenv("OUTRIDER_RANDOM_COLOUR", "red")
+    monkeypatch.setenv("OUTRIDER_DRAFTER_COLOUR", "red")
     with pytest.raises(SettingsError, match="COLOUR"):
-        connect("random")
+        connect(RANDOM)
 
 
 def test_a_drafter_on_a_gpu_answers_from_a_thread_of_its_own(drafter: ScriptedDrafter, heard: Listener) -> None:
@@ -240,7 +241,7 @@ def test_a_drafter_on_a_gpu_gets_a_thread(
     drafter.device = device  # type: ignore[attr-defined]
     monkeypatch.setattr(devices, "launching_on", lambda _: nullcontext())
     monkeypatch.setattr(inprocess, "create", lambda *_: drafter)
-    link = connect("random")(heard, VOCABULARY, "")
+    link = connect(RANDOM)(heard, VOCABULARY, "")
     link.stop()
     assert type(link) is kind and drafter.started == drafter.stopped == 1
 
@@ -251,10 +252,10 @@ def test_a_head_of_another_tokenizer_is_refused(
     drafter.tokenizer_fingerprint = "ab" * 32  # type: ignore[attr-defined]
     monkeypatch.setattr(inprocess, "create", lambda *_: drafter)
     with pytest.raises(WrongVocabulary, match="tokenizer"):
-        connect("random")(heard, VOCABULARY, "cd" * 32)
+        connect(RANDOM)(heard, VOCABULARY, "cd" * 32)
     assert not drafter.started and not heard.infos
     for fingerprint in ("", "ab" * 32):
-        connect("random")(heard, VOCABULARY, fingerprint).stop()
+        connect(RANDOM)(heard, VOCABULARY, fingerprint).stop()
         assert heard.infos[-1].tokenizer_fingerprint == "ab" * 32
 
 
@@ -270,9 +271,9 @@ def test_flags_stand_behind_the_drafters_name(monkeypatch: pytest.MonkeyPatch) -
     monkeypatch.setenv("OUTRIDER_MERGED_MERGED_NODES", "9")
     monkeypatch.setenv("OUTRIDER_TRIE_BREADTH", "5")
     with pytest.raises(NotSupported, match="seen"):
-        connect("merged --merged-drafters 'trie, random' --breadth 3 --max-sequences 3")
+        connect("merged --merged-drafters 'trie, prompt_lookup' --breadth 3 --max-sequences 3")
     ((name, config, trie),) = made
-    assert (name, config.merged_drafters, config.merged_nodes, trie.breadth) == ("merged", "trie, random", 9, 3)
+    assert (name, config.merged_drafters, config.merged_nodes, trie.breadth) == ("merged", "trie, prompt_lookup", 9, 3)
 
 
 @pytest.mark.parametrize(

@@ -14,6 +14,7 @@ from draft_harness import Draft, draft_over
 from scripted_drafter import CORPUS_QUOTA, opening
 from waits import ever_longer
 
+from benchmarks.drafters.random_trees import RANDOM
 from draft_service.drafters.base import create
 from draft_service.server import MAX_CORPUS_TOKENS, SERVICE_NAME
 from outrider.errors import (
@@ -75,7 +76,7 @@ class TestCorpora:
         assert (answer.tokens, answer.nodes) == (0, 0)
 
     async def test_a_drafter_without_a_trie_says_so(self) -> None:
-        async with draft_over(create("random")) as draft:
+        async with draft_over(create(RANDOM)) as draft:
             with pytest.raises(grpc.aio.AioRpcError) as caught:
                 await self.add(draft, draft_pb2.AddCorpusRequest(token_ids=[1]))
             assert isinstance(error_of_rpc(caught.value), NotSupported)

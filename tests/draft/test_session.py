@@ -8,6 +8,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from scripted_drafter import VOCABULARY, ScriptedDrafter, opening, step
 
+from benchmarks.drafters.random_trees import RANDOM
 from draft_service.drafters.base import DraftSequence, create
 from draft_service.faults import DrafterFailed
 from draft_service.session import ProposeSession, SequenceAdmission
@@ -261,7 +262,7 @@ frames = st.lists(
 @given(frames)
 def test_whatever_comes_in_whatever_order_the_books_balance(events: list[tuple[str, int, int]]) -> None:
     """Random frames against the random drafter: ids never repeat, growth is sound, counts agree."""
-    drafter, admission = create("random"), SequenceAdmission(3)
+    drafter, admission = create(RANDOM), SequenceAdmission(3)
     session = ProposeSession(drafter, admission, "default")
     last_id: dict[int, int] = {}
     steps: dict[int, int] = {}

@@ -22,6 +22,7 @@ from engine_harness import (
 )
 from transformers import PreTrainedModel
 
+from benchmarks.drafters.random_trees import RANDOM
 from outrider.limits import TenantLimits
 from outrider.sampling import SamplingParams, VerificationMode
 from target_service.core.sequence import SequenceRequest
@@ -216,7 +217,7 @@ def test_a_real_drafter_follows_passes_launched_at_once(
 
 # Drafters are told of neither; drafts over pages and in chunks of other sizes are tested above and below.
 @pytest.mark.parametrize(("page_size", "prefill_chunk"), [(1, 7), (16, 64)])
-@pytest.mark.parametrize("name", ["trie", "prompt_lookup", "random"])
+@pytest.mark.parametrize("name", ["trie", "prompt_lookup", RANDOM], ids=["trie", "prompt_lookup", "random"])
 def test_real_drafters_do_not_matter(
     case: tuple[list[SequenceRequest], list[Sequence[int]]],
     tiny_model: PreTrainedModel,

@@ -11,6 +11,7 @@ import torch
 from engine_harness import engine_config, real_drafter, request, run
 from transformers import AutoModelForCausalLM
 
+from benchmarks.drafters.random_trees import RANDOM
 from outrider.sampling import SamplingParams
 from target_service.config import TargetConfig
 from target_service.core.sequence import SequenceRequest
@@ -75,13 +76,13 @@ def test_a_handful_of_prompts(runner: ModelRunner) -> None:
 @pytest.mark.full
 @pytest.mark.parametrize("sampling", [GREEDY, SEEDED], ids=["greedy", "seeded"])
 def test_a_handful_of_prompts_where_rows_cost(runner: ModelRunner, sampling: SamplingParams) -> None:
-    check(runner, wanted(runner, 1, 16, sampling), ("trie", "random"), priced=("trie",))
+    check(runner, wanted(runner, 1, 16, sampling), ("trie", RANDOM), priced=("trie",))
 
 
 @pytest.mark.full
 @pytest.mark.parametrize("sampling", [GREEDY, SEEDED, PENALTIES], ids=["greedy", "seeded", "penalties"])
 def test_forty_two_prompts(runner: ModelRunner, sampling: SamplingParams) -> None:
-    drafters = ("trie", "prompt_lookup", "random")
+    drafters = ("trie", "prompt_lookup", RANDOM)
     check(runner, wanted(runner, 6, 48, sampling, LONGEST), drafters, priced=drafters)
 
 

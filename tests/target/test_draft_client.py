@@ -13,6 +13,7 @@ from fake_draft import FAST, INFO, NEVER_AGAIN, FakeDraft, eventually, linked, s
 from scripted_drafter import VOCABULARY, Listener, opening, step
 from waits import HUNG_SECONDS
 
+from benchmarks.drafters.random_trees import RANDOM
 from draft_service.drafters.base import create
 from outrider.busy_polling import BusyPolling
 from outrider.drafting.link import ChannelTls, connect_draft
@@ -154,13 +155,13 @@ async def test_tls_to_a_draft_without_it(certificates: Any) -> None:
 
 def test_a_drafter_in_process_is_found_by_the_scheme_of_the_address() -> None:
     heard = Listener()
-    link = connect_draft("inprocess:random", heard, VOCABULARY, "")
+    link = connect_draft(f"inprocess:{RANDOM}", heard, VOCABULARY, "")
     link.open(opening(3))
     assert heard.infos[0].drafter == "random" and heard.answered(3, 0)
     link.stop()
     with pytest.raises(ValueError, match="nothing"):
         connect_draft("inprocess:nothing", heard, VOCABULARY, "")
-    assert create("random").name == "random"
+    assert create(RANDOM).name == "random"
 
 
 async def test_a_link_polls_after_each_frame_where_it_may(fake: FakeDraft, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -24,6 +24,7 @@ from grpc_health.v1 import health_pb2, health_pb2_grpc
 from waits import HUNG_SECONDS
 from warm_python import shared_python
 
+from benchmarks.drafters.random_trees import RANDOM
 from outrider.runtime import (
     GOMP_SPINCOUNT,
     GRPC_EXPERIMENTS,
@@ -295,8 +296,8 @@ class TestProcess:
         (tmp_path / "sitecustomize.py").write_text(UNINSTALLED)
         monkeypatch.setenv("PYTHONPATH", os.pathsep.join([str(tmp_path), *sys.path]))
         settings = tmp_path / "outrider.toml"
-        settings.write_text("[random]\nrandom_nodes = 3\n")
-        flags = ("--engine-process", "own", "--draft", "inprocess:random", "--config", str(settings))
+        settings.write_text("[drafter]\nrandom_nodes = 3\n")
+        flags = ("--engine-process", "own", "--draft", f"inprocess:{RANDOM}", "--config", str(settings))
         async with (
             started(model_folder, *flags, python=sys.executable) as (_, address),
             grpc.aio.insecure_channel(address) as channel,
@@ -312,7 +313,7 @@ class TestProcess:
         ("draft", "settings", "message"),
         [
             ("nothing", {}, "no drafter is called 'nothing'; there are"),
-            ("random", {"OUTRIDER_RANDOM_COLOUR": "red"}, "OUTRIDER_RANDOM_COLOUR: no such setting"),
+            ("trie", {"OUTRIDER_TRIE_COLOUR": "red"}, "OUTRIDER_TRIE_COLOUR: no such setting"),
             ("eagle", {"OUTRIDER_EAGLE_HEAD": "/nowhere/head"}, "/nowhere/head"),
             ("merged", {"OUTRIDER_EAGLE_HEAD": "/nowhere/head"}, "/nowhere/head"),
             ("eagle", {"OUTRIDER_EAGLE_DEVICE": "cuda:77"}, "cuda:77"),

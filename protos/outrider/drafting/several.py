@@ -218,7 +218,7 @@ class SeveralDrafts:
             return None
         key = f"{sequence.tenant}\n{sequence.corpus}"
         # Drafters that learn nothing from the sequences they follow, so any of several will do.
-        if self._info.drafter in ("eagle", "medusa", "model", "mtp", "prompt_lookup", "random"):
+        if self._info.drafter in ("eagle", "medusa", "model", "mtp", "prompt_lookup"):
             key = str(sequence.sequence_id)
         home = max(connected, key=lambda member: weight(member.address, key))
         # Of those, drafters that keep keys and values of what they have read.

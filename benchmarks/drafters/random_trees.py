@@ -1,4 +1,4 @@
-"""An adversarial drafter for tests: trees of random tokens, shapes and scores that no target should be hurt by."""
+"""An adversarial drafter: trees of random tokens, shapes and scores that no target should be hurt by."""
 
 from __future__ import annotations
 
@@ -6,16 +6,19 @@ import random
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from draft_service.drafters.base import Drafter, DrafterSpec, DraftSequence, tree_limits
+from draft_service.drafters.base import Drafter, DraftSequence, tree_limits
 from outrider.sampling import VerificationMode
 from outrider.settings import Settings, setting
 from outrider.tree import MAX_DISTRIBUTION_WEIGHT, DraftDistribution, TokenTree
 from outrider.wire.frames import TreeLimits
 
+# As the services name it, from the root of the repository.
+RANDOM = "benchmarks.drafters.random_trees:RandomDrafter"
+
 
 @dataclass(frozen=True)
 class RandomConfig(Settings):
-    """Settings of the random drafter, section `[random]`."""
+    """Settings of the random drafter, section `[drafter]`."""
 
     random_nodes: int = setting(15, "most nodes of a tree, the root not counted; 0 proposes nothing", ge=0)
     random_depth: int = setting(8, "longest path below the root", ge=1)
@@ -26,6 +29,7 @@ class RandomDrafter(Drafter):
     """Proposes nonsense, reproducibly. In REJECTION mode every draw comes with the distribution it was drawn from."""
 
     name = "random"
+    config = RandomConfig
     max_context = 1 << 20
     vocabulary_size = 0
 
@@ -71,6 +75,3 @@ class RandomDrafter(Drafter):
             drawn.append(tokens.pop(place))
             weights.pop(place)
         return drawn
-
-
-SPEC = DrafterSpec("random", RandomConfig, RandomDrafter)
