@@ -8,6 +8,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass, field
 
 import torch
+from early_steps import host_steps
 from torch import Tensor
 from transformers import PreTrainedModel
 
@@ -30,7 +31,7 @@ from target_service.config import TargetConfig
 from target_service.core.sequence import MAX_PASSES, SequenceFinished, SequenceRequest, StepVerdict
 from target_service.engine.loop import EngineLoop
 from target_service.execution.device_executor import DeviceSteps
-from target_service.execution.host_executor import HostSteps, Steps
+from target_service.execution.host_executor import Steps
 from target_service.model.runner import ModelRunner
 from target_service.sampling.distribution import LogitShaper
 from target_service.speculation.policy.step_cost import StepCost
@@ -180,7 +181,7 @@ def run(
     """
     if launch is None and on_device:
         launch = DeviceSteps(runner, max_sequences=DEVICE_SEQUENCES, max_rows=512)
-    launch = launch or HostSteps(runner, can_launch_before_results=can_launch_before_results)
+    launch = launch or host_steps(runner, early=can_launch_before_results)
     loop = EngineLoop(runner, config or engine_config(), steps=launch, step_cost=step_cost, passes=passes)
     if propose is not None:
         loop.drafting.attach(ScriptedDraft(loop.drafting, propose, late=late))

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from collections.abc import Sequence as SequenceOf
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Protocol
 
 from torch import Tensor
@@ -20,7 +20,6 @@ from target_service.model.runner import ModelRunner
 from target_service.sampling.verifier import SequenceVerifier, Verified
 from tree_kernels.device_event import DeviceEvent
 from tree_kernels.recurrence import RecurrentStates
-from tree_kernels.verification import TOKEN_BITS
 
 # See `Steps.launch`.
 Ready = Callable[[], None]
@@ -122,53 +121,35 @@ class HostSteps:
     """Runs one step after the other, and verifies row by row as the walks come to them."""
 
     tables: NodeTables | None = None
+    in_background: bool = False
 
-    def __init__(
-        self, runner: ModelRunner, *, can_launch_before_results: bool = False, in_background: bool = False
-    ) -> None:
-        """`can_launch_before_results` lets the engine prepare each step before the one under way has ended, and
-        `in_background` declares the host free meanwhile. Neither is faster here: they are for tests of that order."""
+    def __init__(self, runner: ModelRunner) -> None:
         self._runner = runner
-        self.in_background = in_background
-        self._can_launch_before_results = can_launch_before_results
-        self._last: _OnHost | None = None
 
     def use_pause(self) -> bool:
         """See `Steps.use_pause`."""
         return False
 
     def launch(self, batch: StepBatch, verifiers: SequenceOf[SequenceVerifier], passes: int, ready: Ready) -> Launched:
-        """See `Steps.launch`."""
+        """See `Steps.launch`. No token is pending, and no step has several passes: the results of every step are there
+        before the next is launched."""
+        assert passes == 1, f"{passes} passes, of which the host verifies each"
         ready()
-        if self._last is not None and min(batch.input.token_ids) < 0:
-            counts = self._last.accepted_counts()
-            batch = replace(batch.items_shifted(counts), input=batch.input.shifted_by_accepted(counts))
-        logits = self._runner.forward(replace(batch.input, token_ids=self._fill_pending(batch.input.token_ids)))
-        self._last = _OnHost(self._runner, batch, verifiers, logits, self._can_launch_before_results, passes)
-        return self._last
-
-    def _fill_pending(self, token_ids: tuple[int, ...]) -> tuple[int, ...]:
-        """The tokens, with those that are pending from the last step filled in."""
-        if min(token_ids) >= 0:
-            return token_ids
-        assert self._last is not None, "a token is pending from no step"
-        sampled = [_last_token(outcome) if outcome else -1 for outcome in self._last.outcomes()]
-        return tuple(token if token >= 0 else sampled[-1 - token] for token in token_ids)
+        return StepOnHost(self._runner, batch, verifiers, self._runner.forward(batch.input))
 
 
 @dataclass(eq=False)
-class _OnHost(LaunchedWhole):
+class StepOnHost(LaunchedWhole):
     """A step of `HostSteps`: its logits are there, and masked and verified when `outcomes` is first called."""
 
     _runner: ModelRunner
     _batch: StepBatch
     _verifiers: SequenceOf[SequenceVerifier]
     _logits: Tensor
-    can_launch_before_results: bool
-    _passes_at_once: int
     _outcomes: list[Verified | None] | None = None
     span: DeviceSpan | None = None
     on_device: bool = False
+    can_launch_before_results: bool = False
 
     def wait(self) -> None:
         """Returns at once: the launch computed the logits."""
@@ -183,8 +164,6 @@ class _OnHost(LaunchedWhole):
             self._outcomes = [_verify(item, one, self._logits) for item, one in pairs]
             move_on_host(self._batch.items, self._outcomes, self._runner)
             move_nodes_on_host(self._batch, self._outcomes, self._runner.cache.recurrent)
-            for number in range(1, self._passes_at_once):
-                self._outcomes = self._run_later_pass(self._outcomes, number)
         return self._outcomes
 
     def prompt_logprobs(self) -> list[ScoredPrompt]:
@@ -193,29 +172,6 @@ class _OnHost(LaunchedWhole):
         ends = [item.first_logit + (item.tree is not None) for item in self._batch.items]
         scores = score_prompts(self._batch.items, ends, self._logits, self._runner.vocabulary_size)
         return [each.read() for each in scores]
-
-    def accepted_counts(self) -> list[int]:
-        """Drafted rows accepted, by place in the batch."""
-        return [0 if outcome is None else len(outcome.walk.accepted_rows) for outcome in self.outcomes()]
-
-    def _run_later_pass(self, outcomes: SequenceOf[Verified | None], number: int) -> list[Verified | None]:
-        """Outcomes with the token of one more pass for each sequence."""
-        sampled = [-1 if one is None else _last_token(one) for one in outcomes]
-        logits = self._runner.forward(replace(self._batch.input.advanced_by(number), token_ids=tuple(sampled)))
-        later: list[Verified | None] = []
-        for item, verifier, outcome in zip(self._batch.items, self._verifiers, outcomes, strict=True):
-            assert item.tree is not None and outcome is not None, "every sequence of several passes decodes"
-            made = [token & TOKEN_BITS for token in (outcome.walk.next_token, *outcome.following)]
-            output = [*item.sequence.output, *made]
-            rows = logits[item.first_logit : item.first_logit + 1]
-            verified = verifier.verify(item.tree, rows, output, item.sequence.step + number)
-            later.append(outcome._replace(following=(*outcome.following, verified.walk.next_token)))
-        return later
-
-
-def _last_token(outcome: Verified) -> int:
-    """The last token as the next pass reads it."""
-    return (outcome.following[-1] if outcome.following else outcome.walk.next_token) & TOKEN_BITS
 
 
 def _verify(item: StepItem, verifier: SequenceVerifier, logits: Tensor) -> Verified | None:

@@ -261,7 +261,9 @@ def test_rejection_on_the_device_decides_as_on_the_host(
     # So cold that most of what is drafted from greedy answers is kept.
     wanted = requests(SamplingParams(temperature=0.05, seed=3, ignore_eos=True), VerificationMode.REJECTION)
     draft = drafter("knowing", wanted, run(eager, requests(SAMPLINGS["greedy"])))
-    host = run(eager, wanted, propose=draft, launch=HostSteps(eager, in_background=True))
+    on_host = HostSteps(eager)
+    on_host.in_background = True
+    host = run(eager, wanted, propose=draft, launch=on_host)
     assert sum(one.finished.totals.accepted_tokens for one in host) > 0
     # A step launched before the last one's results has no tree of those sequences, and how often that pays is measured:
     # either way the distribution is the same, and the text is not.

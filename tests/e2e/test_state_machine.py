@@ -14,6 +14,7 @@ from dataclasses import replace
 
 import torch
 from conftest import make_tiny
+from early_steps import host_steps
 from engine_harness import engine_config, grow, plain, request, run
 from examples import examples
 from hidden_states import states_of
@@ -43,7 +44,7 @@ from outrider.wire.frames import (
 from target_service.core.sequence import SequenceFinished, StepVerdict
 from target_service.engine.loop import EngineLoop
 from target_service.execution.device_executor import DeviceSteps
-from target_service.execution.host_executor import HostSteps, Steps
+from target_service.execution.host_executor import Steps
 from target_service.model.runner import ModelRunner
 
 END = 2
@@ -180,7 +181,7 @@ class ServiceMachine(RuleBasedStateMachine):
         config = engine_config(prefill_chunk=chunk, max_step_rows=96, max_running=3, disable_above=2)
         # Nothing arrives while the machine's own thread waits, so it does not.
         config = replace(config, draft_wait_ms=0.0, feature_window=kept, prefix_cache=shares, max_draft_nodes=29)
-        steps: Steps = HostSteps(self.runner, can_launch_before_results=device == "host, ahead")
+        steps: Steps = host_steps(self.runner, early=device == "host, ahead")
         if device == "itself, looking up":
             self.runner.enable_device_row_selection(3, 7)
         if device.startswith("itself"):

@@ -11,6 +11,7 @@ from typing import NamedTuple
 import pytest
 import torch
 from conftest import make_tiny
+from early_steps import host_steps
 from engine_harness import ScriptedDraft, engine_config, knowing_tree, make_runner, plain, request
 from lasting_engine import Engine
 from recurrent_models import RECURRENT
@@ -20,7 +21,7 @@ from transformers import PreTrainedModel
 from outrider.sampling import SamplingParams
 from target_service.core.sequence import SequenceFinished, SequenceRequest, SequenceTotals, StepStats, StepVerdict
 from target_service.execution.device_executor import DeviceSteps
-from target_service.execution.host_executor import HostSteps, Steps
+from target_service.execution.host_executor import Steps
 from target_service.model.cuda_graphs.capturing import capture_steps
 from target_service.model.cuda_graphs.runner import CaptureOptions
 from target_service.model.runner import ModelRunner, runner_over
@@ -116,7 +117,7 @@ class Conversation(Engine):
             runner = make_runner(made(name), page_size, kv_tokens, largest_tree=TREE)
             if way.device:
                 runner.enable_device_row_selection(SEQUENCES, LIMIT)
-        steps: Steps = HostSteps(runner, can_launch_before_results=way.ahead)
+        steps: Steps = host_steps(runner, early=way.ahead)
         if way.device:
             steps = DeviceSteps(runner, backend="torch", max_sequences=SEQUENCES, max_rows=ROWS)
         self.figures, self.ahead = Figures(), 0

@@ -6,6 +6,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 
 import pytest
+from early_steps import EarlySteps
 from engine_harness import ScriptedDraft, engine_config, knowing_tree, make_runner, plain, plain_each, request
 from transformers import PreTrainedModel
 
@@ -71,7 +72,7 @@ def test_a_draft_that_is_waited_for_hears_of_every_token_once(
     wanted = request([5, 7, 9], 40)
     truth = (*wanted.token_ids, *plain(tiny_model, wanted))
     runner = make_runner(tiny_model)
-    loop = EngineLoop(runner, engine_config(), steps=HostSteps(runner, can_launch_before_results=True))
+    loop = EngineLoop(runner, engine_config(), steps=EarlySteps(runner))
     draft = ListeningDraft(loop.drafting, knowing_tree([truth], runner.vocabulary_size, 12, right=1.0))
     begin(loop, draft, wanted)
     said: list[int] = []
@@ -108,7 +109,7 @@ def test_a_step_whose_drafts_are_there_is_launched_before_anything_is_said(
     runner = make_runner(tiny_model)
     for late in (0, 100):
         launched.clear()
-        loop = EngineLoop(runner, engine_config(), steps=HostSteps(runner, can_launch_before_results=True))
+        loop = EngineLoop(runner, engine_config(), steps=EarlySteps(runner))
         loop.gathering.choose = lambda *_sequences, **_how: LaunchMode.WAIT_FOR_DRAFT  # type: ignore[method-assign]
         draft = ScriptedDraft(loop.drafting, knowing_tree([truth], runner.vocabulary_size, 3, right=1.0), late=late)
         live = begin(loop, draft, wanted)

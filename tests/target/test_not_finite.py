@@ -10,6 +10,7 @@ from collections.abc import Sequence
 import pytest
 import torch
 from conftest import make_tiny
+from early_steps import host_steps
 from engine_harness import (
     DEVICE_SEQUENCES,
     Propose,
@@ -52,7 +53,7 @@ def poisoned(token: int) -> PreTrainedModel:
 
 def executor(kind: str, runner: ModelRunner) -> Steps:
     if kind.startswith("host"):
-        return HostSteps(runner, can_launch_before_results=kind == "host, ahead")
+        return host_steps(runner, early=kind == "host, ahead")
     if kind == "device, tables":
         runner.enable_device_row_selection(DEVICE_SEQUENCES, 15, "torch")
     return DeviceSteps(runner, max_sequences=DEVICE_SEQUENCES, max_rows=512, backend="torch")

@@ -10,6 +10,7 @@ import numpy as np
 import pytest
 import torch
 from conftest import make_tiny
+from early_steps import host_steps
 from engine_harness import DEVICE_SEQUENCES, ScriptedDraft, engine_config, make_runner, plain, random_tree
 from engine_harness import request as request_of
 from transformers import PreTrainedModel
@@ -26,7 +27,7 @@ from target_service.core.sequence import (
 )
 from target_service.engine.loop import EngineLoop
 from target_service.execution.device_executor import DeviceSteps
-from target_service.execution.host_executor import HostSteps, Steps
+from target_service.execution.host_executor import Steps
 from target_service.model.runner import ModelRunner
 
 CHUNK = 64
@@ -52,7 +53,7 @@ def asking(token_ids: Sequence[int], top: int, tokens: int = 3) -> SequenceReque
 
 def executor(kind: str, runner: ModelRunner) -> Steps:
     if kind.startswith("host"):
-        return HostSteps(runner, can_launch_before_results=kind == "host, ahead")
+        return host_steps(runner, early=kind == "host, ahead")
     if kind == "device, tables":
         runner.enable_device_row_selection(DEVICE_SEQUENCES, 15, "torch")
     return DeviceSteps(runner, max_sequences=DEVICE_SEQUENCES, max_rows=512, backend="torch")

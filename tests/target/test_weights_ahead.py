@@ -8,6 +8,7 @@ from pathlib import Path
 
 import pytest
 from conftest import make_tiny
+from early_steps import EarlySteps
 from engine_harness import DEVICE_SEQUENCES, engine_config, make_runner, plain, request
 from other_weights import other_weights
 
@@ -19,7 +20,7 @@ from target_service.core.weights import WeightUpdate
 from target_service.engine.exchange import WeightExchange
 from target_service.engine.loop import EngineLoop
 from target_service.execution.device_executor import DeviceSteps
-from target_service.execution.host_executor import HostSteps, Steps
+from target_service.execution.host_executor import Steps
 from target_service.model.runner import ModelRunner
 
 pytestmark = pytest.mark.values
@@ -30,7 +31,7 @@ PROMPTS = ([5, 6, 7], [9, 8], [30, 31, 30, 31, 30])
 
 def steps_of(kind: str, runner: ModelRunner) -> Steps:
     if kind == "host":
-        return HostSteps(runner, can_launch_before_results=True)
+        return EarlySteps(runner)
     if kind == "chosen":
         # The device chooses rows from what the text says already.
         runner.enable_device_row_selection(DEVICE_SEQUENCES, 7)
