@@ -13,6 +13,7 @@ from eagle_heads import VOCABULARY, make_head
 from hypothesis import given
 from hypothesis import strategies as st
 
+from benchmarks.drafters.random_trees import RANDOM
 from draft_service.config import drafter_config
 from draft_service.drafters.base import CorpusDrafter, Drafter, DraftSequence, create, features_of, info_of
 from draft_service.drafters.grown import ArrayDrafter, GrownTrees, Pending
@@ -356,7 +357,7 @@ def test_it_is_made_by_name_from_the_settings_of_its_parts() -> None:
     merged.start()
     assert merged.add_corpus("tenant", "", [1, 2, 3]).tokens == 3
     merged.stop()
-    environment = {"OUTRIDER_MERGED_MERGED_DRAFTERS": "random,prompt_lookup", "OUTRIDER_MERGED_MERGED_NODES": "3"}
+    environment = {"OUTRIDER_MERGED_MERGED_DRAFTERS": f"{RANDOM},prompt_lookup", "OUTRIDER_MERGED_MERGED_NODES": "3"}
     unteachable = create("merged", partial(drafter_config, environment=environment))
     assert not isinstance(unteachable, CorpusDrafter) and unteachable.limits.max_nodes == 3
 
@@ -395,8 +396,8 @@ def test_figures_of_all_parts_are_there() -> None:
     ("words", "said"),
     [
         (("--head", "absent"), "absent: no such folder"),
-        (("--merged-drafters", "prompt_lookup,random", "--lookup-min", "0"), "lookup"),
-        (("--merged-drafters", "prompt_lookup,random", "--head", "absent"), "unrecognized arguments: --head"),
+        (("--merged-drafters", f"prompt_lookup,{RANDOM}", "--lookup-min", "0"), "lookup"),
+        (("--merged-drafters", f"prompt_lookup,{RANDOM}", "--head", "absent"), "unrecognized arguments: --head"),
         # Which both have.
         (("--num-draft-tokens", "-1"), "num-draft-tokens"),
     ],
