@@ -86,7 +86,14 @@ class DecoderNetwork:
         self._decoder, self.cache_shapes = decoder, decoder.cache_shapes
         self.dtype, self.device = decoder.dtype, decoder.device
 
-    def forward_rows(self, token_ids: Tensor, carried: Tensor | None, positions: Tensor, step: PagedPass) -> RowOutput:  # noqa: ARG002
+    def forward_rows(
+        self,
+        token_ids: Tensor,
+        carried: Tensor | None,  # noqa: ARG002
+        positions: Tensor,
+        step: PagedPass,
+        sources: Tensor | None = None,  # noqa: ARG002
+    ) -> RowOutput:
         """See `Network.forward_rows`. The state for children is empty."""
         hidden = self._decoder.hidden(token_ids, positions, step)
         return RowOutput(hidden[:, :0], hidden)
@@ -115,6 +122,7 @@ class ModelNetwork:
         carried: Tensor | None,  # noqa: ARG002
         positions: Tensor,
         step: PagedPass | UncachedPass,
+        sources: Tensor | None = None,  # noqa: ARG002
     ) -> RowOutput:
         """See `Network.forward_rows`. The state for children is empty."""
         output = self._body(

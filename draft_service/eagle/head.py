@@ -146,11 +146,17 @@ class EagleHead(LayerStack):
         return features
 
     def forward(
-        self, token_ids: Tensor, features: Tensor, positions: Tensor, step: PagedPass | UncachedPass
+        self,
+        token_ids: Tensor,
+        features: Tensor,
+        positions: Tensor,
+        step: PagedPass | UncachedPass,
+        sources: Tensor | None = None,
     ) -> RowOutput:
         """One pass over rows of a token, [R] target ids, and the feature [R, H] of the token before it, whose index is
-        in `positions` [R]. Features are the target's, after `project`, or those of an earlier pass."""
-        hidden, given, angles = self._input(token_ids, features, positions, cached=isinstance(step, PagedPass))
+        in `positions` [R]. Features are the target's, after `project`, or those of an earlier pass; with `sources` [R]
+        integers they are [any, H], and these the rows' places among them."""
+        hidden, given, angles = self._input(token_ids, features, positions, sources, cached=isinstance(step, PagedPass))
         rows = self.compute_layers(hidden, angles, step, given)
         if self.norm is None:
             return RowOutput(rows, rows)
@@ -161,7 +167,7 @@ class EagleHead(LayerStack):
 
     def read_rows(self, token_ids: Tensor, features: Tensor, positions: Tensor, step: PagedPass) -> None:
         """Write what later rows read of such rows, as `forward` does, without their output."""
-        hidden, given, angles = self._input(token_ids, features, positions, cached=True)
+        hidden, given, angles = self._input(token_ids, features, positions, None, cached=True)
         self.cache_rows(hidden, angles, step, given)
 
     def logits(self, lm_input: Tensor) -> Tensor:
@@ -187,10 +193,10 @@ class EagleHead(LayerStack):
         return published(self.slots())
 
     def _input(
-        self, token_ids: Tensor, features: Tensor, positions: Tensor, *, cached: bool
+        self, token_ids: Tensor, features: Tensor, positions: Tensor, sources: Tensor | None, *, cached: bool
     ) -> tuple[Tensor, ScaledRows | None, list[Angles]]:
         """[R, H] the first layer's residual, what its attention reads [R, 2 * H] if that is another, and angles."""
-        read, angles = self._paired(token_ids, features, positions, cached=cached)
+        read, features, angles = self._paired(token_ids, features, positions, sources, cached=cached)
         if self.fc is not None:
             return self.fc(read), None, angles
         # The second half is the normed feature.
@@ -198,17 +204,20 @@ class EagleHead(LayerStack):
         return before.contiguous(), ScaledRows(read, None, 0.0), angles
 
     def _paired(
-        self, token_ids: Tensor, features: Tensor, positions: Tensor, *, cached: bool
-    ) -> tuple[Tensor, list[Angles]]:
-        """[R, 2 * H] the embedding beside the feature, each normed where the head does that; and angles."""
+        self, token_ids: Tensor, features: Tensor, positions: Tensor, sources: Tensor | None, *, cached: bool
+    ) -> tuple[Tensor, Tensor, list[Angles]]:
+        """[R, 2 * H] the embedding beside the feature, each normed where the head does that; the rows' features; and
+        angles."""
         if self._launched is not None and cached:
             linears, inputs = self._launched
-            made = linears.head_input(token_ids, features, positions, inputs)
-            return made.rows, [Angles(made.cosines, made.sines)]
-        embeddings = functional.embedding(token_ids, self.embedding).to(features.dtype)
+            made = linears.head_input(token_ids, features, positions, inputs, sources)
+            return made.rows, made.features, [Angles(made.cosines, made.sines)]
+        if sources is not None:
+            features = features.index_select(0, sources)
+        embeddings, normed = functional.embedding(token_ids, self.embedding).to(features.dtype), features
         if self.token_norm is not None and self.feature_norm is not None:
-            embeddings, features = self.token_norm(embeddings), self.feature_norm(features)
-        return torch.cat([embeddings, features], dim=-1), self.angles(positions)
+            embeddings, normed = self.token_norm(embeddings), self.feature_norm(features)
+        return torch.cat([embeddings, normed], dim=-1), features, self.angles(positions)
 
 
 def _equal(one: Tensor, other: Tensor) -> bool:

@@ -42,10 +42,17 @@ class HeadNetwork:
         ids = head.token_ids
         self.token_ids = None if ids is None else ids.cpu().numpy().astype(np.int32)
 
-    def forward_rows(self, token_ids: Tensor, carried: Tensor | None, positions: Tensor, step: PagedPass) -> RowOutput:
+    def forward_rows(
+        self,
+        token_ids: Tensor,
+        carried: Tensor | None,
+        positions: Tensor,
+        step: PagedPass,
+        sources: Tensor | None = None,
+    ) -> RowOutput:
         """See `Network.forward_rows`; carried are features [R, H]."""
         assert carried is not None, "an EAGLE head reads features"
-        output: RowOutput = self._head(token_ids, carried, positions, step)
+        output: RowOutput = self._head(token_ids, carried, positions, step, sources)
         return output
 
     def logits(self, lm_input: Tensor) -> Tensor:

@@ -56,8 +56,17 @@ class ModuleNetwork(HeadNetwork):
         # The last module drafts all deeper levels from its own output.
         self._passes_on_output = chained or number == len(modules) - 1
 
-    def forward_rows(self, token_ids: Tensor, carried: Tensor | None, positions: Tensor, step: PagedPass) -> RowOutput:
+    def forward_rows(
+        self,
+        token_ids: Tensor,
+        carried: Tensor | None,
+        positions: Tensor,
+        step: PagedPass,
+        sources: Tensor | None = None,
+    ) -> RowOutput:
         assert carried is not None, "a module reads states"
+        if sources is not None:
+            carried = carried.index_select(0, sources)
         output = super().forward_rows(token_ids, carried, positions, step)
         return output if self._passes_on_output else RowOutput(carried, output.lm_input)
 

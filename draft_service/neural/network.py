@@ -36,9 +36,17 @@ class Network(Protocol):
     device: torch.device
     token_ids: npt.NDArray[np.int32] | None
 
-    def forward_rows(self, token_ids: Tensor, carried: Tensor | None, positions: Tensor, step: PagedPass) -> RowOutput:
+    def forward_rows(
+        self,
+        token_ids: Tensor,
+        carried: Tensor | None,
+        positions: Tensor,
+        step: PagedPass,
+        sources: Tensor | None = None,
+    ) -> RowOutput:
         """One pass over R rows of integer `token_ids` [R] and `positions` [R], with the states [R, C] `carried` from
-        the parents, None for a network without."""
+        the parents, None for a network without. With `sources` [R] int64 states are [any, C], and these the parents'
+        places among them."""
 
     def logits(self, lm_input: Tensor) -> Tensor:
         """[R, H] -> [R, V']."""

@@ -41,8 +41,16 @@ class PathNetwork:
         if mapped:
             self.token_ids = (np.arange(vocabulary, dtype=np.int32) * 3 + 1).astype(np.int32)
 
-    def forward_rows(self, token_ids: Tensor, carried: Tensor | None, positions: Tensor, step: PagedPass) -> RowOutput:  # noqa: ARG002
+    def forward_rows(
+        self,
+        token_ids: Tensor,
+        carried: Tensor | None,
+        positions: Tensor,
+        step: PagedPass,  # noqa: ARG002
+        sources: Tensor | None = None,
+    ) -> RowOutput:
         assert carried is not None
+        carried = carried if sources is None else carried[sources]
         codes = (carried[:, 0] * 31 + token_ids + positions) % TABLE
         return RowOutput(codes[:, None], codes[:, None])
 

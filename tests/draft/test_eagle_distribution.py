@@ -48,8 +48,16 @@ class PathNetwork:
     dtype, device = torch.float32, torch.device("cpu")
     token_ids: npt.NDArray[np.int32] | None = None
 
-    def forward_rows(self, token_ids: Tensor, carried: Tensor | None, positions: Tensor, step: PagedPass) -> RowOutput:  # noqa: ARG002
+    def forward_rows(
+        self,
+        token_ids: Tensor,
+        carried: Tensor | None,
+        positions: Tensor,  # noqa: ARG002
+        step: PagedPass,  # noqa: ARG002
+        sources: Tensor | None = None,
+    ) -> RowOutput:
         assert carried is not None
+        carried = carried if sources is None else carried[sources]
         codes = torch.where(carried[:, 0] < 0, torch.ones_like(carried[:, 0]), carried[:, 0] * VOCABULARY + token_ids)
         return RowOutput(codes[:, None], codes[:, None])
 

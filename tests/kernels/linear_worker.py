@@ -289,7 +289,11 @@ def head_input_of(linears: linear.RowLinears, inputs: Inputs, rows: slice = slic
     norms = linear.Norm(weight, EPSILON), linear.Norm(weight * 0.5, 1e-3)
     of = linear.HeadInputs(embedding, *norms, inputs.frequencies.to(device), 1.25)
     found = linears.head_input(tokens[rows], features[rows], positions[rows], of)
-    return {"joined": found.rows, "cosines": found.cosines, "sines": found.sines}
+    # The same rows' features, taken from all in another order.
+    sources = (count.long() * 3 + 1)[rows] % len(features)
+    taken = linears.head_input(tokens[rows], features, positions[rows], of, sources)
+    of_rows = {"joined": found.rows, "cosines": found.cosines, "sines": found.sines}
+    return {**of_rows, "joined taken": taken.rows, "taken": taken.features}
 
 
 def kernels(inputs: Inputs, rows: slice = slice(None)) -> dict[str, Tensor]:

@@ -35,7 +35,8 @@ class RootRows(NamedTuple):
     """The rows from which trees grow, one of each of B sequences: the first of its tail."""
 
     token_ids: Tensor  # [B] int32, the roots of the trees
-    carried: Tensor  # [B, C], the states that are read of the tokens before them
+    carried: Tensor  # [any, C], states
+    sources: Tensor  # [B] int64, where among these are those of the tokens before them
     positions: Tensor  # [B] int32
     slots: Tensor  # [B] int32, where their keys go; -1 for those that are written
 
@@ -90,15 +91,15 @@ class LevelPasses:
     def expand(self, level: int, carried: Tensor, cache: Any) -> RowOutput:
         """Read the expanded nodes of a level, given the states `carried` from the level above; `cache` as in
         `PagedPass`."""
-        rows = carried.index_select(0, self.growth.sources.flatten())
         positions = self._inputs.positions[level - 1]
         step = self._pass(level, self._inputs.slots[level - 1], cache)
-        return self._network.forward_rows(self.growth.next_tokens.flatten(), rows, positions, step)
+        tokens, sources = self.growth.next_tokens.flatten(), self.growth.sources.flatten()
+        return self._network.forward_rows(tokens, carried, positions, step, sources)
 
     def read_roots(self, rows: RootRows, cache: Any) -> RowOutput:
         """Read the rows from which trees grow; `cache` as in `PagedPass`."""
         step = self._pass(0, rows.slots, cache)
-        return self._network.forward_rows(rows.token_ids, rows.carried, rows.positions, step)
+        return self._network.forward_rows(rows.token_ids, rows.carried, rows.positions, step, rows.sources)
 
     @property
     def _parents(self) -> Tensor:

@@ -84,7 +84,7 @@ class PassTrees:
         """Grow trees behind the pass that was read, of whose rows the network has read the states `carried` [R, C] at
         `positions` [R], and written keys; `cache` as in `PagedPass`. `coupled` if some sequences may be COUPLED."""
         passes, last = self._passes, self.tails.last_rows
-        rows = RootRows(self.tails.roots, carried.index_select(0, last), positions.index_select(0, last), self._written)
+        rows = RootRows(self.tails.roots, carried, last, positions.index_select(0, last), self._written)
         carried, lm_input = passes.read_roots(rows, cache)
         passes.add(lm_input, 1, coupled=coupled)
         for level in range(1, passes.shape.num_steps):

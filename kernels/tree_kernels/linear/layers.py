@@ -56,13 +56,18 @@ class RowLinears:
         rows = (wide * norm.weight.float()).to(hidden.dtype)
         return ScaledRows(rows, (wide * wide).sum(1, keepdim=True), norm.epsilon)
 
-    def head_input(self, token_ids: Tensor, features: Tensor, positions: Tensor, of: HeadInputs) -> HeadInput:
+    def head_input(
+        self, token_ids: Tensor, features: Tensor, positions: Tensor, of: HeadInputs, sources: Tensor | None = None
+    ) -> HeadInput:
         """What a draft head's first layer reads, each norm in fp32 and rounded once, for [R] integers each and features
-        [R, H], last dimension contiguous, of the embedding's dtype."""
+        [R, H], last dimension contiguous, of the embedding's dtype. With `sources` [R] integers features are [any, H],
+        and these the rows' places among them."""
+        if sources is not None:
+            features = features.index_select(0, sources)
         embeddings = functional.embedding(token_ids, of.embedding)
         normed = self.norm_rows(embeddings, of.embedding_norm), self.norm_rows(features, of.feature_norm)
         angles = positions[:, None] * of.frequencies
-        return HeadInput(torch.cat(normed, dim=1), angles.cos() * of.scaling, angles.sin() * of.scaling)
+        return HeadInput(torch.cat(normed, dim=1), angles.cos() * of.scaling, angles.sin() * of.scaling, features)
 
     def add_linear(
         self,

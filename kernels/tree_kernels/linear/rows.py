@@ -62,6 +62,7 @@ class HeadInput:
     rows: Tensor  # [R, 2 * H] normed embeddings of tokens, and beside them normed features
     cosines: Tensor  # [R, D] fp32, of the angles of rotary embedding
     sines: Tensor  # [R, D] fp32
+    features: Tensor  # [R, H] the features, not normed
 
 
 @dataclass(frozen=True, slots=True)

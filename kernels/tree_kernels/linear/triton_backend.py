@@ -62,24 +62,27 @@ class TritonLinears(RowLinears):
         self._launch_norm(hidden, norm, output, squares, whole=False)
         return ScaledRows(output, squares, norm.epsilon)
 
-    def head_input(self, token_ids: Tensor, features: Tensor, positions: Tensor, of: HeadInputs) -> HeadInput:
+    def head_input(
+        self, token_ids: Tensor, features: Tensor, positions: Tensor, of: HeadInputs, sources: Tensor | None = None
+    ) -> HeadInput:
         if features.dtype != of.embedding.dtype or features.stride(1) != 1 or not of.embedding.is_contiguous():
             raise ValueError("expected contiguous features and embeddings of one dtype")
         check_contiguous(
-            token_ids=token_ids, positions=positions, frequencies=of.frequencies,
+            token_ids=token_ids, positions=positions, sources=sources, frequencies=of.frequencies,
             embedding_norm=of.embedding_norm.weight, feature_norm=of.feature_norm.weight,
         )  # fmt: skip
-        (rows, width), rotary = features.shape, len(of.frequencies)
+        rows, width, rotary = len(token_ids), features.shape[1], len(of.frequencies)
         output = features.new_empty(rows, 2 * width)
+        taken = features if sources is None else features.new_empty(rows, width)
         cosines, sines = torch.empty(2, rows, rotary, dtype=torch.float32, device=features.device)
         head_input_kernel[(rows,)](
             token_ids, of.embedding, of.embedding_norm.weight, features, of.feature_norm.weight, positions,
-            of.frequencies, output, cosines, sines, features.stride(0), of.embedding_norm.epsilon,
-            of.feature_norm.epsilon, of.scaling,
+            or_other(sources, token_ids), of.frequencies, output, taken, cosines, sines, features.stride(0),
+            of.embedding_norm.epsilon, of.feature_norm.epsilon, of.scaling, TAKES=sources is not None,
             WIDTH=width, BLOCK=triton.next_power_of_2(width), ROTARY=rotary,
             BLOCK_ROTARY=triton.next_power_of_2(rotary), num_warps=4, **self._order(),
         )  # fmt: skip
-        return HeadInput(output, cosines, sines)
+        return HeadInput(output, cosines, sines, taken)
 
     def add_linear(
         self,

@@ -364,12 +364,12 @@ def norm_kernel(  # type: ignore[no-untyped-def]
 
 @triton.jit
 def head_input_kernel(  # type: ignore[no-untyped-def]
-    token_ids, embedding, embedding_norm, features, feature_norm, positions, frequencies, output, cosines, sines,
-    feature_stride, embedding_epsilon, feature_epsilon, scaling,
+    token_ids, embedding, embedding_norm, features, feature_norm, positions, sources, frequencies, output, taken,
+    cosines, sines, feature_stride, embedding_epsilon, feature_epsilon, scaling, TAKES: tl.constexpr,
     WIDTH: tl.constexpr, BLOCK: tl.constexpr, ROTARY: tl.constexpr, BLOCK_ROTARY: tl.constexpr,
     DEPENDENT: tl.constexpr,
 ):  # fmt: skip
-    """One row per program: see `RowLinears.head_input`."""
+    """One row per program: see `RowLinears.head_input`. `TAKES` features by `sources`."""
     row = tl.program_id(0)
     column = tl.arange(0, BLOCK)
     inside = column < WIDTH
@@ -382,7 +382,13 @@ def head_input_kernel(  # type: ignore[no-untyped-def]
         gdc_wait()
     own = embedding + tl.load(token_ids + row).to(tl.int64) * WIDTH
     read = tl.load(own + column, mask=inside, other=0.0).to(tl.float32)
-    feature = tl.load(features + row.to(tl.int64) * feature_stride + column, mask=inside, other=0.0).to(tl.float32)
+    source = row.to(tl.int64)
+    if TAKES:
+        source = tl.load(sources + row).to(tl.int64)
+    feature = tl.load(features + source * feature_stride + column, mask=inside, other=0.0)
+    if TAKES:
+        tl.store(taken + row.to(tl.int64) * WIDTH + column, feature, mask=inside)
+    feature = feature.to(tl.float32)
     angle = tl.load(positions + row).to(tl.float32) * frequency
     at = output + row.to(tl.int64) * 2 * WIDTH + column
     norm = load_wide(embedding_norm, column, inside)
