@@ -84,7 +84,8 @@ class AttentionSpec:
     """Grouped-query attention over all earlier tokens, or those within a window.
 
     `compressed`: queries and keys are convolved over three tokens, and half of the values are of the token before, so
-    that the layer keeps a state beside keys and values (CCA, arXiv 2510.04476); see `CompressedAttention`.
+    that the layer keeps a state beside keys and values (CCA, arXiv 2510.04476); see `CompressedAttention`. Where ranks
+    have some heads each, values are "sums" of both halves, of which one is zero.
     """
 
     heads: int
@@ -113,7 +114,7 @@ class AttentionSpec:
     differential: float | None = None
     pair_epsilon: float = 0.0  # of the norm of a pair's output
     keys_of: int | None = None  # the layer whose keys and values this one attends to, for it has none of its own
-    compressed: bool = False
+    compressed: Literal["", "halves", "sums"] = ""
 
     @property
     def width_of_keys(self) -> int:

@@ -27,6 +27,8 @@ VOCABULARY, MAX_TOKENS = 211, 14
         ("qwen3_next, dense", 2),
         # Groups that ranks have in common, and norms over several ranks.
         pytest.param("nemotron_h", 4, marks=pytest.mark.full),
+        # Values of the token on one rank, and of the one before on the other.
+        pytest.param("zaya", 2, marks=pytest.mark.full),
         # Layers that attend to others' keys, and a table of vectors for each layer.
         pytest.param("gemma4", 2, marks=pytest.mark.full),
     ],

@@ -320,10 +320,6 @@ def test_ranks_compute_the_same_logits(pair: tuple[Any, Decoder], request: pytes
     ranks = 4 if many or name.startswith("nemotron_h") else 2
     description = describe(model.config)
     assert description is not None
-    if model.config.model_type == "zaya":
-        with pytest.raises(FamilyRefused, match="ranks: heads whose values are of two tokens are not divided"):
-            share_of(description.spec, description.names, 0, ranks)
-        return
     tensors, latent = published_tensors(model), is_latent(decoder)
     prompt, tree, parents = list(range(3, 3 + PROMPT)), [5, 9, 5, 17, 40, 2], (0, 0, 0, 1, 1, 2)
 
@@ -347,6 +343,12 @@ def test_what_ranks_cannot_share_is_refused() -> None:
         share_of(found.spec, found.names, 0, 4)
     with pytest.raises(FamilyRefused, match="2 ranks: 3 key heads can neither be divided nor repeated"):
         share_of(found.spec, found.names, 0, 2)
+    model_type, settings = RECURRENT["zaya"]
+    wider = {"num_attention_heads": 6, "num_key_value_heads": 6, "moe_intermediate_size": 24}
+    found = describe(make_tiny(model_type, **settings | wider).config)
+    assert found is not None
+    with pytest.raises(FamilyRefused, match="3 ranks: values of two tokens are not divided by an odd number"):
+        share_of(found.spec, found.names, 0, 3)
 
 
 def test_tokens_without_a_vector_of_their_own_read_the_first_ones() -> None:

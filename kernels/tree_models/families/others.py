@@ -423,7 +423,7 @@ def zaya(config: Any) -> Description:
             idle=1,
             idle_returns=False,
         )
-        attending = attention(config, index, compressed=True, window=window)
+        attending = attention(config, index, compressed="halves", window=window)
         layers.append(
             layer(attending, experts, norm, after_attention=_WEIGHED, after_mlp=_WEIGHED, residual_norm=_WEIGHED)
         )

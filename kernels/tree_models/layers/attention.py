@@ -221,8 +221,9 @@ def compressed_shape(spec: AttentionSpec) -> StateShape:
 
 
 def _channels(spec: AttentionSpec) -> tuple[int, int]:
-    """Numbers of queries and keys together, and of the half of values that is of the token before."""
-    return (spec.heads + spec.kv_heads) * spec.head_width, spec.kv_heads * spec.head_width // 2
+    """Numbers of queries and keys together, and of values that are of the token before."""
+    values = spec.kv_heads * spec.head_width
+    return (spec.heads + spec.kv_heads) * spec.head_width, values if spec.compressed == "sums" else values // 2
 
 
 class CompressedAttention(nn.Module):
@@ -272,7 +273,9 @@ class CompressedAttention(nn.Module):
         rotating, half = _channels(spec)
         heads, current, delayed = torch.split(product, [rotating, half, half], dim=-1)
         convolved = self._convolved(torch.cat([heads, heads, delayed], dim=-1), step)
-        value = torch.cat([current, convolved[:, 2 * rotating :]], dim=-1).view(len(rows), spec.kv_heads, -1)
+        before = convolved[:, 2 * rotating :]
+        both = current + before if spec.compressed == "sums" else torch.cat([current, before], dim=-1)
+        value = both.view(len(rows), spec.kv_heads, -1)
         turned = rotate_heads(self._normed(heads, convolved[:, : 2 * rotating]), angles)
         attended = attend(self, turned[:, : spec.heads], turned[:, spec.heads :], value, step)
         output: Tensor = self.out(attended.flatten(1))

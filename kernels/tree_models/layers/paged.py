@@ -117,5 +117,5 @@ def kept_places(layers: Sequence[LayerSpec]) -> list[tuple[int, int]]:
             own = counts[kind]
             counts[kind] += spec is not None
         places.append((own, counts[True]))
-        counts[True] += layer.beside is not None or (isinstance(spec, AttentionSpec) and spec.compressed)
+        counts[True] += layer.beside is not None or (isinstance(spec, AttentionSpec) and bool(spec.compressed))
     return places

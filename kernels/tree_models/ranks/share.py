@@ -149,11 +149,29 @@ class _Divider:
         cuts = [*_with_bias(rows), *self._last(names.out, heads, 2 * width)]
         return replace(spec, heads=2 * len(heads), kv_heads=2 * len(keys)), cuts
 
+    def _compressed(self, spec: AttentionSpec) -> tuple[AttentionSpec, _Cuts]:
+        """Half of the ranks have values of the token, the others those of the token before."""
+        names, heads, width = self.names, self._block(spec.heads, "attention heads"), spec.head_width
+        keys, half = self._block(spec.kv_heads, "key heads"), spec.kv_heads * width // 2
+        if self.ranks % 2:
+            raise FamilyRefused(f"{self.ranks} ranks: values of two tokens are not divided by an odd number")
+        queries, own = _scaled(heads, width), _scaled(keys, width)
+        is_first = own.stop <= half
+        values = own if is_first else range(own.start - half, own.stop - half)
+        some, none = Spans(0, (values,)), Spans(0, (), len(own))
+        rows = Spans(0, (queries,)), Spans(0, (own,)), *((some, none) if is_first else (none, some))
+        cuts = [*_with_bias(zip(names.qkv, rows, strict=True))]
+        behind = spec.heads * width
+        channels = Spans(0, (queries, range(behind + own.start, behind + own.stop)))
+        cuts += _with_bias([(names.convolution, channels), (names.head_convolution, channels)])
+        cuts += [(names.key_norm, Spans(0, (keys,))), *self._last(names.out, heads, width)]
+        return replace(spec, heads=len(heads), kv_heads=len(keys), compressed="sums"), cuts
+
     def _attention(self, spec: AttentionSpec) -> tuple[AttentionSpec, _Cuts]:
         if spec.differential is not None:
             return self._pairs(spec)
         if spec.compressed:
-            raise FamilyRefused(f"{self.ranks} ranks: heads whose values are of two tokens are not divided")
+            return self._compressed(spec)
         names, heads = self.names, self._block(spec.heads, "attention heads")
         keys = self._shared_heads(spec.kv_heads, "key heads")
         # Each head's query and gate are neighbours.
