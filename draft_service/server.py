@@ -21,7 +21,7 @@ from draft_service.session import PackedGrowth, ProposeSession, SequenceAdmissio
 from draft_service.telemetry.metrics import DraftMetrics
 from draft_service.telemetry.tracing import StreamTrace
 from outrider.busy_polling import BusyPolling
-from outrider.errors import Draining, InvalidField, NotSupported, OutriderError, UnknownSequence
+from outrider.errors import Draining, InvalidField, NotSupported, OutriderError, UnknownSequence, check_most
 from outrider.serving import current_tenant
 from outrider.telemetry.tracing import Tracing
 from outrider.v1 import draft_pb2, draft_pb2_grpc
@@ -195,8 +195,7 @@ class DraftServicer(draft_pb2_grpc.DraftServiceServicer):
                 tenant = name_from_pb(request.tenant, "tenant") or caller
                 corpus = name_from_pb(request.corpus, "corpus")
                 self.admission.check_tenant(caller, tenant)
-            if len(request.token_ids) > MAX_CORPUS_TOKENS:
-                raise InvalidField("token_ids", f"has more than {MAX_CORPUS_TOKENS} entries")
+            check_most("token_ids", len(request.token_ids), MAX_CORPUS_TOKENS)
             token_ids = _document(request.token_ids, self._info.vocabulary_size or MAX_VOCABULARY)
             # Off the event loop: streams must not wait for a document.
             inserted = await asyncio.to_thread(drafter.add_corpus, tenant, corpus, token_ids)
@@ -274,7 +273,7 @@ class _ProposeStream:
         if kind == "open":
             return [self._open(frame.open)]
         if kind == "close":
-            _check_count(len(frame.close.sequence_ids), MAX_CLOSED_PER_FRAME, "close.sequence_ids")
+            check_most("close.sequence_ids", len(frame.close.sequence_ids), MAX_CLOSED_PER_FRAME)
             before = len(self._session)
             self._session.close(frame.close.sequence_ids)
             self._note(self._metrics.on_closed, before - len(self._session), aborted=False)
@@ -384,7 +383,7 @@ class _ProposeStream:
         """Call `take` with each sequence's part of a frame and its field path; returns statuses of those that failed,
         and one for all sequences that are not open: the target got a status for each when it failed, or closed it
         itself."""
-        _check_count(len(parts), MAX_SEQUENCES_PER_FRAME, path)
+        check_most(path, len(parts), MAX_SEQUENCES_PER_FRAME)
         failures: list[draft_pb2.ProposeResponse] = []
         unknown: list[int] = []
         for i, pb in enumerate(parts):
@@ -413,12 +412,6 @@ class _ProposeStream:
         self._note(self._metrics.on_failed, error.reason)
         self._trace.failed(sequence_id, error.reason)
         return draft_pb2.ProposeResponse(status=failure_to_pb(sequence_id, error))
-
-
-def _check_count(count: int, limit: int, field_path: str) -> None:
-    """Raise `InvalidField`, which ends the stream, for a frame with too many parts."""
-    if count > limit:
-        raise InvalidField(field_path, f"has more than {limit} entries")
 
 
 def _document(token_ids: Sequence[int], vocabulary_size: int) -> array[int]:

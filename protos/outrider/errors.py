@@ -41,6 +41,12 @@ class InvalidField(OutriderError, code=StatusCode.INVALID_ARGUMENT, reason="INVA
         self.problem = problem
 
 
+def check_most(field: str, count: int, most: int, unit: str = "entries") -> None:
+    """Raise `InvalidField` for a field that has more than so many entries, or other units."""
+    if count > most:
+        raise InvalidField(field, f"has more than {most} {unit}")
+
+
 class PositionOutOfRange(OutriderError, code=StatusCode.OUT_OF_RANGE, reason="POSITION_OUT_OF_RANGE"):
     """Longer than the model's context."""
 

@@ -7,7 +7,7 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import Any
 
-from outrider.errors import InvalidField
+from outrider.errors import InvalidField, check_most
 
 # A published schema has some kilobytes; the compiler's own limits are on the grammar that a form makes. Chosen.
 MAX_FORM_BYTES = 65536
@@ -67,8 +67,7 @@ def _check_size(size: int, path: str) -> None:
 
 
 def _check_choices(choices: tuple[str, ...], path: str) -> None:
-    if len(choices) > MAX_CHOICES:
-        raise InvalidField(path, f"has more than {MAX_CHOICES} entries")
+    check_most(path, len(choices), MAX_CHOICES)
     if not all(choices) or len(set(choices)) < len(choices):
         raise InvalidField(path, "must be different texts, none of them empty")
     _check_size(sum(len(choice.encode()) for choice in choices), path)

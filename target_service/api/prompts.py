@@ -9,9 +9,9 @@ from typing import TypeVar
 
 from google.protobuf.message import Message
 
-from outrider.admission.prompt_limits import check_bytes, check_messages, check_tokens
+from outrider.admission.prompt_limits import MAX_MESSAGES, check_bytes, check_tokens
 from outrider.admission.text_pool import TextPool
-from outrider.errors import InvalidField, NotSupported, PositionOutOfRange
+from outrider.errors import InvalidField, NotSupported, PositionOutOfRange, check_most
 from outrider.v1 import target_pb2
 from outrider.wire.trees import check_token_ids
 from target_service.api.template_arguments import template_arguments
@@ -98,8 +98,7 @@ class Prompts:
             field_path, token_ids = "prediction.tokens.token_ids", tuple(request.prediction.tokens.token_ids[:])
         elif kind == "text" and request.prediction.text:
             field_path, text = "prediction.text", request.prediction.text
-            if len(text.encode()) > _PREDICTED_BYTES_PER_TOKEN * most:
-                raise InvalidField(field_path, f"has more than {_PREDICTED_BYTES_PER_TOKEN * most} bytes")
+            check_most(field_path, len(text.encode()), _PREDICTED_BYTES_PER_TOKEN * most, "bytes")
             job = EncodeText(text, special=True, begin=False)
             token_ids = await self._run(tenant, len(text) > _LONG_TEXT, job, field_path)
         else:
@@ -124,7 +123,7 @@ class Prompts:
         field_path, count = "chat.messages", len(chat.messages)
         if not count:
             raise InvalidField(field_path, "is empty")
-        check_messages(count, field_path)
+        check_most(field_path, count, MAX_MESSAGES, "messages")
         for i, message in enumerate(chat.messages):
             check_turn(message, f"{field_path}[{i}]")
         size = sum(message.ByteSize() for message in chat.messages)

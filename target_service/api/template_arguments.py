@@ -9,7 +9,7 @@ from google.protobuf.json_format import MessageToDict
 from google.protobuf.struct_pb2 import Struct
 
 from outrider.admission.prompt_limits import MAX_TEMPLATE_BYTES
-from outrider.errors import InvalidField
+from outrider.errors import InvalidField, check_most
 from target_service.text.chat_template import GIVEN
 
 _FIELD = "chat.template_arguments"
@@ -21,8 +21,7 @@ def template_arguments(given: Struct, special_names: Collection[str]) -> dict[st
     gets from the target, among them those of special tokens."""
     if not given.fields:
         return {}
-    if given.ByteSize() > MAX_TEMPLATE_BYTES:
-        raise InvalidField(_FIELD, f"has more than {MAX_TEMPLATE_BYTES} bytes")
+    check_most(_FIELD, given.ByteSize(), MAX_TEMPLATE_BYTES, "bytes")
     taken = GIVEN.union(special_names)
     for name in given.fields:
         if name in taken:

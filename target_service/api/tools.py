@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from outrider.admission.tool_limits import MAX_TOOLS, MAX_TOOLS_BYTES
-from outrider.errors import InvalidField
+from outrider.errors import InvalidField, check_most
 from outrider.v1 import target_pb2
 
 _FIELD = "chat.tools"
@@ -50,8 +50,7 @@ def tool_set(chat: target_pb2.ChatInput) -> ToolSet | None:
     if not chat.HasField("tools"):
         return None
     pb = chat.tools
-    if len(pb.definitions.encode()) > MAX_TOOLS_BYTES:
-        raise InvalidField(_DEFINITIONS, f"has more than {MAX_TOOLS_BYTES} bytes")
+    check_most(_DEFINITIONS, len(pb.definitions.encode()), MAX_TOOLS_BYTES, "bytes")
     try:
         definitions = json.loads(pb.definitions)
     except (ValueError, RecursionError) as error:

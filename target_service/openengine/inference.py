@@ -7,7 +7,7 @@ from contextlib import ExitStack
 from dataclasses import dataclass, replace
 from typing import Any
 
-from outrider.errors import InvalidField, OutriderError, PositionOutOfRange
+from outrider.errors import InvalidField, OutriderError, PositionOutOfRange, check_most
 from outrider.openengine import openengine_pb2 as pb
 from outrider.serving import current_tenant
 from outrider.telemetry.names import OPENENGINE_GENERATE
@@ -16,7 +16,7 @@ from target_service.api.server import UNREAD_STEPS, TargetServicer, ending
 from target_service.core.sequence import SequenceFinished, SequenceRequest, StepVerdict
 from target_service.openengine.answers import RequestAnswer
 from target_service.openengine.open_requests import OpenRequest, OpenRequests
-from target_service.openengine.requests import WantedOutputs, check_metadata, check_request_id, wanted_outputs
+from target_service.openengine.requests import WantedOutputs, check_metadata, wanted_outputs
 from target_service.telemetry.tracing import RequestTrace
 
 
@@ -30,7 +30,8 @@ class InferenceServicer:
     async def Generate(self, request: pb.GenerateRequest, context: Any) -> None:
         """Stream the outputs of a request. What is wrong with it ends the call; what fails later ends the stream."""
         check_metadata(context.invocation_metadata() or ())
-        check_request_id(request.request_id)
+        # An id is kept for a while. Chosen: several times a UUID with a prefix.
+        check_most("request_id", len(request.request_id.encode()), 256, "bytes")
         request_id, tenant = request.request_id or secrets.token_hex(16), current_tenant()
         with ExitStack() as stack:
             running = stack.enter_context(self.requests.running(tenant, request_id))

@@ -13,8 +13,6 @@ from outrider.openengine import openengine_pb2 as pb
 from outrider.v1 import target_pb2
 from outrider.wire.same_names import set_fields
 
-# Of an id, in bytes: it is kept for a while. Chosen: several times a UUID with a prefix.
-_MOST_ID_BYTES = 256
 _ROUTING_KEY, _RANK_KEY, _PRIORITY_KEY = (
     f"openengine-{name}" for name in ("routing-key", "target-dp-rank", "priority")
 )
@@ -62,12 +60,6 @@ class WantedOutputs:
             kind = kinds.index(name)
             place = f"[{self.stop_places[kind][int(index[:-1])]}].{('stop_text', 'stop_token_id')[kind]}"
         return InvalidField(_FIELDS.get(name, name) + place, problem)
-
-
-def check_request_id(request_id: str) -> None:
-    """Raise `InvalidField` for an id that is too long."""
-    if len(request_id.encode()) > _MOST_ID_BYTES:
-        raise InvalidField("request_id", f"has more than {_MOST_ID_BYTES} bytes")
 
 
 def check_metadata(metadata: Iterable[tuple[str, str | bytes]]) -> None:

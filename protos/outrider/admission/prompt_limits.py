@@ -32,9 +32,3 @@ def check_bytes(size: int, most_tokens: int, field_path: str) -> None:
             f"{field_path}: the text is longer than the context of {most_tokens + 1} tokens: it has {size} bytes, and "
             f"more than {limit} are not read"
         )
-
-
-def check_messages(count: int, field_path: str) -> None:
-    """Raise `InvalidField` for a conversation of too many messages."""
-    if count > MAX_MESSAGES:
-        raise InvalidField(field_path, f"has more than {MAX_MESSAGES} messages")

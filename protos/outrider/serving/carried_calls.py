@@ -19,7 +19,7 @@ import grpc
 from grpc_status import rpc_status
 
 from outrider.admission.pacing import RefusalPace
-from outrider.errors import InvalidField, OutriderError, QuotaExceeded
+from outrider.errors import InvalidField, OutriderError, QuotaExceeded, check_most
 from outrider.runtime import end_tasks, until_first_ends
 from outrider.serving.calls import MAX_METADATA_BYTES
 from outrider.serving.interceptors import Context, Continuation, Handler, guarded
@@ -241,8 +241,7 @@ class CarriedCalls:
     async def _follow(self, orders: pb.GenerateManyRequest) -> None:
         lists = {"begin": orders.begin, "cancel": orders.cancel, "pause": orders.pause, "resume": orders.resume}
         for name, entries in lists.items():
-            if len(entries) > _MOST_ORDERS:
-                raise InvalidField(name, f"has more than {_MOST_ORDERS} entries in one message")
+            check_most(name, len(entries), _MOST_ORDERS, "entries in one message")
         for call in orders.begin:
             await self._begin(call)
         for running in self._named(orders.cancel):

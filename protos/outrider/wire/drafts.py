@@ -9,7 +9,7 @@ from dataclasses import replace
 from math import isfinite
 from operator import gt
 
-from outrider.errors import InvalidField, OutriderError, PositionOutOfRange
+from outrider.errors import InvalidField, OutriderError, PositionOutOfRange, check_most
 from outrider.sampling import VerificationMode
 from outrider.tree import MAX_ROWS, DraftDistribution
 from outrider.v1 import draft_pb2
@@ -29,8 +29,6 @@ from outrider.wire.same_names import message_of, shared_fields, value_of
 
 # Node ids are uint32 on the wire; at two growths of 1,023 a step they last for 2 million steps.
 MAX_NODE_ID = 2**32 - 1
-_MAX_TRACEPARENT = 128
-_MAX_DRAFTER_NAME = 64
 
 
 def limits_from_pb(pb: draft_pb2.TreeLimits, field_path: str = "limits") -> TreeLimits:
@@ -59,8 +57,7 @@ def open_from_pb(pb: draft_pb2.OpenSequence, max_context: int) -> OpenSequence:
     trees.check_token_ids(token_ids, vocabulary_size, "open.token_ids")
     if not 1 <= pb.prompt_length <= len(token_ids):
         raise InvalidField("open.prompt_length", f"is not in 1..{len(token_ids)}")
-    if len(pb.traceparent) > _MAX_TRACEPARENT:
-        raise InvalidField("open.traceparent", f"is longer than {_MAX_TRACEPARENT} characters")
+    check_most("open.traceparent", len(pb.traceparent), 128, "characters")
     sampling = trees.sampling_from_pb(pb.sampling, vocabulary_size, "open.sampling")
     asked = trees.mode_from_pb(pb.mode, "open.mode")
     if asked is VerificationMode.TYPICAL:
@@ -115,10 +112,8 @@ def growth_from_pb(pb: draft_pb2.SequenceGrowth, vocabulary_size: int, field_pat
     # A slice copies a whole field in C; iteration makes a call for each entry.
     token_ids, parent_ids, scores = tuple(pb.token_ids[:]), tuple(pb.parent_ids[:]), tuple(pb.scores[:])
     nodes, first = len(token_ids), pb.first_node_id
-    if nodes > MAX_NODES:
-        raise InvalidField(f"{field_path}.token_ids", f"has more than {MAX_NODES} entries")
-    if len(pb.distributions) > MAX_ROWS:
-        raise InvalidField(f"{field_path}.distributions", f"has more than {MAX_ROWS} entries")
+    check_most(f"{field_path}.token_ids", nodes, MAX_NODES)
+    check_most(f"{field_path}.distributions", len(pb.distributions), MAX_ROWS)
     if len(parent_ids) != nodes:
         raise InvalidField(f"{field_path}.parent_ids", f"needs {nodes} entries, has {len(parent_ids)}")
     if len(scores) != nodes:
@@ -171,8 +166,7 @@ def failure_to_pb(sequence_id: int, error: OutriderError) -> draft_pb2.SequenceS
 
 def info_from_pb(pb: draft_pb2.GetDraftInfoResponse) -> DraftInfo:
     """A draft's description of itself, within bounds."""
-    if len(pb.drafter) > _MAX_DRAFTER_NAME:
-        raise InvalidField("drafter", f"is longer than {_MAX_DRAFTER_NAME} characters")
+    check_most("drafter", len(pb.drafter), 64, "characters")
     trees.check_vocabulary_size(pb.vocabulary_size, "vocabulary_size")
     features = request_from_pb(pb.features) if pb.HasField("features") else None
     return value_of(DraftInfo, pb, limits=limits_from_pb(pb.limits), features=features)

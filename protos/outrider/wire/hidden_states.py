@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import math
 
-from outrider.errors import InvalidField, QuotaExceeded
+from outrider.errors import InvalidField, QuotaExceeded, check_most
 from outrider.v1 import draft_pb2, tree_pb2
 from outrider.wire.frames import ELEMENT_BYTES, MAX_FEATURE_BYTES, FeatureRequest, SequenceFeatures, Vectors
 from outrider.wire.same_names import message_of, value_of
@@ -15,7 +15,6 @@ from outrider.wire.same_names import message_of, value_of
 # Chosen, all three.
 MAX_LAYERS = 16
 MAX_WIDTH = 131072
-_MAX_FINGERPRINT = 64
 _DTYPES_TO_PB = {name: tree_pb2.Tensor.DType.Value(f"D_TYPE_{name.upper()}") for name in ELEMENT_BYTES}
 _DTYPES = {number: name for name, number in _DTYPES_TO_PB.items()}
 
@@ -75,8 +74,7 @@ def request_from_pb(pb: draft_pb2.FeatureRequest) -> FeatureRequest:
         raise InvalidField("features.layers", f"needs 1 to {MAX_LAYERS} entries, has {len(pb.layers)}")
     if not 1 <= pb.width <= MAX_WIDTH:
         raise InvalidField("features.width", f"is not in 1..{MAX_WIDTH}")
-    if len(pb.projection_fingerprint) > _MAX_FINGERPRINT:
-        raise InvalidField("features.projection_fingerprint", f"is longer than {_MAX_FINGERPRINT} characters")
+    check_most("features.projection_fingerprint", len(pb.projection_fingerprint), 64, "characters")
     dtype = _dtype_from_pb(pb.dtype, "features")
     return value_of(FeatureRequest, pb, dtype=dtype)
 
