@@ -182,7 +182,8 @@ def run(
     if launch is None and on_device:
         launch = DeviceSteps(runner, max_sequences=DEVICE_SEQUENCES, max_rows=512)
     launch = launch or host_steps(runner, early=can_launch_before_results)
-    loop = EngineLoop(runner, config or engine_config(), steps=launch, step_cost=step_cost, passes=passes)
+    loop = EngineLoop(runner, config or engine_config(), steps=launch, step_cost=step_cost)
+    loop.speculation.updates.multi_step.passes = passes
     if propose is not None:
         loop.drafting.attach(ScriptedDraft(loop.drafting, propose, late=late))
     if connect is not None:

@@ -51,19 +51,16 @@ class EngineLoop:
         steps: Steps | None = None,
         step_cost: StepCost | None = None,
         observer: EngineObserver | None = None,
-        passes: int = 1,
     ) -> None:
         """`steps` of None takes the fastest for the runner, or the plain ones in lockstep. `step_cost` of None verifies
-        every drafted row that is allowed, and always waits for drafts. Launches begin with so many `passes`."""
+        every drafted row that is allowed, and always waits for drafts."""
         self._runner = runner
         self.steps = steps or choose_steps(runner, config)
         self._observer = observer
         self.scheduler = Scheduler(config, runner.cache, runner.pass_sizes, step_cost)
         self.live: dict[int, LiveSequence] = {}
         self.grammars = Grammars(runner.tokenizer, runner.vocabulary_size, runner.end_token_ids)
-        self.speculation = EngineSpeculation(
-            runner, config, self.scheduler, self.live, self.steps.tables, step_cost, passes
-        )
+        self.speculation = EngineSpeculation(runner, config, self.scheduler, self.live, self.steps.tables, step_cost)
         self.features, self.drafting = self.speculation.features, self.speculation.drafting
         self.gathering = self.speculation.gathering
         self.launcher = StepLauncher(

@@ -42,10 +42,9 @@ class EngineSpeculation:
         live: Mapping[int, LiveSequence],
         tables: NodeTables | None,
         step_cost: StepCost | None,
-        passes: int,
     ) -> None:
         """`live` are the sequences under way by id, and `tables` those of the device, None where the host chooses rows.
-        Without a `step_cost` drafts are never turned off. Launches begin with so many `passes`."""
+        Without a `step_cost` drafts are never turned off."""
         self.tables = tables
         self.features = Features(runner, config.feature_window if config.speculates else 0)
         self.drafting = DraftTrees(config, runner.vocabulary_size, self.features, tables)
@@ -66,7 +65,7 @@ class EngineSpeculation:
         self.updates = PolicyUpdates(
             gathering=self.gathering,
             tables=tables,
-            multi_step=MultiStep(passes),
+            multi_step=MultiStep(),
             lookup_baseline=LookupBaseline(min(lookup_tokens, most)),
         )
         self.hold = LaunchHold()

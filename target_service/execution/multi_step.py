@@ -18,9 +18,8 @@ class MultiStep:
     done once for all passes that are launched together.
     """
 
-    def __init__(self, passes: int = 1) -> None:
-        """`passes` to begin with."""
-        self.passes = passes
+    def __init__(self) -> None:
+        self.passes = 1
         self._seen = 0
         self._seconds = self._working = 0.0
 

@@ -177,7 +177,8 @@ def test_the_engine_compares_what_a_draft_brings(
     steps = DeviceSteps(runner, max_sequences=1, max_rows=64, backend="torch")
     costs = StepCost([(1, 1e-3), (64, 1.1e-3)])
     launched = Counter[int]()
-    loop = EngineLoop(runner, engine_config(max_running=1), steps=steps, step_cost=costs, passes=passes)
+    loop = EngineLoop(runner, engine_config(max_running=1), steps=steps, step_cost=costs)
+    loop.speculation.updates.multi_step.passes = passes
     # As small models have it, whose host would hold their device up.
     monkeypatch.setattr(loop.speculation.updates.multi_step, "observe_launch", lambda *_: None)
     monkeypatch.setattr(loop, "_observe", counting(loop._observe, launched))

@@ -66,7 +66,8 @@ def outcomes_of(
     runner: ModelRunner, wanted: Sequence[SequenceRequest], kind: str, propose: Propose | None = None, passes: int = 1
 ) -> list[tuple[tuple[int, ...], SequenceEvent]]:
     """The tokens of each request, and its last event."""
-    loop = EngineLoop(runner, engine_config(), steps=executor(kind, runner), passes=passes)
+    loop = EngineLoop(runner, engine_config(), steps=executor(kind, runner))
+    loop.speculation.updates.multi_step.passes = passes
     if propose is not None:
         loop.drafting.attach(ScriptedDraft(loop.drafting, propose))
         loop.drafting.listen()

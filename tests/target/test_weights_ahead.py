@@ -51,7 +51,8 @@ def test_continuing_behind_steps_under_way(
     sampling = SamplingParams(ignore_eos=True, temperature=temperature, seed=3)
     wanted = [request(prompt, TOKENS, sampling=sampling) for prompt in PROMPTS]
     runner = make_runner(copy.deepcopy(old))
-    loop = EngineLoop(runner, engine_config(), steps=steps_of(kind, runner), passes=passes)
+    loop = EngineLoop(runner, engine_config(), steps=steps_of(kind, runner))
+    loop.speculation.updates.multi_step.passes = passes
     exchange = WeightExchange(runner, loop, lambda: None, lambda: None)
     results: list[WeightsUpdated | OutriderError] = []
     verdicts: dict[int, list[StepVerdict]] = {}
