@@ -18,7 +18,6 @@ from tree_kernels.verification.triton_rows import philox_words
 
 _CHUNK = 1024
 _LEAST = tl.constexpr(1e-30)
-_NONE = tl.constexpr(2**31 - 1)
 _LOW = tl.constexpr(2**32 - 1)
 _LEAST_RANK = tl.constexpr(-(2**63))
 # They differ from level to level and from batch to batch; specializing kernels on them would gain nothing.
