@@ -2,7 +2,7 @@
 
     python -m benchmarks.drafters.acceptance --head FOLDER [--model MODEL] [--device cuda]
         [--drafters trie,eagle_chain,eagle_tree,merged] [--temperatures 0,1] [--rejection] [--json FILE]
-        [--medusa FOLDER, for the drafters medusa_chain, medusa_tree, medusa_fixed]
+        [--medusa FOLDER, for the drafters medusa_chain, medusa_tree]
 
 The model answers every conversation of `prompts.jsonl`, at most `--max-tokens` a turn; second turns follow the model's
 own first answers. Engine and drafter run in one process, `concurrency` sequences at a time, so that no draft is late;

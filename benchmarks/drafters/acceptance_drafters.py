@@ -1,5 +1,5 @@
 """The drafters whose acceptance is compared: a trie; one EAGLE head as chain, tree and merged with the trie; one set of
-Medusa heads as chain, tree and the paper's tree."""
+Medusa heads as chain and tree."""
 
 from __future__ import annotations
 
@@ -15,17 +15,15 @@ from draft_service.eagle.checkpoint import EagleCheckpoint
 from draft_service.eagle.config import EagleConfig
 from draft_service.eagle.drafter import EagleDrafter
 from draft_service.eagle.head import EagleHead
-from draft_service.medusa.config import BEST_FIRST, MedusaConfig
+from draft_service.medusa.config import MedusaConfig
 from draft_service.medusa.drafter import MedusaDrafter
 from draft_service.ngram.config import TrieConfig
 from draft_service.ngram.drafter import NgramDrafter
 from outrider.heads import head_source
 
 EAGLE = ("eagle_chain", "eagle_tree", "merged")
-MEDUSA = ("medusa_chain", "medusa_tree", "medusa_fixed")
+MEDUSA = ("medusa_chain", "medusa_tree")
 NAMES = ("trie", *EAGLE, *MEDUSA)
-# The paper's tree: 63 nodes below the root, chosen for Vicuna 7B.
-_FIXED_TREE = "mc_sim_7b_63"
 # With the root, they fill one word of a tree's mask.
 TREE_NODES = 63
 # Enough for all sequences: one that does not fit gets no drafts.
@@ -65,9 +63,8 @@ class DrafterSet:
             "eagle_chain": lambda: self._eagle(name, self.chain_steps, 1, self.chain_steps),
             "eagle_tree": lambda: self._eagle(name, self.tree_steps, self.topk, TREE_NODES),
             "merged": self._merged,
-            "medusa_chain": lambda: self._medusa(name, 1, BEST_FIRST),
-            "medusa_tree": lambda: self._medusa(name, self.topk, BEST_FIRST),
-            "medusa_fixed": lambda: self._medusa(name, self.topk, _FIXED_TREE),
+            "medusa_chain": lambda: self._medusa(name, 1),
+            "medusa_tree": lambda: self._medusa(name, self.topk),
         }
         return makers[name]()
 
@@ -101,12 +98,11 @@ class DrafterSet:
             self._started[name].start()
         return self._started[name]
 
-    def _medusa(self, name: str, topk: int, tree: str) -> Drafter:
+    def _medusa(self, name: str, topk: int) -> Drafter:
         if name not in self._started:
             config = MedusaConfig(
                 head=self.medusa,
                 base_model=self.embeddings,
-                tree=tree,
                 topk=topk,
                 num_draft_tokens=TREE_NODES,
                 min_score=0.0,

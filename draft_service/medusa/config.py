@@ -4,12 +4,9 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from draft_service.medusa.fixed_trees import FIXED_TREES
 from draft_service.neural.config import HeadSettings, NetworkConfig
 from outrider.settings import SettingsError, setting
 from outrider.tree import MAX_ROWS
-
-BEST_FIRST = "best-first"
 
 
 @dataclass(frozen=True)
@@ -22,12 +19,7 @@ class MedusaConfig(HeadSettings, NetworkConfig):
         "target that the heads were made for: a name from `outrider model list`, a folder, or a hub id; empty takes it "
         "from the heads' record",
     )
-    tree: str = setting(
-        BEST_FIRST,
-        "best-first grows each tree by its most probable paths; the others are Medusa's fixed trees",
-        choices=(BEST_FIRST, *FIXED_TREES),
-    )
-    # The sizes of Medusa's own trees.
+    # The sizes of Medusa's own trees, which have the same ranks for every text.
     num_draft_tokens: int = setting(63, "nodes of a tree, the root not counted", ge=1, le=MAX_ROWS - 1)
     topk: int = setting(10, "children of a node; 1 drafts a chain", ge=1)
     num_steps: int = setting(0, "levels of a tree, one for each head; 0 takes all heads", ge=0)

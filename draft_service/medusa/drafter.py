@@ -15,7 +15,6 @@ from draft_service.drafters.hidden_states import FeatureWindow, window_of
 from draft_service.medusa.checkpoint import MedusaCheckpoint
 from draft_service.medusa.config import MedusaConfig
 from draft_service.medusa.drafting import MedusaDrafting
-from draft_service.medusa.fixed_trees import FIXED_TREES, FixedTree
 from draft_service.medusa.head import MedusaHead, MedusaShape
 from draft_service.neural.tree_config import TreeShape
 from draft_service.neural_drafter import NeuralDrafter
@@ -41,8 +40,7 @@ class MedusaDrafter(NeuralDrafter[MedusaDrafting]):
         self._heads = MedusaCheckpoint(head_source(config.head)) if heads is None else heads
         shape = self._heads.config
         self._target = TargetCheckpoint(model_source(config.base_model)) if config.base_model else None
-        self._fixed: FixedTree | None = FIXED_TREES.get(config.tree)
-        self._tree = _tree_shape(config, shape, self._fixed)
+        self._tree = _tree_shape(config, shape)
         super().__init__(config, self._tree, shape.vocab_size, config.max_context)
         self.tokenizer_fingerprint = shape.tokenizer_fingerprint
         layers, width = shape.layers_of(_layers_of_target(shape, self._target)), shape.target_hidden_size
@@ -64,7 +62,7 @@ class MedusaDrafter(NeuralDrafter[MedusaDrafting]):
         if isinstance(self._heads, MedusaCheckpoint):
             token_map = read_token_map(self._config.token_map)
             self._heads = self._heads.load(self._place, target=self._target, token_map=token_map)
-        return MedusaDrafting(self._heads, self._tree, self._fixed)
+        return MedusaDrafting(self._heads, self._tree)
 
     def _prepare(self, sequences: Sequence[DraftSequence]) -> list[int]:
         places: list[int] = []
@@ -81,15 +79,13 @@ class MedusaDrafter(NeuralDrafter[MedusaDrafting]):
         return places
 
 
-def _tree_shape(config: MedusaConfig, shape: MedusaShape, tree: FixedTree | None) -> TreeShape:
-    """The shape by the settings; the numbers of nodes and ranks are those of a fixed tree."""
+def _tree_shape(config: MedusaConfig, shape: MedusaShape) -> TreeShape:
     if config.num_steps > shape.num_heads:
         raise SettingsError(f"num_steps is {config.num_steps}, and there are {shape.num_heads} heads")
-    steps = config.num_steps or shape.num_heads
     return TreeShape(
-        num_steps=steps if tree is None else min(steps, tree.depth),
-        topk=config.topk if tree is None else 1 + int(tree.ranks.max()),
-        num_draft_tokens=config.num_draft_tokens if tree is None else len(tree.parents) - 1,
+        num_steps=config.num_steps or shape.num_heads,
+        topk=config.topk,
+        num_draft_tokens=config.num_draft_tokens,
         min_score=config.min_score,
         gumbel_candidates=config.gumbel_candidates,
         gumbel_sharpness=config.gumbel_sharpness,

@@ -12,7 +12,6 @@ import torch
 
 from draft_service.drafters.base import DraftSequence
 from draft_service.drafters.grown import GrownTrees, Pending, computed, in_order
-from draft_service.medusa.fixed_trees import FixedTree
 from draft_service.medusa.growth import grown
 from draft_service.medusa.head import MedusaHead
 from draft_service.neural.candidates import candidates_wanted, most_probable, temperature_of
@@ -26,9 +25,9 @@ class MedusaDrafting:
     """Heads on their device, and the growth of their trees. A sequence's state is the vector to read, [1, H]. Called
     from one thread."""
 
-    def __init__(self, heads: MedusaHead, shape: TreeShape, tree: FixedTree | None) -> None:
-        """The first `shape.num_steps` heads are used. `tree` is a fixed tree; None grows best first."""
-        self._heads, self._shape, self._tree = heads, shape, tree
+    def __init__(self, heads: MedusaHead, shape: TreeShape) -> None:
+        """The first `shape.num_steps` heads are used."""
+        self._heads, self._shape = heads, shape
         ids = heads.token_ids
         self._token_ids = None if ids is None else ids.cpu().numpy().astype(np.int32)
 
@@ -56,11 +55,10 @@ class MedusaDrafting:
     def _grown(self, sequences: Sequence[DraftSequence]) -> GrownTrees:
         tokens, probs = self._candidates(sequences)
         roots = [one.root for one in sequences]
-        return grown(rules_of(sequences, self._shape), tokens, probs, roots, self._tree)
+        return grown(rules_of(sequences, self._shape), tokens, probs, roots)
 
     def _drawn(self, sequences: Sequence[DraftSequence]) -> list[TokenTree]:
-        """Trees of REJECTION requests. Each node's children are drawn from the distribution of their depth, so a fixed
-        tree is not used."""
+        """Trees of REJECTION requests: each node's children are drawn from the distribution of their depth."""
         shape, count = self._shape, len(sequences)
         tokens, probs = self._candidates(sequences)
         rules = rules_of(sequences, shape)

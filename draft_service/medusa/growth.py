@@ -14,7 +14,6 @@ import numpy as np
 from draft_service.compiling import Numbers, Reals, compiled, inlined, largest
 from draft_service.drafters.grown import GrownTrees
 from draft_service.drafters.packing import RowHeads
-from draft_service.medusa.fixed_trees import FixedTree
 from draft_service.neural.level_growth import DEPTH, NODES, Probs, Rules, score_candidates
 
 
@@ -85,47 +84,13 @@ def grow_best_first(rules: Rules, ranked: Ranked, trees: Numbers, scores: Reals,
         sizes[b, 0] = rows
 
 
-@compiled
-def grow_fixed(rules: Rules, ranked: Ranked, tree: FixedTree, trees: Numbers, scores: Reals, sizes: RowHeads) -> None:
-    """Fill in the nodes of a fixed tree, most probable paths first. Arrays as in `grow_best_first`."""
-    parents, ranks, depths = tree
-    for b in range(len(trees)):
-        limit, deepest = min(1 + rules.ints[b, NODES], trees.shape[2]), rules.ints[b, DEPTH]
-        path_probs = np.zeros(len(parents))
-        path_probs[0] = 1.0
-        for node in range(1, len(parents)):
-            score = _score_of(ranked, b, depths[node] - 1, ranks[node], deepest)
-            path_probs[node] = path_probs[parents[node]] * score
-        # Stable, so that a parent stays before an equally probable child.
-        order = np.argsort(-path_probs, kind="mergesort")
-        row_of = np.zeros(len(parents), np.int32)
-        rows = 1
-        for node in order[1:]:
-            if rows == limit or path_probs[node] <= 0.0:
-                break
-            depth = depths[node] - 1
-            trees[b, 0, rows] = ranked.tokens[b, depth, ranks[node]]
-            trees[b, 1, rows] = row_of[parents[node]]
-            scores[b, rows] = ranked.scores[b, depth, ranks[node]]
-            row_of[node] = rows
-            rows += 1
-        sizes[b, 0] = rows
-
-
-def grown(rules: Rules, tokens: Numbers, probs: Probs, roots: list[int], tree: FixedTree | None = None) -> GrownTrees:
-    """The trees of B sequences in GREEDY or COUPLED mode.
-
-    Args:
-        tokens, probs: [B, K, M] candidates of every depth, most probable first.
-        tree: a fixed tree; None grows best first.
-    """
+def grown(rules: Rules, tokens: Numbers, probs: Probs, roots: list[int]) -> GrownTrees:
+    """The trees of B sequences in GREEDY or COUPLED mode; `tokens` and `probs` [B, K, M] are the candidates of every
+    depth, most probable first."""
     count, depths, _ = tokens.shape
     shape = (count, depths, rules.breadth)
     ranked = Ranked(np.zeros(shape, np.int32), np.zeros(shape), np.zeros((count, depths), np.int32))
     rank(rules, tokens, probs, ranked)
     trees = GrownTrees.roots(roots, 1 + int(rules.ints[:, NODES].max(initial=0)))
-    if tree is None:
-        grow_best_first(rules, ranked, *trees)
-    else:
-        grow_fixed(rules, ranked, tree, *trees)
+    grow_best_first(rules, ranked, *trees)
     return trees

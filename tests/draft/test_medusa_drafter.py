@@ -1,4 +1,4 @@
-"""The Medusa drafter: trees against brute force over all paths, fixed trees, and what it makes of hidden states."""
+"""The Medusa drafter: trees against brute force over all paths, and what it makes of hidden states."""
 
 from __future__ import annotations
 
@@ -18,14 +18,13 @@ from draft_service.drafters.merged import MergedConfig, MergedDrafter
 from draft_service.drafters.prompt_lookup import PromptLookupConfig, PromptLookupDrafter
 from draft_service.medusa.config import MedusaConfig
 from draft_service.medusa.drafter import MedusaDrafter
-from draft_service.medusa.fixed_trees import FIXED_TREES
 from draft_service.medusa.head import MedusaHead
 from outrider import noise
 from outrider.errors import InvalidField
 from outrider.sampling import LOSSLESS_MODES, VerificationMode
 from outrider.settings import SettingsError
 from outrider.tree import TokenTree
-from outrider.wire.frames import FeatureRequest, TreeLimits
+from outrider.wire.frames import FeatureRequest
 
 pytestmark = pytest.mark.values
 
@@ -107,51 +106,11 @@ def test_best_first_keeps_the_most_probable_of_all_paths(
     same_tree(found, plain_tree(sequence.root, kept, scored))
 
 
-@pytest.mark.parametrize("mode", [GREEDY, COUPLED], ids=lambda mode: mode.value)
-@pytest.mark.parametrize("name", FIXED_TREES)
-def test_a_fixed_tree_has_the_same_nodes_for_every_text(name: str, mode: VerificationMode) -> None:
-    heads, state, sequence = make_heads(draft_vocab_size=VOCABULARY), state_of(3), sequence_of(text(7), mode)
-    scored = depth_scores(heads, state, sequence)
-    choices = best_tokens(scored, 10)
-    tree = FIXED_TREES[name]
-    ranks: list[tuple[int, ...]] = [()]
-    for parent, own in zip(tree.parents[1:].tolist(), tree.ranks[1:].tolist(), strict=True):
-        ranks.append((*ranks[parent], own))
-    paths = [tuple(choices[depth][own] for depth, own in enumerate(path)) for path in ranks[1:]]
-    worth = path_probs(paths, scored)
-    # Rows stand in falling order of worth, whatever the order of the tree's own list.
-    kept = sorted(paths, key=lambda path: -worth[path])
-    drafter = make_drafter(heads, tree=name)
-    found = draft(drafter, sequence, state)
-    same_tree(found, plain_tree(sequence.root, kept, scored))
-    assert (found.drafted, drafter.limits) == (63, TreeLimits(63, tree.depth))
-
-
-def test_a_fixed_tree_is_cut_to_what_a_target_asks_for() -> None:
-    drafter = make_drafter(make_heads(draft_vocab_size=VOCABULARY), tree="mc_sim_7b_63")
-    whole = draft(drafter, sequence_of(text(7)), state_of())
-    few = draft(drafter, sequence_of(text(7), limits=TreeLimits(5, 0)), state_of())
-    assert few == TokenTree(whole.token_ids[:6], whole.parents[:6], whole.scores[:6])
-    low = draft(drafter, sequence_of(text(7), limits=TreeLimits(0, 2)), state_of())
-    assert set(scores_of(low)) == {path for path in scores_of(whole) if len(path) <= 2}
-
-
-def test_fixed_trees_are_medusas() -> None:
-    """63 nodes each, no rank before the one above it, and the shape of the paper's figure for one of them."""
-    for tree in FIXED_TREES.values():
-        assert len(tree.parents) == 64 and (tree.parents[1:] < np.arange(1, 64)).all()
-        siblings = set(zip(tree.parents[1:].tolist(), tree.ranks[1:].tolist(), strict=True))
-        assert len(siblings) == 63
-        assert all(rank == 0 or (parent, rank - 1) in siblings for parent, rank in siblings)
-    assert np.bincount(FIXED_TREES["mc_sim_7b_63"].depths).tolist() == [1, 10, 28, 23, 2]
-
-
 @pytest.mark.parametrize("sampling", [{"top_k": 2}, {"top_p": 0.5}, {"min_p": 0.4}], ids=["top_k", "top_p", "min_p"])
-@pytest.mark.parametrize("tree", ["best-first", "zephyr_stage2"])
-def test_what_a_request_filters_out_is_not_drafted(sampling: dict[str, Any], tree: str) -> None:
+def test_what_a_request_filters_out_is_not_drafted(sampling: dict[str, Any]) -> None:
     heads = make_heads(draft_vocab_size=VOCABULARY)
     probs = heads(state_of())[:, 0].double().softmax(-1)
-    found = draft(make_drafter(heads, tree=tree), sequence_of(text(5), COUPLED, **sampling), state_of())
+    found = draft(make_drafter(heads), sequence_of(text(5), COUPLED, **sampling), state_of())
     assert found.drafted
     for path in scores_of(found):
         own = probs[len(path) - 1].sort(descending=True).values
