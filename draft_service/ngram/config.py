@@ -21,9 +21,6 @@ class TrieConfig(Settings):
     breadth: int = setting(8, "most children of a node; 1 drafts a single branch", ge=1, le=MAX_ROWS - 1)
     min_match: int = setting(1, "shortest context, in tokens, that predicts", ge=1)
     max_match: int = setting(8, "longest context, in tokens; memory per token grows with it", le=32, ge=1)
-    selection: str = setting(
-        "probable", "which continuations come first: most probable, or most recent", choices=("probable", "recent")
-    )
     # Where the device chooses rows, one pass behind, trees with this floor make up to 1 % more tokens than with 0.01,
     # and take 33 us instead of 18 (`benchmarks/results/2026-11-25-cpu-table-sizes.md`).
     min_score: float = setting(0.001, "least probability of the path to a node that is worth sending", gt=0, le=1)
@@ -90,7 +87,7 @@ class TrieConfig(Settings):
             trust[source, ESCAPE + 1 :] = scale * lengths**-power + least
         # That weight grows with the number of different continuations to this power.
         spread = np.arange(1 + MAX_SIBLINGS, dtype=np.float64) ** 1.25
-        return Evidence(trust, spread, np.array([self.min_match, self.max_match, self.selection == "recent"], np.int64))
+        return Evidence(trust, spread, np.array([self.min_match, self.max_match], np.int64))
 
 
 # The half-life of tries that do not forget with age, a sequence's own and a shared corpus: counts halve every 2**30

@@ -43,7 +43,7 @@ UNKNOWN = -1
 # Columns of `Evidence.trust` before the escape weights.
 RECENCY, PRECEDENCE, HALF_LIFE, ESCAPE = range(4)
 # Entries of `Evidence.rules`.
-MIN_MATCH, MAX_MATCH, RECENT_FIRST = range(3)
+MIN_MATCH, MAX_MATCH = range(2)
 
 Rules = npt.NDArray[np.int64]
 Trie = tuple[Rows, Slots]
@@ -56,7 +56,7 @@ class Evidence(NamedTuple):
     `trust` is [SOURCES, ESCAPE + longest + 1]: occurrences that the most recent continuation gets on top, tokens by
     which the source's windows count as longer, base-2 logarithm of its half-life, and from column ESCAPE on the
     occurrences that the unseen is worth, by window length. `spread` is [1 + MAX_SIBLINGS]: by how much that grows
-    with the number of different continuations. `rules` is int64 [3]: shortest and longest context, most recent first.
+    with the number of different continuations. `rules` is int64 [2]: shortest and longest context.
     Three arrays, since numba takes them from Python in a quarter of the time that scalars in a tuple need.
     """
 
@@ -159,20 +159,12 @@ def _share_out(
     total: float,
     found: int,
     recency: float,
-    recent_first: bool,
     places: Numbers,
     fresh: Reals,
     weights: Reals,
 ) -> None:
     """Add `mass` to the candidates among the siblings, in proportion to their fresh occurrences."""
-    if recent_first:
-        total, share = 0.0, 1.0
-        for i in range(found):
-            if fresh[i] > 0.0:
-                fresh[i] = share
-                total += share
-                share *= 0.5
-    elif fresh[0] > 0.0:
+    if fresh[0] > 0.0:
         fresh[0] += recency
         total += recency
     each = mass / total
@@ -226,9 +218,7 @@ def predict(
                 escape = trust[source, ESCAPE + length] * spread[found]
                 each = open_mass / (total + escape)
                 if new > 0.0:
-                    recent_first = rules[RECENT_FIRST] != 0
-                    recency = trust[source, RECENCY]
-                    _share_out(each * new, new, found, recency, recent_first, places, fresh, weights)
+                    _share_out(each * new, new, found, trust[source, RECENCY], places, fresh, weights)
                 open_mass = each * escape
         state[source] = rows[node, LINK]
         state[SOURCES + source] = length - 1

@@ -42,10 +42,9 @@ def draft(
     depth: int = 16,
     breadth: int = 8,
     floor: float = 1e-4,
-    selection: str = "probable",
 ) -> TokenTree:
     """The tree after `context`, from a trie that learnt `own` and one that learnt `tenant`."""
-    config = TrieConfig(selection=selection)
+    config = TrieConfig()
     tries = []
     for text in (own, tenant):
         trie = NgramTrie(config.depth, 100_000)
@@ -126,10 +125,9 @@ def test_one_branch_or_many() -> None:
     assert len(draft(text, [1], breadth=8).children[0]) == 3
 
 
-@pytest.mark.parametrize(("selection", "first"), [("probable", 2), ("recent", 3)])
-def test_selection_rules(selection: str, first: int) -> None:
+def test_what_came_often_goes_before_what_came_last() -> None:
     text = [1, 2] * 6 + [1, 3, 0]
-    assert draft(text, [1], selection=selection).token_ids[1] == first
+    assert draft(text, [1]).token_ids[1] == 2
 
 
 def test_a_sequence_trusts_its_own_words_over_its_tenants() -> None:
