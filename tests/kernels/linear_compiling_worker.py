@@ -21,7 +21,7 @@ from tree_kernels.linear.triton_tiling import choose_linear_tiling, choose_mappe
 from tree_kernels.linear.vector_tiling import choose_vector_tiling
 
 HALF = (
-    "product", "rows", "scaled", "following", "bias", "residual", "norm_weight", "normed", "output", "cosines", "sines",
+    "product", "rows", "scaled", "bias", "residual", "norm_weight", "normed", "output", "cosines", "sines",
     "query", "key_cache", "row", "value_cache", "norm_bias", "post_weight", "post_bias", "query_norm", "key_norm",
 )  # fmt: skip
 OTHERS = {
@@ -110,7 +110,7 @@ def int8_kernels(
             "SPLITS": tiling.splits if numbers % (tiling.splits * tiling.block_inner) == 0 else 1,
             "AHEAD": tiling.ahead,
         }
-        sizes |= {"INT8": True, "INNER": numbers, "PIECES": 64, "PIECE": 1024}
+        sizes |= {"INT8": True, "INNER": numbers}
         sizes["MAPPED"] = False
         if kind != "rotary":
             sizes["OUTPUTS"] = outputs // 2 if kind == "gated" else outputs
@@ -121,27 +121,26 @@ def int8_kernels(
 def form_kernels() -> Iterator[tuple[str, Any, dict[str, Any], dict[str, int]]]:
     """Of few rows, what Llama's layers do not have: norms of heads, part of a head rotated, other activations."""
     heads = {"HEADS": 32, "KV_HEADS": 8, "WIDTH": 128, "PARTS": 64, "BLOCK_PARTS": 64, "INT8": False, "MAPPED": False}
-    pieces = {"PIECES": 64, "PIECE": 1024}
     for rows in (8, 64):
         tiling = whole_head_tiling(choose_linear_tiling(rows, 6144, 4096), 128, 6144, 4096)
         sizes = {"BLOCK_M": tiling.block_rows, "BLOCK_N": 128, "BLOCK_K": tiling.block_inner, "INNER": 4096}
         sizes |= {"SPLITS": tiling.splits, "AHEAD": tiling.ahead, "NORMS": True, "ROTARY": 128}
         options = {"num_warps": tiling.warps, "num_stages": tiling.stages}
-        yield f"normed heads {rows}", few_rows.rotary_kernel, heads | pieces | sizes, options
+        yield f"normed heads {rows}", few_rows.rotary_kernel, heads | sizes, options
     # Keys and values alone, of a head whose rows are read and not attended from.
-    yield "no queries", few_rows.rotary_kernel, heads | pieces | sizes | {"HEADS": 0}, options
+    yield "no queries", few_rows.rotary_kernel, heads | sizes | {"HEADS": 0}, options
     sizes |= {"NORMS": False, "ROTARY": 64, "INTERLEAVED": True, "HAS_BIAS": True, "BLOCK_N": 64}
-    yield "partly rotated heads", few_rows.rotary_kernel, heads | pieces | sizes, options
+    yield "partly rotated heads", few_rows.rotary_kernel, heads | sizes, options
     # Gemma 4's, with keys and without.
     sizes |= {"INTERLEAVED": False, "ROTARY": 256, "NORMS": True, "WIDTH": 256, "BLOCK_N": 256, "BLOCK_K": 64}
     for kv_heads in (4, 0):
         own = {"HEADS": 8, "KV_HEADS": kv_heads, "VALUE_EPSILON": 1e-6}
-        yield f"normed values, {kv_heads} key heads", few_rows.rotary_kernel, heads | pieces | sizes | own, options
+        yield f"normed values, {kv_heads} key heads", few_rows.rotary_kernel, heads | sizes | own, options
     for kind in ("gelu", "xielu", "sigmoid"):
         sizes = {"BLOCK_M": 8, "BLOCK_N": 64, "BLOCK_K": 128, "INNER": 4096, "SPLITS": 1, "AHEAD": 8, "OUTPUTS": 12288}
         sizes |= {"PARTS": 0, "MAPPED": False, "INT8": False, "HAS_BIAS": True}
         options = {"num_warps": 4, "num_stages": 4}
-        yield kind, few_rows.activated_kernel, sizes | pieces | {"ACTIVATION": kind, "GATED": False}, options
+        yield kind, few_rows.activated_kernel, sizes | {"ACTIVATION": kind, "GATED": False}, options
 
 
 def vector_kernels() -> Iterator[tuple[str, Any, dict[str, Any], dict[str, int]]]:
@@ -178,7 +177,7 @@ def mapped_kernels(
             continue
         sizes = {"BLOCK_M": rows, "BLOCK_N": tiling.block_outputs, "BLOCK_K": tiling.block_inner}
         sizes |= {"SPLITS": tiling.splits, "AHEAD": tiling.ahead}
-        sizes |= {"INT8": False, "INNER": numbers, "PIECES": 64, "PIECE": 1024, "MAPPED": True}
+        sizes |= {"INT8": False, "INNER": numbers, "MAPPED": True}
         if kind != "heads":
             sizes["OUTPUTS"] = outputs // 2 if kind == "gated" else outputs
         options = {"num_warps": tiling.warps, "num_stages": tiling.stages}

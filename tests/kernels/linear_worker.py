@@ -308,9 +308,7 @@ def kernels(inputs: Inputs, rows: slice = slice(None)) -> dict[str, Tensor]:
         bias = None if inputs.bias is None else inputs.bias[first:]
         assert isinstance(inputs.qkv, Tensor)
         assert not triton.rotary_linear(start, inputs.qkv[first:], bias, heads, inputs.head_form).numel()
-    added, scaled = triton.add_linear(
-        attended, inputs.out, inputs.out_bias, hidden, inputs.norm, inputs.gate_up, inputs.sum
-    )
+    added, scaled = triton.add_linear(attended, inputs.out, inputs.out_bias, hidden, inputs.norm, inputs.sum)
     assert scaled is not None
     plain, none = triton.add_linear(attended, inputs.out)
     assert none is None
@@ -356,7 +354,7 @@ def references(inputs: Inputs) -> dict[str, Tensor]:
     out = on_cpu(inputs.out)
     form, numbers = inputs.sum, inputs.activation.parameters
     form = replace(form, norm=norm_on_cpu(form.norm))
-    added, scaled = TORCH.add_linear(attended, out, out_bias, rows, norm, None, form)
+    added, scaled = TORCH.add_linear(attended, out, out_bias, rows, norm, form)
     assert scaled is not None
     head_form = inputs.head_form
     head_form = replace(

@@ -11,7 +11,7 @@ import triton
 import triton.language as tl
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
-from tree_kernels.linear.triton_kernels import block_product, finish_norm, load_squares, prefetch_pieces
+from tree_kernels.linear.triton_kernels import block_product, finish_norm, load_squares
 from tree_kernels.linear.triton_parts import activated, gated, load_norm, load_wide, whole_norm
 
 
@@ -64,7 +64,12 @@ def _product(  # type: ignore[no-untyped-def]
 def _prefetch_share(weight, PIECE: tl.constexpr):  # type: ignore[no-untyped-def]
     """Bring this tile's share of an expert's next weight into the L2 cache, PIECE bytes a thread."""
     if PIECE > 0:
-        prefetch_pieces(weight, tl.program_id(0).to(tl.int64) * 128 + tl.arange(0, 128), PIECE)
+        piece = tl.program_id(0).to(tl.int64) * 128 + tl.arange(0, 128)
+        address = weight.to(tl.pointer_type(tl.int8), bitcast=True) + piece.to(tl.int64) * PIECE
+        tl.inline_asm_elementwise(
+            "cp.async.bulk.prefetch.L2.global [$1], $2; mov.b32 $0, 0;", "=r,l,r",
+            [address, tl.full([128], PIECE, tl.int32)], dtype=tl.int32, is_pure=False, pack=1,
+        )  # fmt: skip
 
 
 @triton.jit

@@ -30,8 +30,7 @@ from tree_kernels.linear.triton_epilogues import gated_epilogue_kernel
 class CublasLinears(TritonLinears):
     """See `tree_kernels.linear.RowLinears`. For any number of rows; made for more than a tile of `TritonLinears`.
 
-    No weight is prefetched: a product of many rows leaves the memory no time for it. Nor are they invariant or of a
-    given tiling: how a product treats its rows is the library's own matter.
+    They are not invariant, nor of a given tiling: how a product treats its rows is the library's own matter.
     """
 
     def scale_rows(self, hidden: Tensor, norm: Norm) -> ScaledRows:
@@ -44,7 +43,6 @@ class CublasLinears(TritonLinears):
         bias: Tensor | None = None,
         residual: Tensor | None = None,
         norm: Norm | None = None,
-        following: Weight | None = None,  # noqa: ARG002
         form: SumForm = PLAIN_SUM,
         into: Tensor | None = None,
     ) -> tuple[Tensor, ScaledRows | None]:

@@ -41,7 +41,6 @@ class RowLinears:
     """The linear layers in PyTorch, in fp32 and rounded at the end: the definition of what the kernels compute.
 
     A weight is a tensor of the rows' dtype, or an `Int8Weight`: int8, weight-only, one scale a row (W8A16).
-    `following` is a weight that a later launch reads, to be prefetched into the L2 cache.
     """
 
     def norm_rows(self, hidden: Tensor, norm: Norm) -> Tensor:
@@ -76,7 +75,6 @@ class RowLinears:
         bias: Tensor | None = None,
         residual: Tensor | None = None,
         norm: Norm | None = None,
-        following: Weight | None = None,  # noqa: ARG002
         form: SumForm = PLAIN_SUM,
         into: Tensor | None = None,
     ) -> tuple[Tensor, ScaledRows | None]:

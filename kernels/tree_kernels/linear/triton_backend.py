@@ -91,7 +91,6 @@ class TritonLinears(RowLinears):
         bias: Tensor | None = None,
         residual: Tensor | None = None,
         norm: Norm | None = None,
-        following: Weight | None = None,
         form: SumForm = PLAIN_SUM,
         into: Tensor | None = None,
     ) -> tuple[Tensor, ScaledRows | None]:
@@ -101,9 +100,9 @@ class TritonLinears(RowLinears):
         if form.norm is not None or (norm is not None and not norm.halves):
             # These need a whole row, of which a tile has a part.
             product = rows.new_empty(len(rows), weight.shape[0], dtype=torch.float32)
-            self._add(rows, weight, product, following=following)
+            self._add(rows, weight, product)
             return self._finish_sum(product, bias, residual, norm, form, output)
-        return output, self._add(rows, weight, output, bias, residual, norm, following, form.multiplier)
+        return output, self._add(rows, weight, output, bias, residual, norm, form.multiplier)
 
     def add_rows(
         self, rows: Tensor, residual: Tensor | None = None, norm: Norm | None = None, form: SumForm = PLAIN_SUM
@@ -167,7 +166,6 @@ class TritonLinears(RowLinears):
         bias: Tensor | None = None,
         residual: Tensor | None = None,
         norm: Norm | None = None,
-        following: Weight | None = None,
         multiplier: float = 1.0,
     ) -> ScaledRows | None:
         """Write the sum to `output` [R, N]; the rows for the norm behind it, where there is one."""
@@ -185,7 +183,7 @@ class TritonLinears(RowLinears):
             output if scaled is None else scaled.rows, output if scaled is None else scaled.squares,
             count=count, row_stride=rows.stride(0), HAS_BIAS=bias is not None, MULTIPLIER=multiplier,
             ADDS=residual is not None, SCALES=norm is not None, OUTPUTS=outputs, **options,
-            **_maps(tiling, rows, weight, tiling.block_outputs), **self._prefetch(following, rows, math.prod(grid)),
+            **_maps(tiling, rows, weight, tiling.block_outputs),
         )  # fmt: skip
         return scaled
 
@@ -318,14 +316,6 @@ class TritonLinears(RowLinears):
             **self._order(),
         }
         return (blocks, tiles, splits), options
-
-    def _prefetch(self, following: Weight | None, other: Tensor, programs: int) -> dict[str, Any]:
-        """What brings shares of `following` into the L2 cache, one a program; `other` stands for none."""
-        prefetched = following.words if isinstance(following, Int8Weight) else following
-        size = prefetched.nbytes if prefetched is not None and self._dependent else 0
-        # By 128 threads; whole cache lines; the last piece ends inside the weight. Without rows nothing is launched.
-        piece = size // (max(1, programs) * 128) // 128 * 128
-        return {"following": or_other(prefetched, other), "PIECE": piece, "PIECES": size // piece if piece else 0}
 
     def _order(self) -> dict[str, bool]:
         return {"DEPENDENT": True, "launch_pdl": True} if self._dependent else {"DEPENDENT": False}

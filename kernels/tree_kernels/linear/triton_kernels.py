@@ -138,24 +138,6 @@ def _mapped_products(  # type: ignore[no-untyped-def]
 
 
 @triton.jit
-def prefetch_pieces(memory, piece, PIECE: tl.constexpr):  # type: ignore[no-untyped-def]
-    """Bring these 128 pieces of a memory, of PIECE bytes each, into the L2 cache."""
-    address = memory.to(tl.pointer_type(tl.int8), bitcast=True) + piece.to(tl.int64) * PIECE
-    tl.inline_asm_elementwise(
-        "cp.async.bulk.prefetch.L2.global [$1], $2; mov.b32 $0, 0;", "=r,l,r",
-        [address, tl.full([128], PIECE, tl.int32)], dtype=tl.int32, is_pure=False, pack=1,
-    )  # fmt: skip
-
-
-@triton.jit
-def _prefetch(following, PIECES: tl.constexpr, PIECE: tl.constexpr):  # type: ignore[no-untyped-def]
-    """Bring weights that a later launch reads into the L2 cache: a share for each program, PIECE bytes a thread."""
-    if PIECE > 0:
-        program = (tl.program_id(2) * tl.num_programs(1) + tl.program_id(1)) * tl.num_programs(0) + tl.program_id(0)
-        prefetch_pieces(following, tl.minimum(program * 128 + tl.arange(0, 128), PIECES - 1), PIECE)
-
-
-@triton.jit
 def _halves(total, BLOCK_M: tl.constexpr, HALF_N: tl.constexpr):  # type: ignore[no-untyped-def]
     """[BLOCK_M, 2 * HALF_N] into its left and its right half."""
     return tl.split(tl.permute(tl.reshape(total, (BLOCK_M, 2, HALF_N)), (0, 2, 1)))
@@ -184,12 +166,12 @@ def finish_norm(  # type: ignore[no-untyped-def]
 
 @triton.jit
 def add_kernel(  # type: ignore[no-untyped-def]
-    rows, bias, residual, norm_weight, output, scaled, squares, weight, row_scales, partials, counters, following,
+    rows, bias, residual, norm_weight, output, scaled, squares, weight, row_scales, partials, counters,
     rows_map, weight_map, count, row_stride, MAPPED: tl.constexpr,
     INT8: tl.constexpr, HAS_BIAS: tl.constexpr, MULTIPLIER: tl.constexpr, ADDS: tl.constexpr, SCALES: tl.constexpr,
     OUTPUTS: tl.constexpr,
     INNER: tl.constexpr, SPLITS: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr,
-    AHEAD: tl.constexpr, PIECES: tl.constexpr, PIECE: tl.constexpr, DEPENDENT: tl.constexpr,
+    AHEAD: tl.constexpr, DEPENDENT: tl.constexpr,
 ):  # fmt: skip
     """A linear layer; `ADDS` the residual to a multiple, and `SCALES` the sum for the norm that reads it next."""
     tile = tl.program_id(1)
@@ -204,7 +186,6 @@ def add_kernel(  # type: ignore[no-untyped-def]
         rows, weight, row_scales, rows_map, weight_map, partials, counters, row, column, tile * BLOCK_N, there,
         row_stride, MAPPED, INT8, INNER, SPLITS, BLOCK_M, BLOCK_N, BLOCK_K,
     )  # fmt: skip
-    _prefetch(following, PIECES, PIECE)
     if HAS_BIAS:
         total += tl.load(bias + column).to(tl.float32)[None, :]
     if MULTIPLIER != 1.0:

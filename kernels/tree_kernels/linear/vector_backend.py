@@ -27,8 +27,7 @@ from tree_kernels.linear.vector_tiling import VectorTiling, choose_vector_tiling
 
 class VectorLinears(TritonLinears):
     """The layers of one row: a product is read through registers where its weight is in half precision and has rows of
-    at least `MIN_INNER` numbers. All else is as in `TritonLinears`. What follows need not be prefetched: its programs
-    begin to load while this product ends (2 us of a layer slower on an H100).
+    at least `MIN_INNER` numbers. All else is as in `TritonLinears`.
 
     Launches of one object must not run concurrently.
     """
@@ -75,12 +74,11 @@ class VectorLinears(TritonLinears):
         bias: Tensor | None = None,
         residual: Tensor | None = None,
         norm: Norm | None = None,
-        following: Weight | None = None,
         multiplier: float = 1.0,
     ) -> ScaledRows | None:
         tiling = self._vector_tiling(rows, weight, scaled=norm is not None)
         if tiling is None or isinstance(weight, Int8Weight):
-            return super()._add(rows, weight, output, bias, residual, norm, following, multiplier)
+            return super()._add(rows, weight, output, bias, residual, norm, multiplier)
         outputs = weight.shape[0]
         tiles = triton.cdiv(outputs, tiling.block_outputs)
         scaled = None

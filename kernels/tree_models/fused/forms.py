@@ -293,7 +293,7 @@ class FusedForm:
             )
             form = SumForm(added.norm)
             hidden, _ = linears.add_linear(
-                opened * vectors, added.projection.weight, added.projection.bias, hidden, None, None, form
+                opened * vectors, added.projection.weight, added.projection.bias, hidden, None, form
             )
         if scale is not None:
             hidden = hidden * scale
@@ -311,7 +311,7 @@ class FusedForm:
         """The residual with a product of all ranks, and the first half of the norm behind it."""
         weight, bias, ranks = product.weight, product.bias, self.ranks
         if ranks is None:
-            return linears.add_linear(rows, weight, bias, residual, norm, None, form)
+            return linears.add_linear(rows, weight, bias, residual, norm, form)
         sums = ranks.sums_of(residual)
         part, _ = linears.add_linear(rows, weight, bias, into=None if sums is None else sums.place(*residual.shape))
         if sums is not None:
@@ -331,7 +331,7 @@ class FusedForm:
             if parts.shared_gate is not None:
                 gate = parts.shared_gate
                 activated = activated * linears.activated_linear(scaled, gate.weight, gate.bias, _SIGMOID)
-            before, _ = linears.add_linear(activated, shared.down.weight, shared.down.bias, before, None, None, own)
+            before, _ = linears.add_linear(activated, shared.down.weight, shared.down.bias, before, None, own)
         chosen = parts.router.choose(scaled, self.experts)
         if whole:
             return self.experts.mix(scaled, chosen, parts.weights, before, norm, form.multiplier)

@@ -113,8 +113,6 @@ class AttentionMixer:
         # Of a layer without keys of its own nothing is written.
         written = (keys, values) if self.has_keys else (keys[:, :, :0], values[:, :, :0])
         heads = HeadRows(angles.cosines, angles.sines, step.slots, *written)
-        # The weight behind attention is not prefetched: that slows this product by more than it saves there, 3 % of a
-        # layer of 1 to 64 rows (benchmarks/results/2026-11-27-h100-vectors.md).
         return linears.rotary_linear(scaled, product.weight, product.bias, heads, form=self.heads)
 
     def _unturned(self, rows: int, step: PagedPass) -> Angles:
