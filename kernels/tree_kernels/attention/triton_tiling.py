@@ -63,9 +63,12 @@ _SHORT = 2048
 # Of the warp-specialised kernel, four warps of each warpgroup. A fifth stage changed nothing on an H200, and tiles of
 # 128 keys spill registers (`benchmarks/results/2026-11-29-h200-prompt-attention.md`).
 SPECIALISED = Tiling(128, 64, 4, 4, 1, specialised=True)
-# Tiles of each of its programs from which it is chosen: with two it was slower than Triton's, with four it took 4 %
-# less, with eight 7 % (the same record).
-_SPECIALISED_TILES = 6
+# Tiles of each of its programs from which it is chosen: with two Triton's takes a sixth less, with four a quarter more
+# (`benchmarks/results/2026-11-30-h200-captured-attention.md`).
+_SPECIALISED_TILES = 3
+# The share of programs from which, with a group for each, hardly any group is cut: then the last program merges sooner
+# than another launch, with fewer groups later (the same record).
+_OWN_PROGRAMS = 0.9
 
 
 def choose_tiling(
@@ -81,7 +84,8 @@ def choose_tiling(
     words: int,
     specialised: bool,
 ) -> Tiling:
-    """The fastest of those tried on an H200 (`benchmarks/kernels/tree_attention.py --tune`).
+    """The fastest of those tried on an H200, on average over contexts of 300 to 3,000 tokens where a step is short
+    (`benchmarks/results/2026-11-30-h200-captured-attention.md`), else by `benchmarks/kernels/tree_attention.py --tune`.
 
     Page ids come one pipeline stage before what they point at, so that two stages buy one tile in flight.
 
@@ -96,26 +100,24 @@ def choose_tiling(
         tiles = blocks * (keys / sequences + rows / 2) / SPECIALISED.block_keys
         if tiles >= _SPECIALISED_TILES * processors:
             return SPECIALISED
-    # More work than SMs: two programs on one hide each other's latency.
-    busy = 4 * heads > processors
     short = keys <= _SHORT * sequences
     packed = max(16, triton.next_power_of_2(packed_rows))
     if itemsize > 2 or width > 128:
         return Tiling(min(64, packed), 32, 4, 2 if itemsize > 2 else 3, 1)
-    # Groups are then cut in two at most, and another launch would take as long as the merge.
-    few_cuts = short and heads >= processors
-    merge_rows = 16 if few_cuts and width > 64 else 0
-    if packed == 16 and few_cuts:
-        return Tiling(16, 128, 4, 3, 2, 16)
-    if packed <= 32 and short and not busy:
-        return Tiling(16, 128, 4, 3, 1) if width > 64 else Tiling(16, 64, 4, 5, 1)
-    if packed <= 32:
-        return Tiling(packed, 64, 4, 5, 2 if busy or keys > 16384 or sequences >= 8 else 1, merge_rows)
-    if packed == 64 and short and width > 64 and heads <= processors // 2:
-        return Tiling(32, 128, 4, 3, 1)
-    if packed == 64 or (not busy and (short or width <= 64)):
-        per_sm = 2 if busy or 2 * heads * packed // 64 > processors else 1
-        return Tiling(64, 64, 4, 5, per_sm, merge_rows if packed == 64 else 0)
+    # Blocks of 64 rows as soon as 16 are too few: products of 64 rows are Hopper's own.
+    few = packed_rows <= 64 or (short and (packed_rows <= 128 or (packed_rows <= 256 and 4 * heads <= processors)))
+    if few:
+        block = 16 if packed_rows <= 16 else 64
+        groups = heads * triton.cdiv(packed_rows, block)
+        # Two programs on an SM hide each other's latency where there are more groups than SMs, or where each group is
+        # then cut in four.
+        hides = groups > processors or processors // 4 < groups <= processors // 2
+        per_sm = 2 if hides or (block == 16 and keys > 16384) else 1
+        programs = per_sm * processors
+        merge_rows = 16 if short and _OWN_PROGRAMS * programs <= groups <= programs else 0
+        if block == 16 and groups > processors:
+            return Tiling(16, 128, 4, 3, per_sm, merge_rows)
+        return Tiling(block, 64, 4, 5, per_sm, merge_rows)
     # Keys of a whole batch above which reading each of them once outweighs the spills of a block of 256 rows.
     if packed >= 256 and keys >= 96 * 1024 and not short:
         return Tiling(256, 64, 16, 5, 1, apart=True)
