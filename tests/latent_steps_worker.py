@@ -61,7 +61,7 @@ class Padded:
     def forward(self, step: ForwardInput) -> Tensor:
         buffer, runner = self._buffer, self._runner
         buffer.load(step, LAST_POSITION, numpy.zeros(buffer.parameters.numel(), numpy.int32))
-        buffer.plan.schedules.clear()
+        buffer.plan.clear_schedules()
         context = PagedPass(runner.attention, buffer.plan, buffer.slots, runner.cache)
         logits = runner.network(buffer.token_ids.long(), buffer.positions, context)
         return logits[: len(step.token_ids)]

@@ -67,7 +67,7 @@ class Padded:
         buffer, runner, states = self._buffer, self._runner, self._runner.cache.recurrent
         assert states is not None
         buffer.load(step, LAST_POSITION, numpy.zeros(buffer.parameters.numel(), numpy.int32))
-        buffer.plan.schedules.clear()
+        buffer.plan.clear_schedules()
         plan = self._recurrence.capturable.plan_on_device(buffer.plan.batch, buffer.recurrent_tensors, states)
         recurrent = RecurrentPass(self._recurrence, plan, states)
         context = PagedPass(self._attention, buffer.plan, buffer.slots, runner.cache, recurrent)

@@ -133,7 +133,7 @@ class RerunRunner(CapturedRunner):
     def _record(self, launch: Callable[[], tuple[Any, ...]], plan: Any = None) -> Any:
         def again() -> tuple[Any, ...]:
             if plan is not None:
-                plan.schedules.clear()
+                plan.clear_schedules()
             return launch()
 
         results = again()

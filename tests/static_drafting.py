@@ -81,7 +81,7 @@ class StaticDrafting(CapturedDrafting):
 
     def _capture(self, run: Callable[[], Output], plan: TritonPlan) -> Callable[[], Output]:
         def replay() -> Output:
-            plan.schedules.clear()
+            plan.clear_schedules()
             return run()
 
         return replay

@@ -129,7 +129,7 @@ class Bench:
             return expanded_values(attended, inputs.projections)
 
         def scheduled(cache: Tensor) -> Tensor:
-            plan.schedules.clear()
+            plan.clear_schedules()
             return attend(cache)
 
         found = self.measured(attend)

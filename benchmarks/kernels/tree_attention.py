@@ -91,7 +91,7 @@ def ours(inputs: Inputs, settings: TritonSettings) -> dict[str, Any]:
         return backend.run(plan, inputs.query, keys, values, inputs.scale)
 
     def run_and_schedule(keys: Tensor, values: Tensor) -> Tensor:
-        plan.schedules.clear()
+        plan.clear_schedules()
         return run(keys, values)
 
     result = measure(inputs, run)

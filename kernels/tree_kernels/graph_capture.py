@@ -36,7 +36,7 @@ class GraphCapture:
         self._stream.synchronize()
         # The first layer makes the schedule, which has to become part of the graph.
         if plan is not None:
-            plan.schedules.clear()
+            plan.clear_schedules()
         graph = torch.cuda.CUDAGraph()
         # Calls of other threads meanwhile, such as allocations of pinned memory, do no harm.
         mode = "thread_local"

@@ -15,6 +15,7 @@ from target_service.core.running_means import RunningTime
 from target_service.core.schedule import Schedule
 from target_service.core.scheduler import Scheduler
 from target_service.core.sequence import Sequence
+from target_service.engine.common_pages import CommonPages
 from target_service.engine.slow_masks import SlowMasks
 from target_service.engine.speculation import EngineSpeculation
 from target_service.engine.step import Step, StepClock
@@ -68,6 +69,8 @@ class StepLauncher:
         self._live, self.slow_masks = live, SlowMasks(live)
         self._update_use = update_use
         self._fail = fail
+        reads_once = runner.attention.reads_common_pages and scheduler.pages.prefixes is not None
+        self._common = CommonPages(runner.cache.page_size) if reads_once else None
         self._mode = LaunchMode.RUN_AHEAD  # of the next pass
         # Seconds to launch a pass that is laid out, the mean of some ten.
         self._launching = RunningTime(0.1)
@@ -161,7 +164,8 @@ class StepLauncher:
     def _launch(self, schedule: Schedule, gathered: Gathered, clock: StepClock, *, behind: Step | None = None) -> Step:
         """Lay a step out and launch it, `behind` the one that runs if there is one."""
         passes, device_rows = self._passes(schedule, gathered, behind)
-        batch = lay_out(schedule.chunks, gathered.trees, self._runner.cache, passes, device_rows)
+        common = self._common.of([chunk.sequence for chunk in schedule.chunks]) if self._common is not None else ()
+        batch = lay_out(schedule.chunks, gathered.trees, self._runner.cache, passes, device_rows, common)
         verifiers = [self._live[item.sequence.sequence_id].verifier for item in batch.items]
         if device_rows is not None and self._steps.tables is not None:
             sequences = [item.sequence for item in batch.items]

@@ -117,8 +117,10 @@ def lay_out(
     cache: KVCache,
     passes: int = 1,
     device_rows: DeviceRows | None = None,
+    common_pages: tuple[int, ...] = (),
 ) -> StepBatch:
     """Build the step. `trees[i]` belongs to `chunks[i]`; only a chunk of one row may carry drafted rows.
+    `common_pages` are those of `AttentionBatch`.
 
     It is the first of `passes` passes, and the pages hold the keys of all of them. Row r of a sequence has cache slot
     `kv_length + r`; its position is `kv_length` plus its depth. A token pending from the step under way is laid out as
@@ -160,7 +162,8 @@ def lay_out(
         starts.append(end)
         pages.append(sequence.pages[: cache.pages_for(keys)])
         parents.append(shape)
-    attention = AttentionBatch(tuple(starts), tuple(prefixes), tuple(pages), cache.page_size, tuple(parents))
+    of_sequences = tuple(pages), cache.page_size, tuple(parents), common_pages
+    attention = AttentionBatch(tuple(starts), tuple(prefixes), *of_sequences)
     room, laid_out = (device_rows.rows, device_rows.laid_out) if device_rows is not None else (0, 0)
     rows_of_pass = tuple(token_ids), tuple(positions), tuple(slots)
     states = _state_slots(chunks, trees, cache.recurrent) if cache.recurrent is not None else ()

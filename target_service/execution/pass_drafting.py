@@ -84,4 +84,4 @@ class PassDrafting:
 def _planned_again(plan: AttentionPlan) -> AttentionPlan:
     """The plan of a pass, whose work is divided once more: the pass itself need not have run, where what follows it is
     captured."""
-    return replace(plan, schedules={}) if hasattr(plan, "schedules") else plan  # type: ignore[call-arg]
+    return replace(plan, schedules={}, parts=None) if hasattr(plan, "schedules") else plan  # type: ignore[call-arg]

@@ -103,10 +103,11 @@ class MoveAccepted(ProcessMessage, frozen=True):
 
 
 class CapturePass(ProcessMessage, frozen=True):
-    """Capture passes of a size. A pass of it is run on the way."""
+    """Capture passes of a size, a `Bucket`. A pass of it is run on the way."""
 
     rows: int
     sequences: int
+    common: bool
 
 
 class ReplayPass(ProcessMessage, frozen=True):
@@ -114,6 +115,7 @@ class ReplayPass(ProcessMessage, frozen=True):
 
     rows: int
     sequences: int
+    common: bool
     few_outputs: bool
 
 

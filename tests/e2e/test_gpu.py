@@ -25,6 +25,7 @@ from benchmarks.shared.loaded_models import runner_for
 from outrider.sampling import SamplingParams, VerificationMode
 from outrider.structured_output import StructuredOutput
 from target_service.core.sequence import SequenceRequest
+from target_service.engine import common_pages
 from target_service.execution import device_executor
 from target_service.execution.device_executor import DeviceSteps
 from target_service.execution.host_executor import HostSteps
@@ -60,6 +61,7 @@ def captured(
     invariant: bool = False,
     enable_device_row_selection: bool = False,
     hooked: tuple[int, ...] = (),
+    common: bool = False,
 ) -> tuple[ModelRunner, DeviceSteps]:
     # Only on a machine that runs these tests: Triton may be absent elsewhere.
     from target_service.model.cuda_graphs.runner import CapturedRunner, CaptureOptions
@@ -68,7 +70,7 @@ def captured(
     if enable_device_row_selection:
         runner.enable_device_row_selection(SEQUENCES)
     layers = LayerOptions(compiled=not invariant, invariant=invariant)
-    options = CaptureOptions(ROWS, SEQUENCES, layers, hooked)
+    options = CaptureOptions(ROWS, SEQUENCES, layers, hooked, common_pages=common)
     taken = CapturedRunner(runner, options)
     # As at a start whose time was over before the largest sizes were captured.
     taken.capture(taken.buckets[: len(taken.buckets) // 2])
@@ -110,6 +112,26 @@ def test_captured_steps_say_what_eager_ones_say(
     assert [one.token_ids for one in outcomes] == [one.token_ids for one in said]
     if draft == "knowing":
         assert sum(one.finished.totals.accepted_tokens for one in outcomes) > 20
+
+
+@pytest.mark.parametrize("draft", ["none", "knowing"])
+@pytest.mark.parametrize("selects", [False, True], ids=["host rows", "device rows"])
+def test_pages_in_common_are_read_once(monkeypatch: pytest.MonkeyPatch, draft: str, selects: bool) -> None:
+    from target_service.model.cuda_graphs.runner import CapturedRunner
+
+    monkeypatch.setattr(common_pages, "_WORTH_KEYS", 8 * 128)
+    rng = random.Random(4)
+    shared = [rng.randrange(3, VOCABULARY) for _ in range(300)]
+    sampling = SAMPLINGS["seeded"]
+    wanted = [request([*shared, 5 + i, *range(3, 3 + 7 * i)], 40, sampling=sampling) for i in range(12)]
+    said = run(make_runner(make_tiny().cuda(), kv_tokens=16_384, attention="torch"), wanted)
+    eager = make_runner(make_tiny().cuda(), kv_tokens=16_384, attention="triton")
+    assert [one.token_ids for one in run(eager, wanted)] == [one.token_ids for one in said]
+    runner = make_runner(make_tiny().cuda(), kv_tokens=16_384, attention="triton")
+    taken, steps = captured(runner, enable_device_row_selection=selects, common=True)
+    outcomes = run(taken, wanted, propose=drafter(draft, wanted, said), stagger=1, launch=steps)
+    assert [one.token_ids for one in outcomes] == [one.token_ids for one in said]
+    assert isinstance(taken, CapturedRunner) and any(bucket.common for bucket in taken._captured)
 
 
 @pytest.mark.parametrize("draft", ["none", "knowing"])

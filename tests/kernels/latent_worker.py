@@ -129,7 +129,7 @@ def a_plan_takes_the_next_step() -> list[float]:
         packed = torch.frombuffer(backend.pack(plan, case.batch), dtype=torch.int32)
         plan.integers[: len(packed)] = packed
         # What a captured graph replays: prepare, attend, merge.
-        plan.schedules.clear()
+        plan.clear_schedules()
         query = torch.zeros_like(first.query)
         query[: case.batch.rows] = case.query
         output = backend.run(plan, query, case.cache, case.latent, case.scale)[: case.batch.rows]
@@ -145,7 +145,7 @@ def output_rows_are_as_in_a_whole_pass() -> list[float]:
     expected = own.run(own.plan(case.batch), case.query, case.cache, case.latent, case.scale)
     for first, end in ((0, 1), (1, 9), (9, 17)):
         plan.output_rows = first, end
-        plan.schedules.clear()
+        plan.clear_schedules()
         output = backend.run(plan, case.query, case.cache, case.latent, case.scale)
         starts = case.batch.query_starts
         rows = [row for a, b in itertools.pairwise(starts) for row in range(a + first, min(a + end, b))]

@@ -44,6 +44,9 @@ def check(found: dict[str, Any]) -> None:
     error, kept = found["outgrown"]
     assert error < 2e-6 and kept
     assert max(found["output_rows_errors"]) < 2e-6
+    common = found["common_errors"]
+    assert {name: error for name, error in common.items() if not error < found["common_tolerance"]} == {}
+    assert found["combining"] < 2e-6
 
 
 def test_every_case_equals_the_reference(interpreted: dict[str, Any]) -> None:

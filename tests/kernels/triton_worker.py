@@ -20,8 +20,9 @@ from examples import is_full
 
 from target_service.model.cuda_graphs.sizes import Bucket, capacity
 from tree_kernels.attention import AttentionBatch, AttentionPlan, TreeAttention, plan_integers
+from tree_kernels.attention.reference import combined
 from tree_kernels.attention.triton_backend import INVARIANT, TritonAttention, TritonSettings
-from tree_kernels.attention.triton_planning import HeadLayout
+from tree_kernels.attention.triton_planning import HeadLayout, PartialRows
 from tree_kernels.attention.triton_tiling import SPECIALISED, Merging, Tiling
 from tree_kernels.window_frames import WindowFrames
 
@@ -287,7 +288,7 @@ def a_plan_takes_the_next_step() -> list[float]:
         packed = torch.frombuffer(backend.pack(plan, case.batch), dtype=torch.int32)
         plan.integers[: len(packed)] = packed
         # What a captured graph replays: prepare, attend, merge.
-        plan.schedules.clear()
+        plan.clear_schedules()
         query = torch.zeros(first.query.shape, device=DEVICE)
         query[: case.batch.rows] = case.query
         output = backend.run(plan, query, case.key_cache, case.value_cache, case.scale, case.variant)
@@ -307,7 +308,7 @@ def a_captured_sequence_outgrows_its_first_length() -> tuple[float, bool]:
     packed = torch.frombuffer(backend.pack(plan, short), dtype=torch.int32)
     plan.integers[: len(packed)] = packed
     plan.prefix_lengths += 1
-    plan.schedules.clear()
+    plan.clear_schedules()
     output = backend.run(plan, case.query, case.key_cache, case.value_cache, case.scale, case.variant)
     without_room = backend.plan(short)
     backend.run(without_room, case.query, case.key_cache, case.value_cache, case.scale, case.variant)
@@ -320,7 +321,7 @@ def a_captured_sequence_outgrows_its_first_length() -> tuple[float, bool]:
         )
     )
     without_room.prefix_lengths += 1
-    without_room.schedules.clear()
+    without_room.clear_schedules()
     again = backend.schedule_of(without_room, layout)
     kept = bool((whole[schedule.max_chunks :] == -7).all()) and int(again.totals[1]) == schedule.max_chunks
     return relative_error(output, reference(case)), kept
@@ -342,7 +343,7 @@ def a_captured_step_takes_rows_spread_in_any_way() -> list[float]:
         packed = torch.frombuffer(backend.pack(plan, case.batch), dtype=torch.int32)
         plan.integers[: len(packed)] = packed
         kept = dict(plan.schedules)
-        plan.schedules.clear()
+        plan.clear_schedules()
         output = backend.run(plan, case.query, case.key_cache, case.value_cache, case.scale, case.variant)
         assert all(plan.schedules[layout].max_chunks == one.max_chunks for layout, one in kept.items())
         errors.append(relative_error(output, reference(case)))
@@ -358,12 +359,80 @@ def output_rows_are_as_in_a_whole_pass() -> list[float]:
         plan, expected = backend.plan(case.batch), reference(case)
         for first, end in ((1, 9), (9, 17), (17, 33), (0, 1), (32, 33)):
             plan.output_rows = first, end
-            plan.schedules.clear()
+            plan.clear_schedules()
             output = backend.run(plan, case.query, case.key_cache, case.value_cache, case.scale, case.variant)
             starts = case.batch.query_starts
             rows = [row for a, b in itertools.pairwise(starts) for row in range(a + first, min(a + end, b))]
             errors.append(relative_error(output[rows], expected[rows]))
     return errors
+
+
+def with_common_pages(case: Case, keys: int, others: tuple[int, ...] = ()) -> Case:
+    """The case with its sequences' first `keys` keys in pages that they have in common, but for `others`."""
+    batch, count = case.batch, keys // case.batch.page_size
+    members = [b for b in range(batch.sequences) if b not in others and batch.row_counts[b]]
+    shared = tuple(batch.pages[members[-1]][:count])
+    pages = tuple((*shared, *held[count:]) if b in members else held for b, held in enumerate(map(tuple, batch.pages)))
+    common = tuple(count if b in members else 0 for b in range(batch.sequences))
+    return replace(case, batch=replace(batch, pages=pages, common_pages=common))
+
+
+def common_pages_are_read_once() -> dict[str, float]:
+    """Errors where sequences have pages in common, in steps of every kind: planned anew; of one plan, step by step, the
+    last without common pages; with sinks; and of layers that read them for each sequence, with windows and slopes."""
+    specs: list[Spec] = [
+        (141, 7, "tree"), (131, 1, "tree"), (0, 0, "tree"), (128, 13, "causal"), (40, 5, "tree"), (150, 9, "chain")
+    ]  # fmt: skip
+    settings = {
+        "small": TritonSettings(tiling=SMALL, processors=5),
+        "apart": TritonSettings(tiling=replace(WIDE, merge_rows=0), processors=7),
+        "tall": TritonSettings(tiling=TALL[3], processors=40),
+    }
+    if not INTERPRETED:
+        settings |= {"specialised": TritonSettings(tiling=SPECIALISED), "own": TritonSettings()}
+    found = {}
+    for name, one in settings.items():
+        kind = {} if INTERPRETED else {"width": 128, "dtype": torch.bfloat16}
+        arguments = {"width": 16, "kv_heads": 1, "group": 3, "device": DEVICE, **kind}
+        variants = {"": {}, ", sinks": {"sinks": True}, ", window": {"window": 170}, ", slopes": {"slopes": True}}
+        for of, variant in variants.items() if name == "small" else [("", {})]:
+            case = with_common_pages(make_case(specs, **arguments, **variant), 128, others=(4,))
+            found[name + of] = relative_error(run(one, case), reference(case))
+        if name == "tall":
+            continue
+        backend = TritonAttention(DEVICE, one)
+        first = with_common_pages(make_case(specs, **arguments), 128, others=(4,))
+        plan = backend.plan(first.batch)
+        backend.run(plan, first.query, first.key_cache, first.value_cache, first.scale)
+        long = make_case([(256, 3, "tree"), (261, 9, "tree"), *[(0, 0, "tree")] * 4], **arguments)
+        for of, case in (("longer", with_common_pages(long, 256)), ("none", long)):
+            packed = torch.frombuffer(backend.pack(plan, case.batch), dtype=torch.int32)
+            plan.integers[: len(packed)] = packed
+            plan.clear_schedules()
+            query = torch.zeros_like(first.query)
+            query[: case.batch.rows] = case.query
+            output = backend.run(plan, query, case.key_cache, case.value_cache, case.scale)
+            found[f"{name}, {of}"] = relative_error(output[: case.batch.rows], reference(case))
+    return found
+
+
+def combining() -> float:
+    """Error of what combines common keys and others against its definition, of members with few and with all of their
+    mass in either part, and of rows that are none."""
+    batch = AttentionBatch((0, 3, 3, 8, 10), (130,) * 4, (tuple(range(20)),) * 4, 16, (None,) * 4, (8, 8, 0, 8))
+    backend = TritonAttention(DEVICE, TritonSettings(processors=3))
+    torch.manual_seed(5)
+    parts = [
+        PartialRows(torch.randn(10, 18, 24, device=DEVICE), 9 * torch.randn(10, 18, device=DEVICE)) for _ in range(2)
+    ]
+    parts[0].lse[:, 0] = -torch.inf
+    parts[0].lse[3:8] = -torch.inf
+    expected = combined(parts, torch.float32)
+    # What is not a member's is never written.
+    parts[0].values[3:8], parts[0].lse[3:8] = torch.nan, torch.nan
+    output = torch.full((10, 18, 24), torch.nan, device=DEVICE)
+    backend.combine(*parts, backend.plan(batch), output)
+    return relative_error(output, expected)
 
 
 def work_of_prompts() -> dict[str, Any]:
@@ -405,6 +474,9 @@ def main() -> None:
         "work": work_of_prompts(),
         "spread_errors": a_captured_step_takes_rows_spread_in_any_way(),
         "output_rows_errors": output_rows_are_as_in_a_whole_pass(),
+        "common_errors": common_pages_are_read_once(),
+        "common_tolerance": 2e-6 if INTERPRETED else 1e-2,
+        "combining": combining(),
     }
     json.dump(found, sys.stdout)
 

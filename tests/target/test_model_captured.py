@@ -84,7 +84,7 @@ def read_back(buffer: StepBuffer) -> AttentionBatch:
 
 @pytest.mark.parametrize("largest", [1, 2, 48, 64, 512])
 def test_sizes_grow_to_the_largest(largest: int) -> None:
-    rows, sequences = row_sizes(largest), sequence_sizes(largest)
+    rows, sequences = row_sizes(largest), sequence_sizes(largest, 256)
     assert rows[0] == sequences[0] == 1 and rows[-1] == sequences[-1] == largest
     assert all(low < high <= max(16, 2 * low) for low, high in pairwise(rows))
     assert all(low < high <= 4 * low for low, high in pairwise(sequences))

@@ -111,7 +111,7 @@ class LevelPasses:
         plan, width = self.plan, self.shape.width
         first, end = (1 + (depth - 1) * width, 1 + depth * width) if depth else (0, 1)
         # The schedule depends on the parents so far and on these rows, so it is computed again.
-        plan.schedules.clear()
+        plan.clear_schedules()
         plan.output_rows = first, end
         level = TailLevel(
             plan.query_starts, plan.prefix_lengths, plan.page_starts, plan.page_table, self._parents, first, end, depth

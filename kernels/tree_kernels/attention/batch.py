@@ -8,6 +8,9 @@ from functools import cached_property
 
 from tree_kernels.window_frames import WindowFrames
 
+# The widest tile of keys: what is a multiple of it no tile has but whole.
+COMMON_STEP = 128
+
 
 @dataclass(frozen=True)
 class AttentionBatch:
@@ -24,6 +27,10 @@ class AttentionBatch:
     page_size: int
     # [B] parents of the tail's rows; None is a causal tail (prefill chunk or chain), which may exceed 256 rows.
     parents: tuple[tuple[int, ...] | None, ...]
+    # [B] leading pages that sequences have in common with one another, as many for each of these, whose keys a backend
+    # may read once for all rows; 0 for other sequences. Empty where there are none. They hold a multiple of
+    # `COMMON_STEP` keys.
+    common_pages: tuple[int, ...] = ()
 
     @property
     def sequences(self) -> int:
@@ -59,6 +66,22 @@ class AttentionBatch:
             tree = self.parents[b]
             if tree is not None and len(tree) != rows:
                 raise ValueError(f"sequence {b} has {rows} rows and {len(tree)} parents")
+        if self.common_pages:
+            self._check_common()
+
+    def _check_common(self) -> None:
+        most = max(self.common_pages)
+        held = zip(self.common_pages, self.prefix_lengths, strict=False)
+        if (
+            len(self.common_pages) != self.sequences
+            or not set(self.common_pages) <= {0, most}
+            or any(pages * self.page_size > prefix for pages, prefix in held)
+            or most * self.page_size % COMMON_STEP
+        ):
+            raise ValueError(
+                f"expected common_pages [{self.sequences}] of one number or 0, of {COMMON_STEP} keys or a multiple and "
+                f"at most the prefix, got {list(self.common_pages)}"
+            )
 
     def in_frames(self, frames: WindowFrames) -> AttentionBatch:
         """The batch over the frames that its pages are in by now."""
@@ -74,4 +97,4 @@ class AttentionPlan:
 
 def plan_integers(batch: AttentionBatch) -> int:
     """How many int32 a plan at a fixed address holds for batches up to this one."""
-    return 4 * batch.sequences + 1 + batch.rows + sum(map(len, batch.pages))
+    return 4 * batch.sequences + 1 + len(batch.common_pages) + batch.rows + sum(map(len, batch.pages))

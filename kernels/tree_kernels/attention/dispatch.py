@@ -48,6 +48,9 @@ class PlannedAttention(Generic[_Backend]):
         self.device = device
         self._implementation = implementation
 
+    # Whether it reads the keys of `AttentionBatch.common_pages` once for all rows.
+    reads_common_pages = False
+
     @property
     def capturable(self) -> TritonPlanner:
         """The triton backend, whose plans keep their addresses, for captured steps. `ValueError` for any other."""
@@ -79,6 +82,8 @@ class TreeAttention(PlannedAttention[_AttentionBackend]):
         if invariant and backend != "triton":
             raise ValueError(f"only the triton backend is independent of the batch, this is {backend}")
         super().__init__(backend, device, _create(backend, device, invariant))
+        # With `invariant` what a row gets may depend on no other sequence.
+        self.reads_common_pages = backend == "triton" and not invariant
 
     def plan_in_frames(self, plan: AttentionPlan, frames: WindowFrames) -> AttentionPlan:
         """The plan of the same step for layers with a window, where those keep pages in frames. In a captured step it

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import math
+from collections.abc import Sequence
+
 import torch
 from torch import Tensor
 
@@ -109,3 +112,12 @@ def key_positions(batch: AttentionBatch, b: int) -> Tensor:
     prefix = batch.prefix_lengths[b]
     depths = ancestor_mask(batch.parents[b], batch.row_counts[b]).sum(dim=1) - 1
     return torch.cat([torch.arange(prefix), prefix + depths])
+
+
+def combined(parts: Sequence[tuple[Tensor, Tensor]], dtype: torch.dtype) -> Tensor:
+    """[R, Hq, Dv] of `dtype`: what rows have of disjoint sets of keys, taken together. Each part is the softmax over
+    its keys [R, Hq, Dv] fp32, and the logarithm of its sum, in base 2: [R, Hq] fp32, -inf where a row has none."""
+    values = torch.stack([values for values, _ in parts])
+    lse = torch.stack([lse for _, lse in parts])
+    weights = torch.softmax(lse * math.log(2), 0)[..., None]
+    return (weights * values.where(weights > 0, 0.0)).sum(0).to(dtype)

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import torch
 import triton
 from torch import Tensor
@@ -9,7 +11,15 @@ from torch import Tensor
 from tree_kernels.attention.batch import AttentionPlan
 from tree_kernels.attention.tree_mask import mask_words
 from tree_kernels.attention.triton_kernels import attention_kernel
-from tree_kernels.attention.triton_planning import LOG2_E, HeadLayout, TritonPlan, TritonPlanner, TritonSettings
+from tree_kernels.attention.triton_planning import (
+    LOG2_E,
+    HeadLayout,
+    PartialRows,
+    TritonPlan,
+    TritonPlanner,
+    TritonSettings,
+    split,
+)
 from tree_kernels.attention.triton_tiling import Tiling, choose_tiling
 from tree_kernels.attention.variant import PLAIN, AttentionVariant
 
@@ -38,15 +48,47 @@ class TritonAttention(TritonPlanner):
         if scale <= 0:
             # The kernel takes the maximum of the scores before scaling.
             raise ValueError(f"expected a positive scale, got {scale}")
+        output = query.new_empty(*query.shape[:2], value_cache.shape[3])
+        if plan.common is None or self._settings.split_keys or variant.window is not None or variant.slopes is not None:
+            # Positions of rows are those behind all of their keys; and fixed splits depend on no other sequence.
+            self._attend(plan, query, key_cache, value_cache, scale, variant, output)
+            return output
+        if plan.parts is None:
+            plan.parts = split(plan)
+        both = []
+        # A sink is among a row's own keys.
+        for part, kind in ((plan.parts.shared, replace(variant, sinks=None)), (plan.parts.own, variant)):
+            rows = PartialRows(
+                torch.empty_like(output, dtype=torch.float32), output.new_empty(output.shape[:2], dtype=torch.float32)
+            )
+            self._attend(part, query, key_cache, value_cache, scale, kind, *rows)
+            both.append(rows)
+        self.combine(both[0], both[1], plan, output)
+        return output
+
+    def _attend(
+        self,
+        plan: TritonPlan,
+        query: Tensor,
+        key_cache: Tensor,
+        value_cache: Tensor,
+        scale: float,
+        variant: AttentionVariant,
+        output: Tensor,
+        output_lse: Tensor | None = None,
+    ) -> None:
+        """Attend to the keys of a plan, into `output` [R, Hq, Dv], and the logarithms of the softmax's sums, in base 2,
+        into `output_lse` [R, Hq] fp32 if it is given."""
         layout = self._layout(plan, query, key_cache, value_cache, variant)
-        output = query.new_empty(query.shape[0], query.shape[1], layout.value_width)
         schedule, tiling = self.schedule_of(plan, layout), layout.tiling
-        tensors = (query, key_cache, value_cache, output, schedule.partials, schedule.partial_lse)
+        lse = schedule.partial_lse if output_lse is None else output_lse
+        tensors = (query, key_cache, value_cache, output, lse, schedule.partials, schedule.partial_lse)
         scaling = (scale * LOG2_E, query.stride(0), query.stride(1))
         sizes = {
             "GROUP": layout.group, "KV_HEADS": layout.kv_heads, "D": layout.width, "PAGE_SIZE": plan.batch.page_size,
             "BLOCK_N": tiling.block_keys, "WORDS": plan.words.shape[1],
-            "FAR": max(key_cache.numel(), value_cache.numel()) >= 1 << 31, "num_warps": tiling.warps, **self._launch,
+            "FAR": max(key_cache.numel(), value_cache.numel()) >= 1 << 31, "LSE": output_lse is not None,
+            "num_warps": tiling.warps, **self._launch,
         }  # fmt: skip
         programs = (self._programs(tiling),)
         if tiling.specialised:
@@ -71,8 +113,7 @@ class TritonAttention(TritonPlanner):
                 **sizes,
             )  # fmt: skip
         if not tiling.merge_rows:
-            self.merge(output, schedule, layout)
-        return output
+            self.merge(output, schedule, layout, output_lse)
 
     def _layout(
         self, plan: TritonPlan, query: Tensor, key_cache: Tensor, value_cache: Tensor, variant: AttentionVariant

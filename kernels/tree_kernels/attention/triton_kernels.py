@@ -6,7 +6,7 @@ import triton
 import triton.language as tl
 
 from tree_kernels.attention.triton_mask import first_seen, hide, hide_before_window, key_positions, row_positions
-from tree_kernels.attention.triton_merge import merge_if_last, write_partial, write_rows
+from tree_kernels.attention.triton_merge import lse_of, merge_if_last, write_partial, write_rows
 from tree_kernels.attention.triton_schedule import first_seen_tile
 
 LOG2_E = tl.constexpr(1.4426950408889634)
@@ -95,12 +95,12 @@ def attend_tile(  # type: ignore[no-untyped-def]
 
 @triton.jit
 def _attend(  # type: ignore[no-untyped-def]
-    record, group, chunk, per_chunk, query, key_cache, value_cache, output, partials, partial_lse, arrivals,
+    record, group, chunk, per_chunk, query, key_cache, value_cache, written, partials, partial_lse, arrivals,
     page_table, words, depths, sinks, slopes, scale_log2, query_row_stride, query_head_stride, GROUP: tl.constexpr,
     KV_HEADS: tl.constexpr, D: tl.constexpr, DV: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_DV: tl.constexpr,
     PAGE_SIZE: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, WORDS: tl.constexpr, FAR: tl.constexpr,
     APART: tl.constexpr, FIXED: tl.constexpr, MERGE_ROWS: tl.constexpr, MERGE_PARTS: tl.constexpr,
-    WINDOW: tl.constexpr, CAP: tl.constexpr, SINKS: tl.constexpr, SLOPES: tl.constexpr,
+    WINDOW: tl.constexpr, CAP: tl.constexpr, SINKS: tl.constexpr, SLOPES: tl.constexpr, LSE: tl.constexpr,
 ):  # fmt: skip
     """One chunk's share of one group."""
     row_start = tl.load(record)
@@ -111,8 +111,7 @@ def _attend(  # type: ignore[no-untyped-def]
     first_tile = tl.load(record + 5)
     tiles = tl.load(record + 6)
     kind = tl.load(record + 7)
-    head = kind // 2
-    is_causal = kind % 2
+    head, is_causal = kind // 2, kind % 2
     low = tl.maximum(chunk * per_chunk - first_tile, 0)
     high = tl.minimum((chunk + 1) * per_chunk - first_tile, tiles)
     if low < high:
@@ -164,31 +163,35 @@ def _attend(  # type: ignore[no-untyped-def]
             )  # fmt: skip
         acc = acc / tl.where(mass == 0.0, 1.0, mass)[:, None]
         if (low == 0) & (high == tiles):
-            write_rows(output, acc, row_start, rows, block, head, m, GROUP, KV_HEADS, DV, BLOCK_DV, BLOCK_M)
+            lse = lse_of(peak, mass)
+            write_rows(written, acc, lse, row_start, rows, block, head, m, GROUP, KV_HEADS, DV, BLOCK_DV, BLOCK_M, LSE)
         else:
             write_partial(
                 partials, partial_lse, acc, peak, mass, chunk, per_chunk, first_tile, m, live, DV, BLOCK_DV, BLOCK_M
             )
             if MERGE_ROWS > 0:
                 merge_if_last(
-                    output, partials, partial_lse, arrivals + group, first_tile, tiles, per_chunk, row_start, rows,
-                    block, head, GROUP, KV_HEADS, DV, BLOCK_DV, BLOCK_M, MERGE_ROWS, MERGE_PARTS,
+                    written, partials, partial_lse, arrivals + group, first_tile, tiles, per_chunk,
+                    row_start, rows, block, head, GROUP, KV_HEADS, DV, BLOCK_DV, BLOCK_M, MERGE_ROWS, MERGE_PARTS, LSE,
                 )  # fmt: skip
 
 
 @triton.jit
 def attention_kernel(  # type: ignore[no-untyped-def]
-    query, key_cache, value_cache, output, partials, partial_lse, arrivals, page_table, words, depths, sinks, slopes,
-    groups, chunk_table, totals, scale_log2, query_row_stride, query_head_stride, GROUP: tl.constexpr,
+    query, key_cache, value_cache, output, output_lse, partials, partial_lse, arrivals, page_table, words, depths,
+    sinks, slopes, groups, chunk_table, totals, scale_log2, query_row_stride, query_head_stride, GROUP: tl.constexpr,
     KV_HEADS: tl.constexpr, D: tl.constexpr, DV: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_DV: tl.constexpr,
     PAGE_SIZE: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, WORDS: tl.constexpr, FAR: tl.constexpr,
     APART: tl.constexpr, FIXED: tl.constexpr, MERGE_ROWS: tl.constexpr, MERGE_PARTS: tl.constexpr,
-    WINDOW: tl.constexpr, CAP: tl.constexpr, SINKS: tl.constexpr, SLOPES: tl.constexpr, EARLY: tl.constexpr,
+    WINDOW: tl.constexpr, CAP: tl.constexpr, SINKS: tl.constexpr, SLOPES: tl.constexpr, LSE: tl.constexpr,
+    EARLY: tl.constexpr,
 ):  # fmt: skip
     """Every program takes one chunk (if FIXED, chunks in turn), and of each chunk the groups that lie in it.
 
     WINDOW and CAP are 0, and SINKS and SLOPES false, where the layer has none; see `first_seen`. With a WINDOW, APART
     is false.
+
+    With LSE the logarithms of the rows' masses, in base 2, are stored beside the outputs: [R, Hq] fp32.
 
     Where MERGE_ROWS is not 0, the last program that stores its partial of a group merges it, MERGE_ROWS at a time.
     """
@@ -207,8 +210,8 @@ def attention_kernel(  # type: ignore[no-untyped-def]
             if group > first:
                 record = groups + group * 8
             _attend(
-                record, group, chunk, per_chunk, query, key_cache, value_cache, output, partials, partial_lse, arrivals,
-                page_table, words, depths, sinks, slopes, scale_log2, query_row_stride, query_head_stride, GROUP,
-                KV_HEADS, D, DV, BLOCK_D, BLOCK_DV, PAGE_SIZE, BLOCK_M, BLOCK_N, WORDS, FAR, APART, FIXED, MERGE_ROWS,
-                MERGE_PARTS, WINDOW, CAP, SINKS, SLOPES,
+                record, group, chunk, per_chunk, query, key_cache, value_cache, (output, output_lse), partials,
+                partial_lse, arrivals, page_table, words, depths, sinks, slopes, scale_log2, query_row_stride,
+                query_head_stride, GROUP, KV_HEADS, D, DV, BLOCK_D, BLOCK_DV, PAGE_SIZE, BLOCK_M, BLOCK_N, WORDS, FAR,
+                APART, FIXED, MERGE_ROWS, MERGE_PARTS, WINDOW, CAP, SINKS, SLOPES, LSE,
             )  # fmt: skip

@@ -1,4 +1,5 @@
-"""Triton kernels that merge the partials of a group. The words are those of `attention.triton_schedule`."""
+"""Triton kernels that merge the partials of a group, and what rows have of common keys with the rest. The words are
+those of `attention.triton_schedule`."""
 
 from __future__ import annotations
 
@@ -11,7 +12,8 @@ def merge_parts(  # type: ignore[no-untyped-def]
     partials, partial_lse, first, last, first_tile, per_chunk, m, DV: tl.constexpr, BLOCK_DV: tl.constexpr,
     BLOCK_M: tl.constexpr, PARTS: tl.constexpr,
 ):  # fmt: skip
-    """[len(m), BLOCK_DV]: the partials of chunks first..last, merged in the order of chunks, for packed rows m."""
+    """[len(m), BLOCK_DV] and [len(m)]: the partials of chunks first..last, merged in the order of chunks, for packed
+    rows m, and the logarithm of their masses, in base 2."""
     dv = tl.arange(0, BLOCK_DV)
     peak = tl.full([m.shape[0]], float("-inf"), tl.float32)
     mass = tl.zeros([m.shape[0]], tl.float32)
@@ -36,21 +38,31 @@ def merge_parts(  # type: ignore[no-untyped-def]
         mass = mass * fade + tl.sum(weights, 0)
         acc = acc * fade[:, None] + tl.sum(weights[:, :, None] * values, 0)
         peak = new_peak
-    return acc / tl.where(mass == 0.0, 1.0, mass)[:, None]
+    return acc / tl.where(mass == 0.0, 1.0, mass)[:, None], lse_of(peak, mass)
+
+
+@triton.jit
+def lse_of(peak, mass):  # type: ignore[no-untyped-def]
+    """The logarithm of a softmax's sum, in base 2: -inf of a row that has seen no key."""
+    return tl.where(mass == 0.0, float("-inf"), peak + tl.log2(mass))
 
 
 @triton.jit
 def write_rows(  # type: ignore[no-untyped-def]
-    output, values, row_start, rows, block, head, m, GROUP: tl.constexpr, KV_HEADS: tl.constexpr, DV: tl.constexpr,
-    BLOCK_DV: tl.constexpr, BLOCK_M: tl.constexpr,
+    written, values, lse, row_start, rows, block, head, m, GROUP: tl.constexpr, KV_HEADS: tl.constexpr,
+    DV: tl.constexpr, BLOCK_DV: tl.constexpr, BLOCK_M: tl.constexpr, LSE: tl.constexpr,
 ):  # fmt: skip
-    """Store the output of packed rows m of a block."""
+    """Store the output of packed rows m of a block in the first of `written`, and with LSE their `lse` in the second:
+    [R, Hq] fp32."""
+    output, output_lse = written
     dv = tl.arange(0, BLOCK_DV)
     row = (block * BLOCK_M + m) // GROUP
     query_head = head * GROUP + (block * BLOCK_M + m) % GROUP
-    to = ((row_start + row) * (KV_HEADS * GROUP) + query_head)[:, None].to(tl.int64) * DV
+    to = ((row_start + row) * (KV_HEADS * GROUP) + query_head).to(tl.int64)
     store = (row < rows)[:, None] & (dv < DV)[None, :]
-    tl.store(output + to + dv[None, :], values.to(output.dtype.element_ty), mask=store)
+    tl.store(output + to[:, None] * DV + dv[None, :], values.to(output.dtype.element_ty), mask=store)
+    if LSE:
+        tl.store(output_lse + to, lse, mask=row < rows)
 
 
 @triton.jit
@@ -63,14 +75,14 @@ def write_partial(  # type: ignore[no-untyped-def]
     slot = chunk * 2 + (first_tile > chunk * per_chunk).to(tl.int32)
     place = slot.to(tl.int64) * BLOCK_M + m
     tl.store(partials + place[:, None] * DV + dv[None, :], values, mask=live[:, None] & (dv < DV)[None, :])
-    tl.store(partial_lse + place, tl.where(mass == 0.0, float("-inf"), peak + tl.log2(mass)), mask=live)
+    tl.store(partial_lse + place, lse_of(peak, mass), mask=live)
 
 
 @triton.jit
 def merge_if_last(  # type: ignore[no-untyped-def]
-    output, partials, partial_lse, arrival, first_tile, tiles, per_chunk, row_start, rows, block, head,
+    written, partials, partial_lse, arrival, first_tile, tiles, per_chunk, row_start, rows, block, head,
     GROUP: tl.constexpr, KV_HEADS: tl.constexpr, DV: tl.constexpr, BLOCK_DV: tl.constexpr, BLOCK_M: tl.constexpr,
-    ROWS: tl.constexpr, PARTS: tl.constexpr,
+    ROWS: tl.constexpr, PARTS: tl.constexpr, LSE: tl.constexpr,
 ):  # fmt: skip
     """Count this program among those that left their partial of a group; merge the group if it is the last of them."""
     first = first_tile // per_chunk
@@ -86,17 +98,19 @@ def merge_if_last(  # type: ignore[no-untyped-def]
         live_rows = tl.minimum(rows * GROUP - block * BLOCK_M, BLOCK_M)
         for top in tl.range(0, live_rows, ROWS):
             m = top + tl.arange(0, ROWS)
-            merged = merge_parts(
+            merged, lse = merge_parts(
                 partials, partial_lse, first, last, first_tile, per_chunk, m, DV, BLOCK_DV, BLOCK_M, PARTS
             )
-            write_rows(output, merged, row_start, rows, block, head, m, GROUP, KV_HEADS, DV, BLOCK_DV, BLOCK_M)
+            write_rows(
+                written, merged, lse, row_start, rows, block, head, m, GROUP, KV_HEADS, DV, BLOCK_DV, BLOCK_M, LSE
+            )
 
 
 @triton.jit
 def merge_kernel(  # type: ignore[no-untyped-def]
-    output, partials, partial_lse, groups, chunk_table, totals,
+    output, output_lse, partials, partial_lse, groups, chunk_table, totals,
     GROUP: tl.constexpr, KV_HEADS: tl.constexpr, DV: tl.constexpr, BLOCK_DV: tl.constexpr, BLOCK_M: tl.constexpr,
-    ROWS: tl.constexpr, PARTS: tl.constexpr, BY_GROUP: tl.constexpr, EARLY: tl.constexpr,
+    ROWS: tl.constexpr, PARTS: tl.constexpr, BY_GROUP: tl.constexpr, LSE: tl.constexpr, EARLY: tl.constexpr,
 ):  # fmt: skip
     """With BY_GROUP, merge the partials of group `program_id(0)`, if it was cut: the fewest dependent loads.
 
@@ -129,5 +143,41 @@ def merge_kernel(  # type: ignore[no-untyped-def]
         is_cut = is_cut & (chunk == first + 1)
     m = tl.program_id(1) * ROWS + tl.arange(0, ROWS)
     if is_cut & ((block * BLOCK_M + tl.program_id(1) * ROWS) // GROUP < rows):
-        merged = merge_parts(partials, partial_lse, first, last, first_tile, per_chunk, m, DV, BLOCK_DV, BLOCK_M, PARTS)
-        write_rows(output, merged, start, rows, block, head, m, GROUP, KV_HEADS, DV, BLOCK_DV, BLOCK_M)
+        merged, lse = merge_parts(
+            partials, partial_lse, first, last, first_tile, per_chunk, m, DV, BLOCK_DV, BLOCK_M, PARTS
+        )
+        written = (output, output_lse)
+        write_rows(written, merged, lse, start, rows, block, head, m, GROUP, KV_HEADS, DV, BLOCK_DV, BLOCK_M, LSE)
+
+
+@triton.jit
+def combine_kernel(  # type: ignore[no-untyped-def]
+    output, shared, shared_lse, own, own_lse, query_starts, common, sequences, HEADS: tl.constexpr, DV: tl.constexpr,
+    BLOCK_H: tl.constexpr, BLOCK_DV: tl.constexpr, BLOCK_B: tl.constexpr, EARLY: tl.constexpr,
+):  # fmt: skip
+    """Combine what rows have of common keys and of their sequences' own: [R, HEADS, DV] and [R, HEADS] each. A program
+    takes BLOCK_H heads of a row; rows of sequences whose `common` is 0 have their own keys alone."""
+    row = tl.program_id(0)
+    head = tl.program_id(1) * BLOCK_H + tl.arange(0, BLOCK_H)
+    dv = tl.arange(0, BLOCK_DV)
+    b = tl.arange(0, BLOCK_B)
+    # The step's integers were there before the launch of attention.
+    before = tl.sum((tl.load(query_starts + 1 + b, mask=b < sequences, other=1 << 30) <= row).to(tl.int32), 0)
+    is_member = tl.load(common + before, mask=before < sequences, other=0) > 0
+    at = row.to(tl.int64) * HEADS + head
+    there = head < HEADS
+    columns = there[:, None] & (dv < DV)[None, :]
+    if EARLY:
+        # What follows may bring its weights while attention runs.
+        tl.extra.cuda.gdc_launch_dependents()
+        tl.extra.cuda.gdc_wait()
+    lse = tl.load(own_lse + at, mask=there, other=0.0)
+    values = tl.load(own + at[:, None] * DV + dv[None, :], mask=columns, other=0.0)
+    if is_member:
+        other_lse = tl.load(shared_lse + at, mask=there, other=0.0)
+        others = tl.load(shared + at[:, None] * DV + dv[None, :], mask=columns, other=0.0)
+        peak = tl.maximum(lse, other_lse)
+        weight = tl.exp2(lse - peak)
+        other_weight = tl.exp2(other_lse - peak)
+        values = (values * weight[:, None] + others * other_weight[:, None]) / (weight + other_weight)[:, None]
+    tl.store(output + at[:, None] * DV + dv[None, :], values.to(output.dtype.element_ty), mask=columns)

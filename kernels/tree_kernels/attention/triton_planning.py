@@ -9,6 +9,7 @@ from __future__ import annotations
 from array import array
 from dataclasses import dataclass, field, replace
 from itertools import accumulate
+from typing import NamedTuple
 
 import torch
 import triton
@@ -16,13 +17,15 @@ from torch import Tensor
 
 from tree_kernels.attention.batch import AttentionBatch, AttentionPlan
 from tree_kernels.attention.tree_mask import WORD_BITS, mask_words, tree_rows
-from tree_kernels.attention.triton_merge import merge_kernel
+from tree_kernels.attention.triton_merge import combine_kernel, merge_kernel
 from tree_kernels.attention.triton_schedule import schedule_kernel
 from tree_kernels.attention.triton_tiling import FIXED_MERGING, MERGE_COLUMNS, Merging, Tiling, choose_merging
 from tree_kernels.window_frames import WindowFrames
 
 # Kernels take the softmax in base 2.
 LOG2_E = 1.4426950408889634
+# Heads of a row that a program combines: four warps with 16 elements of 128 columns in each thread.
+_COMBINED_HEADS = 16
 # Every row of a tail, however long.
 _ALL = (0, 1 << 30)
 
@@ -81,13 +84,36 @@ class TritonPlan(AttentionPlan):
     # First and end of the rows of every tail that `run` computes; its output for the others is undefined. None is all.
     # A schedule is made for them: clear `schedules` after a change.
     output_rows: tuple[int, int] | None = None
+    # [B] int32, see `AttentionBatch.common_pages`; a view of `integers`, between `page_starts` and `parents`. None of a
+    # plan without.
+    common: Tensor | None = None
     schedules: dict[HeadLayout, PlanWorkspace] = field(default_factory=dict)  # made by the first layer of a layout
+    parts: CommonParts | None = None  # likewise, of a plan with `common`
+
+    def clear_schedules(self) -> None:
+        """Divide the work again at the next layer of each layout, since the step has changed."""
+        self.schedules.clear()
+        self.parts = None
 
     @property
     def max_output_rows(self) -> int:
         """The most rows of one sequence that `run` computes in the batch that the plan was made for."""
         first, end = self.output_rows or _ALL
         return max(0, min(end, max(self.batch.row_counts)) - first)
+
+
+class CommonParts(NamedTuple):
+    """The work of a step whose sequences have pages in common."""
+
+    shared: TritonPlan  # all rows as one sequence, over the common keys alone
+    own: TritonPlan  # each sequence's rows over its other keys
+
+
+class PartialRows(NamedTuple):
+    """What R rows have of some of their keys."""
+
+    values: Tensor  # [R, Hq, Dv] fp32, the softmax over these keys alone
+    lse: Tensor  # [R, Hq] fp32, the logarithm of its sum, in base 2
 
 
 class TritonPlanner:
@@ -110,19 +136,19 @@ class TritonPlanner:
         if integers is None:
             integers = torch.frombuffer(_pack(batch), dtype=torch.int32).to(self._device, non_blocking=True)
         count, rows = batch.sequences, batch.rows
-        sizes = [count + 1, count, count, count, rows, sum(map(len, batch.pages))]
+        sizes = [count + 1, count, count, count, len(batch.common_pages), rows, sum(map(len, batch.pages))]
         words = torch.empty(rows, mask_words(batch), dtype=torch.int64, device=self._device)
-        query_starts, prefix_lengths, causal, page_starts, parents, page_table = torch.split(integers, sizes)
+        query_starts, prefix_lengths, causal, page_starts, common, parents, page_table = torch.split(integers, sizes)
         return TritonPlan(
             batch, integers, query_starts, prefix_lengths, causal, page_starts, parents, page_table, words,
-            self._integers(rows), reserved,
+            self._integers(rows), reserved, common=common if batch.common_pages else None,
         )  # fmt: skip
 
     def plan_in_frames(self, plan: AttentionPlan, frames: WindowFrames) -> TritonPlan:
         """See `TreeAttention.plan_in_frames`. Everything but the table of pages is shared with `plan`, on the device
         too, where later steps are put into it; so this has to be captured with them."""
         assert isinstance(plan, TritonPlan)
-        return replace(plan, page_table=frames.table.index_select(0, plan.page_table))
+        return replace(plan, page_table=frames.table.index_select(0, plan.page_table), common=None)
 
     def pack(self, plan: TritonPlan, batch: AttentionBatch) -> array[int]:
         """Another step for a plan: [n] int32, for the first n of the plan's `integers`.
@@ -147,7 +173,7 @@ class TritonPlanner:
                 f"a plan of {old.sequences} sequences, {old.rows} rows and {plan.page_table.numel()} pages "
                 f"cannot take {batch.sequences}, {batch.rows} and {sum(map(len, batch.pages))}"
             )
-        return _pack(batch, pad_rows=old.rows)
+        return _pack(batch, pad_rows=old.rows, with_common=plan.common is not None)
 
     def _programs(self, tiling: Tiling) -> int:
         return self.processors * tiling.programs_per_sm
@@ -210,8 +236,11 @@ class TritonPlanner:
         plan.schedules[layout] = schedule
         return schedule
 
-    def merge(self, output: Tensor, schedule: PlanWorkspace, layout: HeadLayout) -> None:
-        """Merge the partials of groups that were cut into `output` [R, Hq, Dv]."""
+    def merge(
+        self, output: Tensor, schedule: PlanWorkspace, layout: HeadLayout, output_lse: Tensor | None = None
+    ) -> None:
+        """Merge the partials of groups that were cut into `output` [R, Hq, Dv], and the logarithms of their masses into
+        `output_lse` [R, Hq] if it is given."""
         groups, block_rows, width = len(schedule.groups), layout.tiling.block_rows, layout.value_width
         fixed, chunks = bool(self._settings.split_keys), schedule.max_chunks
         by_group = fixed or groups <= chunks
@@ -220,21 +249,37 @@ class TritonPlanner:
         merging = self._settings.merging or chosen
         columns = triton.next_power_of_2(width) if width % MERGE_COLUMNS else MERGE_COLUMNS
         merge_kernel[(programs, block_rows // merging.rows, triton.cdiv(width, columns))](
-            output, schedule.partials, schedule.partial_lse, schedule.groups, schedule.chunk_table, schedule.totals,
+            output, schedule.partial_lse if output_lse is None else output_lse, schedule.partials,
+            schedule.partial_lse, schedule.groups, schedule.chunk_table, schedule.totals,
             GROUP=layout.group, KV_HEADS=layout.kv_heads, DV=width, BLOCK_DV=columns, BLOCK_M=block_rows,
-            ROWS=merging.rows, PARTS=merging.parts, BY_GROUP=by_group, num_warps=merging.warps, **self._launch,
+            ROWS=merging.rows, PARTS=merging.parts, BY_GROUP=by_group, LSE=output_lse is not None,
+            num_warps=merging.warps, **self._launch,
+        )  # fmt: skip
+
+    def combine(self, shared: PartialRows, own: PartialRows, plan: TritonPlan, output: Tensor) -> None:
+        """Write to `output` [R, Hq, Dv] what rows have of common keys and of the rest; see `reference.combined`."""
+        rows, heads, width = output.shape
+        common, sequences = plan.common, plan.batch.sequences
+        assert common is not None, "only such a plan has parts"
+        combine_kernel[(rows, triton.cdiv(heads, _COMBINED_HEADS))](
+            output, *shared, *own, plan.query_starts, common, sequences, HEADS=heads, DV=width, BLOCK_H=_COMBINED_HEADS,
+            BLOCK_DV=triton.next_power_of_2(width), BLOCK_B=triton.next_power_of_2(sequences), num_warps=4,
+            **self._launch,
         )  # fmt: skip
 
     def _integers(self, *shape: int) -> Tensor:
         return torch.empty(shape, dtype=torch.int32, device=self._device)
 
 
-def _pack(batch: AttentionBatch, pad_rows: int | None = None) -> array[int]:
-    """The step in the order of `TritonPlan`, so that one copy brings it to the device."""
+def _pack(batch: AttentionBatch, pad_rows: int | None = None, *, with_common: bool | None = None) -> array[int]:
+    """The step in the order of `TritonPlan`, so that one copy brings it to the device; with the batch's common pages if
+    it has some, or as `with_common`."""
     packed = array("i", batch.query_starts)
     packed.extend(batch.prefix_lengths)
     packed.extend(parents is None for parents in batch.parents)
     packed.extend(list(accumulate(map(len, batch.pages), initial=0))[:-1])
+    if batch.common_pages if with_common is None else with_common:
+        packed.extend(batch.common_pages or (0,) * batch.sequences)
     first_parent, rows = len(packed), pad_rows or batch.rows
     # Zeros, also where a tail has no tree.
     packed.frombytes(bytes(rows * packed.itemsize))
@@ -246,3 +291,40 @@ def _pack(batch: AttentionBatch, pad_rows: int | None = None) -> array[int]:
         # A copy of memory where they come as an array, and most of the host's time where they do not.
         packed.extend(pages)
     return packed
+
+
+def split(plan: TritonPlan) -> CommonParts:
+    """The parts of a plan with `common` pages, of the step that its integers hold now: in a captured step this has to
+    be captured too."""
+    batch, common = plan.batch, plan.common
+    assert common is not None, "only such a plan has parts"
+    most, first = common.max(0)
+    own = replace(
+        plan,
+        batch=_own(batch),
+        prefix_lengths=torch.sub(plan.prefix_lengths, common, alpha=batch.page_size),
+        page_starts=plan.page_starts + common,
+        common=None,
+        schedules={},
+    )
+    keys = max(batch.common_pages) * batch.page_size
+    together = AttentionBatch((0, batch.rows), (keys,), ((),), batch.page_size, (None,))
+    shared = replace(
+        plan,
+        batch=together,
+        query_starts=plan.query_starts[:: batch.sequences].contiguous(),
+        prefix_lengths=(most * batch.page_size).view(1),
+        # Of rows that see no key but those before them.
+        causal=torch.full_like(plan.causal[:1], -1),
+        page_starts=plan.page_starts.index_select(0, first.view(1)),
+        common=None,
+        schedules={},
+    )
+    return CommonParts(shared, own)
+
+
+def _own(batch: AttentionBatch) -> AttentionBatch:
+    """The batch without its common keys. Of their pages nothing is left to be known but on the device."""
+    pairs = zip(batch.prefix_lengths, batch.common_pages, strict=True)
+    prefixes = tuple(max(0, prefix - pages * batch.page_size) for prefix, pages in pairs)
+    return replace(batch, prefix_lengths=prefixes, common_pages=())

@@ -6,7 +6,8 @@ which is cut into *chunks* of equal length, one program each. A group that a cut
 chunk, merged afterwards. Where it costs little, and with a fixed chunk length always, every group starts a chunk of
 its own: then no program begins twice, and with a fixed length where a group is cut depends on nothing but its sequence.
 
-A causal block sees fewer tiles the earlier its rows are. So the blocks of a key head stand in *pairs*, the first with
+A sequence's rows are a chain (`causal` is 1), a tree (0), or see the keys before them alone (-1). A causal block sees
+fewer tiles the earlier its rows are. So the blocks of a key head stand in *pairs*, the first with
 the last, the second with the last but one, which have about as many tiles each; an odd block stands alone behind them.
 
 A record describes a group in 8 integers: first row, rows, prefix length, start in the page table, block, first tile,
@@ -68,7 +69,7 @@ def _seen_tiles(  # type: ignore[no-untyped-def]
     """Tiles of the keys that a block's rows see."""
     # A causal block sees no key beyond its last row.
     last_row = tl.minimum(((block + 1) * BLOCK_M - 1) // GROUP, rows - 1)
-    keys = prefix + tl.where(causal > 0, last_row + 1, rows)
+    keys = prefix + tl.where(causal > 0, last_row + 1, tl.where(causal < 0, 0, rows))
     tiles = (keys + BLOCK_N - 1) // BLOCK_N
     if WINDOW != 0:
         tiles -= first_seen_tile(prefix, block, causal, GROUP, BLOCK_M, BLOCK_N, WINDOW)
@@ -161,7 +162,7 @@ def schedule_kernel(  # type: ignore[no-untyped-def]
     head_blocks = tl.maximum(end_blocks - first_block, 0)
     group_counts = head_blocks * KV_HEADS
     kinds = tl.load(causal + b, mask=b < sequences, other=0)
-    tiles = (prefix + rows + BLOCK_N - 1) // BLOCK_N
+    tiles = (prefix + tl.where(kinds < 0, 0, rows) + BLOCK_N - 1) // BLOCK_N
     if WINDOW != 0 and FIXED_TILES == 0:
         tiles -= first_seen_tile(prefix, first_block, kinds, GROUP, BLOCK_M, BLOCK_N, WINDOW)
         # A chain's block sees no more than the windows of its first and last row hold.
@@ -182,7 +183,7 @@ def schedule_kernel(  # type: ignore[no-untyped-def]
     own_groups = tl.sum(tl.where(here, group_counts, 0), 0)
     pair_tiles = tl.maximum(tl.sum(tl.where(here, pair_tiles, 0), 0), 1)
     head_tiles = tl.maximum(tl.sum(tl.where(here, head_tiles, 0), 0), 1)
-    is_even = (aligned > 0) | (own_causal == 0) | (WINDOW != 0)
+    is_even = (aligned > 0) | (own_causal <= 0) | (WINDOW != 0)
     blocks = tl.maximum(own_groups // KV_HEADS, 1)
     own = (
         own_start, own_rows, own_prefix, page_start, own_causal, first_block, blocks, first_tile, pair_tiles,
@@ -275,4 +276,4 @@ def _record(  # type: ignore[no-untyped-def]
     tl.store(to + 4, block, mask=there)
     tl.store(to + 5, first_tile + head * head_tiles + pair * pair_tiles + is_second * first, mask=there)
     tl.store(to + 6, _seen_tiles(block, prefix, rows, causal, GROUP, BLOCK_M, BLOCK_N, WINDOW), mask=there)
-    tl.store(to + 7, head * 2 + causal, mask=there)
+    tl.store(to + 7, head * 2 + tl.maximum(causal, 0), mask=there)

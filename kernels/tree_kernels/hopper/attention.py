@@ -220,11 +220,11 @@ def _attend(  # type: ignore[no-untyped-def]
 @gluon.jit
 def _multiply(  # type: ignore[no-untyped-def]
     read, written, work, queries, ring, HALF: gl.constexpr, GROUP: gl.constexpr, KV_HEADS: gl.constexpr,
-    D: gl.constexpr, BLOCK_N: gl.constexpr, STAGES: gl.constexpr, WORDS: gl.constexpr,
+    D: gl.constexpr, BLOCK_N: gl.constexpr, STAGES: gl.constexpr, WORDS: gl.constexpr, LSE: gl.constexpr,
 ):  # fmt: skip
     """Attend with one half of each block of this program's chunk, and store outputs of groups that lie in it whole and
     partials of the others."""
-    output, partials, partial_lse = written
+    output, output_lse, partials, partial_lse = written
     groups, chunk_table = work
     score_layout: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, BLOCK_N, 16])
     layout: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, D, 16])
@@ -249,26 +249,31 @@ def _multiply(  # type: ignore[no-untyped-def]
             )
             row = (packed + half) // GROUP
             stored = (row < rows)[:, None]
+            own_half = HALF * _HALF + gl.arange(0, _HALF, gl.SliceLayout(1, score_layout))
+            own_row = (packed + own_half) // GROUP
+            lse = gl.where(mass == 0.0, float("-inf"), peak + gl.log2(mass))
             if (low == 0) & (high == gl.load(record + 6)):
-                head = gl.load(record + 7) // 2 * GROUP + (packed + half) % GROUP
-                at = (row * (KV_HEADS * GROUP) + head) * D
-                to = output + gl.load(record).to(gl.int64) * (KV_HEADS * GROUP * D)
+                first_head = gl.load(record + 7) // 2 * GROUP
+                at = (row * (KV_HEADS * GROUP) + first_head + (packed + half) % GROUP) * D
+                start = gl.load(record).to(gl.int64) * (KV_HEADS * GROUP)
+                to = output + start * D
                 gl.store(to + at[:, None] + dv[None, :], values.to(output.dtype.element_ty), mask=stored)
+                if LSE:
+                    own_at = own_row * (KV_HEADS * GROUP) + first_head + (packed + own_half) % GROUP
+                    gl.store(output_lse + start + own_at, lse, mask=own_row < rows)
             else:
                 slot = (chunk * 2 + (gl.load(record + 5) > chunk * per_chunk).to(gl.int32)) * _BLOCK_M
                 gl.store(partials + (slot + half)[:, None] * D + dv[None, :], values, mask=stored)
-                own_half = HALF * _HALF + gl.arange(0, _HALF, gl.SliceLayout(1, score_layout))
-                lse = gl.where(mass == 0.0, float("-inf"), peak + gl.log2(mass))
-                gl.store(partial_lse + slot + own_half, lse, mask=(packed + own_half) // GROUP < rows)
+                gl.store(partial_lse + slot + own_half, lse, mask=own_row < rows)
         count += gl.maximum(high - low, 0)
 
 
 @gluon.jit
 def specialised_kernel(  # type: ignore[no-untyped-def]
-    query, key_cache, value_cache, output, partials, partial_lse, page_table, words, groups, chunk_table, scale_log2,
-    query_row_stride, query_head_stride, GROUP: gl.constexpr, KV_HEADS: gl.constexpr, D: gl.constexpr,
+    query, key_cache, value_cache, output, output_lse, partials, partial_lse, page_table, words, groups, chunk_table,
+    scale_log2, query_row_stride, query_head_stride, GROUP: gl.constexpr, KV_HEADS: gl.constexpr, D: gl.constexpr,
     PAGE_SIZE: gl.constexpr, BLOCK_N: gl.constexpr, STAGES: gl.constexpr, WORDS: gl.constexpr, FAR: gl.constexpr,
-    EARLY: gl.constexpr,
+    LSE: gl.constexpr, EARLY: gl.constexpr,
 ):  # fmt: skip
     """Every program takes one chunk, and of it the groups that lie in it. words: [R, 2 * WORDS] int32.
 
@@ -299,11 +304,11 @@ def specialised_kernel(  # type: ignore[no-untyped-def]
     work = (groups, chunk_table)
     cached = (key_cache, value_cache, page_table)
     read = (query, words, scale_log2, query_row_stride, query_head_stride)
-    written = (output, partials, partial_lse)
+    written = (output, output_lse, partials, partial_lse)
     warp_specialize(
         [
-            (_multiply, (read, written, work, queries, ring, 0, GROUP, KV_HEADS, D, BLOCK_N, STAGES, WORDS)),
-            (_multiply, (read, written, work, queries, ring, 1, GROUP, KV_HEADS, D, BLOCK_N, STAGES, WORDS)),
+            (_multiply, (read, written, work, queries, ring, 0, GROUP, KV_HEADS, D, BLOCK_N, STAGES, WORDS, LSE)),
+            (_multiply, (read, written, work, queries, ring, 1, GROUP, KV_HEADS, D, BLOCK_N, STAGES, WORDS, LSE)),
             (_load_tiles, (cached, work, ring, KV_HEADS, D, PAGE_SIZE, BLOCK_N, STAGES, FAR)),
         ],
         [4, 4],

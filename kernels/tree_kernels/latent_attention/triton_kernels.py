@@ -11,7 +11,7 @@ import triton.language as tl
 
 from tree_kernels.attention.triton_kernels import key_slots, softmax_step
 from tree_kernels.attention.triton_mask import hide
-from tree_kernels.attention.triton_merge import write_partial, write_rows
+from tree_kernels.attention.triton_merge import lse_of, write_partial, write_rows
 
 
 @triton.jit
@@ -81,7 +81,10 @@ def _attend(  # type: ignore[no-untyped-def]
             )  # fmt: skip
         acc = acc / tl.where(mass == 0.0, 1.0, mass)[:, None]
         if (low == 0) & (high == tiles):
-            write_rows(output, acc, row_start, rows, block, 0, m, GROUP, 1, LATENT, BLOCK_LATENT, BLOCK_M)
+            write_rows(
+                (output, partial_lse), acc, lse_of(peak, mass), row_start, rows, block, 0, m, GROUP, 1, LATENT,
+                BLOCK_LATENT, BLOCK_M, False,
+            )  # fmt: skip
         else:
             write_partial(
                 partials, partial_lse, acc, peak, mass, chunk, per_chunk, first_tile, m, live, LATENT, BLOCK_LATENT,

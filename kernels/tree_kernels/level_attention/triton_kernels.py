@@ -73,8 +73,11 @@ def level_kernel(  # type: ignore[no-untyped-def]
                 BLOCK_D, BLOCK_DV, PAGE_SIZE, BLOCK_N, 1, FAR, 0, CAP, False, "either",
             )  # fmt: skip
         acc = acc / tl.where(mass == 0.0, 1.0, mass)[:, None]
+        written = (output, partial_lse)
         if tiles <= each:
-            write_rows(output, acc, b * ROWS, ROWS, block, head, m, GROUP, KV_HEADS, DV, BLOCK_DV, BLOCK_M)
+            write_rows(
+                written, acc, mass, b * ROWS, ROWS, block, head, m, GROUP, KV_HEADS, DV, BLOCK_DV, BLOCK_M, False
+            )
         else:
             group = b * tl.num_programs(1) + tl.program_id(1)
             # Parts of a group stand side by side, as if each were a chunk of one tile.
@@ -83,6 +86,6 @@ def level_kernel(  # type: ignore[no-untyped-def]
                 partials, partial_lse, acc, peak, mass, first_part + part, 1, first_part, m, live, DV, BLOCK_DV, BLOCK_M
             )
             merge_if_last(
-                output, partials, partial_lse, arrivals + group, first_part, cut, 1, b * ROWS, ROWS, block, head, GROUP,
-                KV_HEADS, DV, BLOCK_DV, BLOCK_M, MERGE_ROWS, MERGE_PARTS,
+                written, partials, partial_lse, arrivals + group, first_part, cut, 1, b * ROWS, ROWS, block, head,
+                GROUP, KV_HEADS, DV, BLOCK_DV, BLOCK_M, MERGE_ROWS, MERGE_PARTS, False,
             )  # fmt: skip

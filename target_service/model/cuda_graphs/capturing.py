@@ -87,7 +87,7 @@ def ordered_sizes(captured: CapturedRunner) -> list[Bucket]:
 
 def first_sizes(ordered: Sequence[Bucket]) -> list[Bucket]:
     """Those of `ordered` that decoding and trees run in, and of larger ones enough for every step to find its number of
-    rows: of each number, and of each size of trees, the one for the most sequences."""
+    rows: of each number, and of each size of trees, the one for the most sequences. None for common pages alone."""
     most: dict[tuple[int, int], int] = {}
     for bucket in ordered:
         kind = bucket.rows, bucket.largest_tree
@@ -95,10 +95,11 @@ def first_sizes(ordered: Sequence[Bucket]) -> list[Bucket]:
     return [
         bucket
         for bucket in ordered
-        if bucket.rows <= _FEW_ROWS or bucket.sequences == most[bucket.rows, bucket.largest_tree]
+        if not bucket.common
+        and (bucket.rows <= _FEW_ROWS or bucket.sequences == most[bucket.rows, bucket.largest_tree])
     ]
 
 
-def _importance(bucket: Bucket) -> tuple[bool, int, int]:
+def _importance(bucket: Bucket) -> tuple[bool, int, bool, int]:
     """Decoding and trees first, then chunks of prompts; small steps before large ones."""
-    return (max(bucket.rows_each) > _TREE_ROWS, bucket.rows, -bucket.sequences)
+    return (max(bucket.rows_each) > _TREE_ROWS, bucket.rows, bucket.common, -bucket.sequences)

@@ -61,6 +61,7 @@ class CaptureOptions:
     # Rows whose logits are computed at most where those of others are not needed, in sizes of at least twice as many.
     # So many rows of the head take as long as one: reading its weights takes longer than multiplying.
     few_outputs: int = 128
+    common_pages: bool = False  # whether sequences may share pages, which some steps then read once
 
 
 class _OutputGraphs(NamedTuple):
@@ -93,7 +94,8 @@ class CapturedRunner(ModelRunner):
         self._options = options or CaptureOptions()
         self._triton = runner.attention.capturable
         # Every size that a step can be captured for, smallest first.
-        self.buckets = buckets_up_to(self._options.max_rows, self._options.max_sequences)
+        common = self._options.common_pages and runner.attention.reads_common_pages
+        self.buckets = buckets_up_to(self._options.max_rows, self._options.max_sequences, common=common)
         self._capturable = len(self.buckets)
         self._captured: dict[Bucket, _Captured] = {}
         # Sizes that are captured while it serves.
@@ -320,7 +322,7 @@ class CapturedRunner(ModelRunner):
         """Run a captured pass, on every rank; with the logits of the few rows that the buffer was loaded with only."""
         if self.link is not None:
             bucket = captured.buffer.bucket
-            self.link.send(ReplayPass(bucket.rows, bucket.sequences, few_outputs))
+            self.link.send(ReplayPass(bucket.rows, bucket.sequences, bucket.common, few_outputs))
         captured.graph.replay()
         if captured.outputs is not None:
             (captured.outputs.few if few_outputs else captured.outputs.every).replay()
@@ -363,7 +365,7 @@ class CapturedRunner(ModelRunner):
     def _capture(self, bucket: Bucket) -> _Captured:
         link = self.link
         if link is not None:
-            link.send(CapturePass(bucket.rows, bucket.sequences))
+            link.send(CapturePass(bucket.rows, bucket.sequences, bucket.common))
         buffer = self._rehearsed(bucket)
         graph, (rows, *others) = self._record(lambda: self._run(buffer), buffer.plan)
         if not self._has_outputs_apart(bucket):

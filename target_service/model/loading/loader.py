@@ -302,7 +302,8 @@ def _captured(runner: ModelRunner, config: TargetConfig, link: RankLink | None, 
     layers = LayerOptions(invariant=config.batch_invariant)
     drafter = runner.in_pass or runner.draft_head
     hooked = drafter.layers if drafter is not None else ()
-    captured = CapturedRunner(runner, CaptureOptions(config.step_rows, config.max_running, layers, hooked))
+    bounds = config.step_rows, config.max_running
+    captured = CapturedRunner(runner, CaptureOptions(*bounds, layers, hooked, common_pages=config.prefix_cache))
     captured.attach(link)
     if leads:
         # Without keys and values memory bounds nothing.

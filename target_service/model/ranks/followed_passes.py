@@ -59,8 +59,8 @@ class FollowedPasses:
         """Do what a message is of. Waits for the leading rank to do the same."""
         runner = self._runner
         match message:
-            case ReplayPass(rows, sequences, few_outputs):
-                self._captured.replay(Bucket(rows, sequences), few_outputs=few_outputs)
+            case ReplayPass(rows, sequences, common, few_outputs):
+                self._captured.replay(Bucket(rows, sequences, common), few_outputs=few_outputs)
             case MoveAccepted():
                 self._move(message)
             case RunPass():
@@ -75,8 +75,8 @@ class FollowedPasses:
                 self._states.part_slots(slot, second, tokens)
             case MoveNodes(slot, sources, targets):
                 self._states.move_nodes(slot, sources, targets)
-            case CapturePass(rows, sequences):
-                self._captured.capture([Bucket(rows, sequences)])
+            case CapturePass(rows, sequences, common):
+                self._captured.capture([Bucket(rows, sequences, common)])
             case DropCaptures():
                 self._captured.drop_captures()
             case UseCache(num_pages):

@@ -1,0 +1,1 @@
+"""What captured steps run."""
