@@ -256,13 +256,11 @@ def test_free_rows_and_sequences_that_are_not_there_change_nothing() -> None:
 
 def test_triton_sees_the_rows_that_the_device_chose() -> None:
     pytest.importorskip("triton")
-    """By whole tails, and by levels alone."""
-    expected, *ways = work("../draft/interpreted_trees_worker.py", PYTHONPATH=SEARCHED, **INTERPRETED)
-    assert len(expected) == 6 and len(ways) == 2
-    for found in ways:
-        for (tokens, parents, scores), other in zip(found, expected, strict=True):
-            assert [tokens, parents] == other[:2] and scores == pytest.approx(other[2], rel=1e-3)
-            assert len(tokens) > 5
+    expected, found = work("../draft/interpreted_trees_worker.py", PYTHONPATH=SEARCHED, **INTERPRETED)
+    assert len(expected) == len(found) == 6
+    for (tokens, parents, scores), other in zip(found, expected, strict=True):
+        assert [tokens, parents] == other[:2] and scores == pytest.approx(other[2], rel=1e-3)
+        assert len(tokens) > 5
 
 
 def test_what_common_batches_replay_is_captured_at_the_start(monkeypatch: pytest.MonkeyPatch) -> None:

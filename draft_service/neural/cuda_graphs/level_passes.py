@@ -8,10 +8,9 @@ from torch import Tensor
 
 from draft_service.neural.network import Network, RowOutput
 from draft_service.neural.tree_config import TreeShape
-from tree_kernels.attention import AttentionPlan, AttentionVariant, TreeAttention
+from tree_kernels.attention import AttentionPlan, TreeAttention
 from tree_kernels.growth import Children, GumbelMax, grow, gumbel_max_winners, likeliest, make_growth
 from tree_kernels.latent_attention import LatentAttention
-from tree_kernels.level_attention import LevelAttention, TailLevel
 from tree_models.layers.paged import PagedPass
 
 if TYPE_CHECKING:
@@ -41,22 +40,18 @@ class RootRows(NamedTuple):
     slots: Tensor  # [B] int32, where their keys go; -1 for those that are written
 
 
-class _RowsAttention:
-    """Attention of the rows of one level of all trees, as `tail_attention.NewRowsAttention`: in one launch where there
-    is one for such layers. Elsewhere rows of other levels keep their queries, and their output is not used."""
+class _LevelAttention:
+    """Attention of the rows of one level of all trees, as `tail_attention.NewRowsAttention`: those of other levels keep
+    their queries, and their output is not used."""
 
-    def __init__(self, passes: LevelPasses, level: TailLevel) -> None:
-        self._passes, self._level = passes, level
+    def __init__(self, passes: LevelPasses, rows: slice) -> None:
+        self._passes, self._rows = passes, rows
 
     def run(self, plan: AttentionPlan, query: Tensor, *others: Any) -> Tensor:
         """As `TreeAttention.run` or `LatentAttention.run`."""
-        passes, variant = self._passes, others[-1]
-        # Of layers that cache latents the last is no variant.
-        if isinstance(variant, AttentionVariant) and passes.levels.takes(passes.tail, variant, query.shape[-1]):
-            return passes.levels.run(self._level, query, *others)
-        queries, rows = passes.queries_like(query), slice(self._level.first, self._level.end)
+        queries, rows = self._passes.queries_like(query), self._rows
         queries[:, rows] = query.view(len(queries), -1, *query.shape[1:])
-        output = passes.attention.run(plan, queries.flatten(0, 1), *others)
+        output = self._passes.attention.run(plan, queries.flatten(0, 1), *others)
         return output.view(*queries.shape[:2], *output.shape[1:])[:, rows].flatten(0, 1)
 
 
@@ -75,7 +70,6 @@ class LevelPasses:
     ) -> None:
         """`plan` is that of tails of 1 + (L - 1) * W rows; `token_ids` are those of the network on its device."""
         self.shape, self.attention, self.plan = shape, attention, plan
-        self.levels = LevelAttention(network.device)
         self.tail = 1 + shape.expanded
         self._sequences, self._network, self._inputs, self._token_ids = sequences, network, inputs, token_ids
         self.growth = make_growth(sequences, shape.num_steps, shape.width, shape.topk, network.device)
@@ -85,38 +79,30 @@ class LevelPasses:
     def add(self, lm_input: Tensor, level: int, *, coupled: bool) -> None:
         """Add the nodes of a level, given the lm_head's input of the level above; `coupled` if some sequences may
         be."""
+        parents = self.plan.parents.view(self._sequences, self.tail)
         children = self._children(self._network.logits(lm_input), level, coupled=coupled)
-        grow(self.growth, children, self._inputs.limits, level, self.shape.min_score, self._parents)
+        grow(self.growth, children, self._inputs.limits, level, self.shape.min_score, parents)
 
     def expand(self, level: int, carried: Tensor, cache: Any) -> RowOutput:
         """Read the expanded nodes of a level, given the states `carried` from the level above; `cache` as in
         `PagedPass`."""
         positions = self._inputs.positions[level - 1]
-        step = self._pass(level, self._inputs.slots[level - 1], cache)
+        first = 1 + (level - 1) * self.shape.width
+        step = self._pass(slice(first, first + self.shape.width), self._inputs.slots[level - 1], cache)
         tokens, sources = self.growth.next_tokens.flatten(), self.growth.sources.flatten()
         return self._network.forward_rows(tokens, carried, positions, step, sources)
 
     def read_roots(self, rows: RootRows, cache: Any) -> RowOutput:
         """Read the rows from which trees grow; `cache` as in `PagedPass`."""
-        step = self._pass(0, rows.slots, cache)
+        step = self._pass(slice(0, 1), rows.slots, cache)
         return self._network.forward_rows(rows.token_ids, rows.carried, rows.positions, step, rows.sources)
 
-    @property
-    def _parents(self) -> Tensor:
-        """[B, tail] rows of tails."""
-        return self.plan.parents.view(self._sequences, self.tail)
-
-    def _pass(self, depth: int, slots: Tensor, cache: Any) -> PagedPass:
-        """A pass over the rows of each tail at a depth, the root's 0."""
-        plan, width = self.plan, self.shape.width
-        first, end = (1 + (depth - 1) * width, 1 + depth * width) if depth else (0, 1)
+    def _pass(self, rows: slice, slots: Tensor, cache: Any) -> PagedPass:
+        """A pass over some rows of each tail."""
         # The schedule depends on the parents so far and on these rows, so it is computed again.
-        plan.clear_schedules()
-        plan.output_rows = first, end
-        level = TailLevel(
-            plan.query_starts, plan.prefix_lengths, plan.page_starts, plan.page_table, self._parents, first, end, depth
-        )
-        return PagedPass(_RowsAttention(self, level), plan, slots, cache)
+        self.plan.clear_schedules()
+        self.plan.output_rows = rows.start, rows.stop
+        return PagedPass(_LevelAttention(self, rows), self.plan, slots, cache)
 
     def queries_like(self, query: Tensor) -> Tensor:
         """[B, tail, Hq, D]: the queries of all rows, kept from pass to pass, for layers of this shape."""

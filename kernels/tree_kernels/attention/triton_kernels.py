@@ -46,7 +46,7 @@ def _capped(scores, scale, CAP: tl.constexpr):  # type: ignore[no-untyped-def]
 
 
 @triton.jit
-def attend_tile(  # type: ignore[no-untyped-def]
+def _tile(  # type: ignore[no-untyped-def]
     q, peak, mass, acc, first, open_keys, key_head, value_head, page_table, words, first_word, row, live, rows,
     prefix, is_causal, scale_log2, depths, position, first_key, slope, KV_HEADS: tl.constexpr, D: tl.constexpr,
     DV: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_DV: tl.constexpr, PAGE_SIZE: tl.constexpr, BLOCK_N: tl.constexpr,
@@ -149,13 +149,13 @@ def _attend(  # type: ignore[no-untyped-def]
         if APART:
             middle = tl.maximum(tl.minimum(open_keys // BLOCK_N, high), low)
             for tile in tl.range(begin, middle):
-                peak, mass, acc = attend_tile(
+                peak, mass, acc = _tile(
                     q, peak, mass, acc, tile * BLOCK_N, open_keys, key_head, value_head, pages, own_words, first_word,
                     row, live, rows, prefix, is_causal, scale_log2, own_depths, position, first_key, slope, KV_HEADS,
                     D, DV, BLOCK_D, BLOCK_DV, PAGE_SIZE, BLOCK_N, WORDS, FAR, WINDOW, CAP, SLOPES, "open",
                 )  # fmt: skip
         for tile in tl.range(middle, high):
-            peak, mass, acc = attend_tile(
+            peak, mass, acc = _tile(
                 q, peak, mass, acc, (first + tile) * BLOCK_N, open_keys, key_head, value_head, pages, own_words,
                 first_word, row, live, rows, prefix, is_causal, scale_log2, own_depths, position, first_key, slope,
                 KV_HEADS, D, DV, BLOCK_D, BLOCK_DV, PAGE_SIZE, BLOCK_N, WORDS, FAR, WINDOW, CAP, SLOPES,
