@@ -274,6 +274,8 @@ class StepStats:
     idle_ns: int = 0
     # Passes launched at once, each counted as a step: times are those of all, rows those of one.
     passes: int = 1
+    # Of these, those that read pages once which sequences have in common.
+    common_page_passes: int = 0
 
 
 class SequenceState(Enum):

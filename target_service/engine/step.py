@@ -199,4 +199,5 @@ class Step:
             busy_ns=busy_ns,
             idle_ns=idle_ns,
             passes=self.passes,
+            common_page_passes=self.passes if batch.input.attention.common_pages else 0,
         )

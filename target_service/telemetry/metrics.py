@@ -43,6 +43,7 @@ class PrometheusObserver:
         self._feature_vectors = count("outrider_feature_vectors")
         self._feature_bytes = count("outrider_feature_bytes")
         self._steps = count("outrider_steps")
+        self._common_page_steps = count("outrider_common_page_steps")
         self._sequence_steps = count("outrider_sequence_steps")
         self._generation_tokens = count("outrider_generation_tokens")
         self._decode_rows = count("outrider_rows", "decode")
@@ -104,6 +105,7 @@ class PrometheusObserver:
         self._feature_vectors.value += stats.feature_vectors
         self._feature_bytes.value += stats.feature_bytes
         self._steps.value += stats.passes
+        self._common_page_steps.value += stats.common_page_passes
         self._sequence_steps.value += stats.committed_sequences
         self._generation_tokens.value += stats.committed_tokens
         self._decode_rows.value += stats.decode_rows * stats.passes

@@ -156,6 +156,14 @@ def test_a_pass_that_found_nothing_is_a_miss(observer: PrometheusObserver) -> No
     assert found["draft_round_trip_seconds_count", ()] == 1
 
 
+def test_passes_that_read_common_pages_once_are_counted(observer: PrometheusObserver) -> None:
+    for passes, common in ((4, 4), (2, 0), (1, 1)):
+        observer.on_step(replace(STEP, passes=passes, common_page_passes=common))
+    found = samples(observer)
+    assert found["common_page_steps_total", ()] == 5
+    assert found["steps_total", ()] == 7
+
+
 def test_outcomes_and_depths_that_come_unexpected(observer: PrometheusObserver) -> None:
     deep = SequenceTotals(drafted_by_depth=[1] * (MAX_DEPTH + 3), accepted_by_depth=[1] * (MAX_DEPTH + 1))
     observer.on_finished(1, request([1], 4), deep, "QUOTA_EXCEEDED")

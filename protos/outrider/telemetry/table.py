@@ -122,6 +122,7 @@ gauge outrider_feature_bytes_kept: Memory of hidden states kept for a draft that
 gauge outrider_draft_connected: 1 while a draft is connected; absent where none is to be.
 # Steps.
 counter outrider_steps: Engine steps: forward passes.
+counter outrider_common_page_steps: Those that read the first pages of several sequences once for all of them.
 counter outrider_sequence_steps: Verify passes, counted once per sequence in them.
 fine outrider_step_seconds: Duration of a step.
 micro outrider_step_phase_seconds(phase): Duration of a step's phases: wait (for the draft), plan, forward, verify,
