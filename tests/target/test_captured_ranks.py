@@ -28,9 +28,10 @@ from transformers import PreTrainedModel
 from benchmarks.shared.virtual_clock import VirtualClock
 from outrider.sampling import SamplingParams
 from target_service.core.sequence import SequenceRequest
+from target_service.engine import common_pages
 from target_service.execution import device_executor
 from target_service.execution.device_executor import DeviceSteps
-from target_service.model.cuda_graphs import capturing
+from target_service.model.cuda_graphs import capturing, sizes
 from target_service.model.cuda_graphs.capturing import capture_steps
 from target_service.model.cuda_graphs.runner import CaptureOptions
 from target_service.model.cuda_graphs.sizes import Bucket, buckets_up_to
@@ -94,27 +95,31 @@ def captured_rank(
     link: ThreadLink | None = None,
     ahead: AheadCompiler | None = None,
     drafter: InPassDrafter | None = None,
+    *,
+    common: bool = False,
 ) -> RerunRunner:
-    """As `loader.load_runner` makes one."""
+    """As `loader.load_runner` makes one; with `common`, one that reads pages once which sequences have in common."""
     description = description_of(model.config)
     assert description is not None
     place = Placement(CPU, torch.float32, ranks=link)
     decoder = (build_rank if link else build)(description, published_tensors(model), place)
-    sizes = {"num_pages": 64, "page_size": PAGE_SIZE}
-    runner = runner_over(decoder, None, **sizes, end_token_ids=(), in_pass=drafter)
+    pages = {"num_pages": 256 if common else 64, "page_size": PAGE_SIZE}
+    runner = runner_over(decoder, None, **pages, end_token_ids=(), in_pass=drafter)
     runner.attention, runner.ahead = ReadBack(), ahead or AheadCompiler((), 0)
+    runner.attention.reads_common_pages = common
     if link is None or link.leads:
         runner.enable_device_row_selection(SEQUENCES, 3)
     hooked = () if drafter is None else drafter.layers
-    options = CaptureOptions(ROWS, SEQUENCES, LayerOptions(compiled=False), hooked, few_outputs=FEW_OUTPUTS)
+    layers = LayerOptions(compiled=False)
+    options = CaptureOptions(ROWS, SEQUENCES, layers, hooked, few_outputs=FEW_OUTPUTS, common_pages=common)
     captured = RerunRunner(runner, options)
     assert all(captured.network.forms), "every layer has its fused form, for ranks too"
     captured.attach(link)
     return captured
 
 
-def follow(model: PreTrainedModel, link: ThreadLink) -> None:
-    passes = FollowedPasses(captured_rank(model, link))
+def follow(model: PreTrainedModel, link: ThreadLink, common: bool) -> None:
+    passes = FollowedPasses(captured_rank(model, link, common=common))
     assert link.messages is not None
     with torch.inference_mode():
         while message := link.messages.get():
@@ -149,13 +154,14 @@ def leading(without_gpu: None, model: PreTrainedModel, request: pytest.FixtureRe
     """The first rank, which has rehearsed alone what it captured."""
     del without_gpu
     drafter = in_pass_head(model) if request.param == "drafts in its passes" else None
+    common = request.param == "pages in common"
     exchange, messages = Exchange(RANKS), queue.SimpleQueue[PassMessage | None]()
     links = [ThreadLink(rank, exchange, messages=messages) for rank in range(RANKS)]
     with ThreadPoolExecutor(1) as threads:
-        following = threads.submit(follow, model, links[1])
+        following = threads.submit(follow, model, links[1], common)
         following.add_done_callback(lambda _: exchange.barrier.abort())
         try:
-            runner = captured_rank(model, links[0], Rehearsed(links[0]), drafter)
+            runner = captured_rank(model, links[0], Rehearsed(links[0]), drafter, common=common)
             capture_steps(runner, seconds=60.0, memory_share=0.5)
             yield runner
         finally:
@@ -174,13 +180,13 @@ def requests(sampling: SamplingParams) -> list[SequenceRequest]:
 def test_captured_passes_of_ranks(leading: RerunRunner, model: PreTrainedModel) -> None:
     """Prompts, some of them eager for their length; trees of the host and of the device; several passes in a launch."""
     steps = DeviceSteps(leading, max_sequences=SEQUENCES, max_rows=ROWS, backend="torch")
-    sizes = len(buckets_up_to(ROWS, SEQUENCES))
-    assert leading.captured_steps == (sizes, sizes), "ranks capture nothing in pauses"
+    count = len(buckets_up_to(ROWS, SEQUENCES))
+    assert leading.captured_steps == (count, count), "ranks capture nothing in pauses"
     # In which the buffers of captured steps are made: PyTorch does not let others write them, as a GPU's kernels do.
     with torch.inference_mode():
         steps.warm_up()
         assert isinstance(leading.ahead, Rehearsed)
-        assert leading.ahead.rehearsed["steps"] == sizes and leading.ahead.rehearsed.keys() == WHAT_IS_COMPILED
+        assert leading.ahead.rehearsed["steps"] == count and leading.ahead.rehearsed.keys() == WHAT_IS_COMPILED
         # As where the time for capturing was over: the others are eager.
         leading.buckets = tuple(bucket for bucket in leading.buckets if bucket.rows <= ROWS // 2)
         config = engine_config(max_step_rows=ROWS, max_running=SEQUENCES, prefill_chunk=ROWS)
@@ -198,6 +204,32 @@ def test_captured_passes_of_ranks(leading: RerunRunner, model: PreTrainedModel) 
                 outcomes = run(leading, each, propose=propose, launch=steps, passes=passes, stagger=2, config=config)
                 assert [outcome.token_ids for outcome in outcomes] == expected
             assert sum(outcome.finished.totals.accepted_tokens for outcome in outcomes) > 10
+
+
+@pytest.fixture
+def few_in_common(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Pages are read once that two sequences have in common."""
+    monkeypatch.setattr(sizes, "_FEWEST_IN_COMMON", 2)
+    monkeypatch.setattr(common_pages, "_FEWEST", 2)
+    monkeypatch.setattr(common_pages, "_WORTH_KEYS", 1)
+
+
+@pytest.mark.usefixtures("few_in_common")
+@pytest.mark.parametrize("leading", ["pages in common"], indirect=True)
+def test_ranks_read_common_pages_once(leading: RerunRunner, model: PreTrainedModel) -> None:
+    steps = DeviceSteps(leading, max_sequences=SEQUENCES, max_rows=ROWS, backend="torch")
+    shared = [(5 * i) % 190 + 5 for i in range(140)]
+    wanted = [request([*shared, 7 + i, 9], MAX_TOKENS, sampling=SAMPLINGS["seeded"]) for i in range(3)]
+    expected = plain_each(model, wanted)
+    config = engine_config(max_step_rows=ROWS, max_running=SEQUENCES, prefill_chunk=ROWS)
+    buffers = {bucket: one.buffer for bucket, one in leading._captured.items() if bucket.common}
+    assert buffers
+    with torch.inference_mode():
+        outcomes = run(leading, wanted, launch=steps, stagger=1, config=config)
+    assert [outcome.token_ids for outcome in outcomes] == expected
+    # Left from the last pass of its size: 128 keys of two sequences or three.
+    found = [buffer.plan.common.tolist() for buffer in buffers.values() if buffer.plan.common is not None]
+    assert any(counts.count(128 // PAGE_SIZE) >= 2 for counts in found)
 
 
 def step_of_prompt(rows: int) -> ForwardInput:
