@@ -63,7 +63,8 @@ def run(
     runner.enable_device_row_selection(RUNNING, 7)
     config = engine_config(max_running=RUNNING, prefill_chunk=16)
     steps = DeviceSteps(runner, max_sequences=RUNNING, max_rows=256)
-    loop = EngineLoop(runner, config, steps=steps, observer=watching, passes=passes)
+    loop = EngineLoop(runner, config, steps=steps, observer=watching)
+    loop.speculation.updates.multi_step.passes = passes
     whole = [(*one.token_ids, *truth) for one, truth in zip(wanted, truths, strict=True)]
     loop.drafting.attach(ScriptedDraft(loop.drafting, knowing_tree(whole, runner.vocabulary_size, 12, right=0.8)))
     loop.drafting.listen()

@@ -186,7 +186,8 @@ class ServiceMachine(RuleBasedStateMachine):
             self.runner.enable_device_row_selection(3, 7)
         if device.startswith("itself"):
             steps = DeviceSteps(self.runner, max_sequences=3, max_rows=96)
-        self.loop = EngineLoop(self.runner, config, steps=steps, passes=passes)
+        self.loop = EngineLoop(self.runner, config, steps=steps)
+        self.loop.speculation.updates.multi_step.passes = passes
         self.wanted: dict[int, int] = {}
         self.draft = FuzzedDraft(self.wanted, kind)
         self.loop.drafting.attach(self.draft)

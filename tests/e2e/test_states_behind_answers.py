@@ -121,7 +121,8 @@ class Conversation(Engine):
         if way.device:
             steps = DeviceSteps(runner, backend="torch", max_sequences=SEQUENCES, max_rows=ROWS)
         self.figures, self.ahead = Figures(), 0
-        super().__init__(runner, CONFIG, steps, observer=self.figures, passes=way.passes)
+        super().__init__(runner, CONFIG, steps, observer=self.figures)
+        self.loop.speculation.updates.multi_step.passes = way.passes
 
     def check(self) -> None:
         super().check()
