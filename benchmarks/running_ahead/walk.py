@@ -19,8 +19,8 @@ from tree_kernels.node_table.layout import LOOKUP, RIGHT
 
 NOWHERE = -1
 # After a token that was not drafted: the probability that the text continues as after the likeliest draft in its place,
-# with that draft itself, and as after the same token elsewhere in the tree. Tuned on the recordings.
-INSTEAD, BEFORE, ELSEWHERE = 0.3, 0.15, 0.3
+# and as after the same token elsewhere in the tree. Tuned on the recordings.
+INSTEAD = ELSEWHERE = 0.3
 
 
 @dataclass(slots=True)
@@ -50,7 +50,7 @@ def mended(table: Table, node: int, token: int, *, last: bool) -> Table:
     """A tree of what may follow `token`, which is no child of `node` or a leaf there.
 
     It has the children of the likeliest node with the same token elsewhere. If the token is the last one, it also has
-    those of the node's likeliest child, which the token may replace, and of the node itself, since it may be inserted.
+    those of the node's likeliest child, which the token may replace.
     """
     new = Table()
     same = _likeliest_of(table, token)
@@ -60,7 +60,6 @@ def mended(table: Table, node: int, token: int, *, last: bool) -> Table:
     if below and last:
         likeliest, _ = max(below.values(), key=lambda child: child[1])
         _graft(table, likeliest, new, 0, INSTEAD)
-        _graft(table, node, new, 0, BEFORE)
     return new
 
 

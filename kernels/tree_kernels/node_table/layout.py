@@ -6,17 +6,17 @@ used, and 0 is no tree. Nodes are in depth-first order: parents[i] < i, and belo
 Siblings' tokens differ. Depths count from the root. A node's cost is -log2(probability of its path from the root) *
 `COST_OF_HALVING`, an integer that rises by 1 at least along every edge; the root costs 0.
 
-Where the table does not hold the sequence's last token, but the one before it, its tree is realigned: P is the node of
-the one before, C the likeliest of P's children (of the smallest cost, then place). Below the root hang what is below C,
-as if the last token stood in C's place, for `SUBSTITUTION_COST` more than it costs below C; and P's children, C too, as
-if it had been put before them, for `INSERTION_COST` more than they cost below P and without what is below them. A child
-of P may then have the token of a child of C, and the chain, which is not merged with them, that of either. Walks that
-match a target's own choices tolerate that: they go on below the first, thus likelier row of that token, and the output
-is the same.
+Where the table does not hold the sequence's last token, but the one before it, its tree is realigned: of the children
+of that one's node, C is the likeliest (of the smallest cost, then place). What is below C hangs below the root, as if
+the last token stood in C's place, for `SUBSTITUTION_COST` more than it costs below C.
 
 Where the table does not hold the last token, or holds nothing below it, and is `MAX_PATH` tokens old at most, it also
 reuses: what is below the likeliest other node of that token that has anything below it hangs below the root, for
 `REUSE_COST` more than it costs below that node, and in no other way.
+
+What is realigned may have the tokens of what is reused, and the chain, which is not merged with them, those of either.
+Walks that match a target's own choices tolerate that: they go on below the first, thus likelier row of that token, and
+the output is the same.
 
 A table that holds nothing below the last token, or not that token, or no tree, may have a tree of recycled tokens
 beside it, rooted at the last token (`recycling`): the chain is merged with it, realigned and reused nodes are not.
@@ -51,12 +51,10 @@ MOST_CHANCE = 0.98
 KEYS_PER_COST = 1024
 # Above the key of whatever may be chosen.
 NO_KEY = MOST_COST * KEYS_PER_COST
-# What a realigned tree costs beyond its nodes' own costs, where the last token is taken to stand in the place of the
-# likeliest, before it, or anywhere else: of the chances that served best on recorded answers, INSTEAD, BEFORE and
-# ELSEWHERE of `benchmarks/running_ahead/walk.py`.
-SUBSTITUTION_COST, INSERTION_COST, REUSE_COST = (
-    round(-math.log2(chance) * COST_OF_HALVING) for chance in (0.3, 0.15, 0.3)
-)
+# What nodes cost beyond their own costs where the last token is taken to stand in the place of the likeliest, or
+# anywhere else: of the chances that served best on recorded answers, INSTEAD and ELSEWHERE of
+# `benchmarks/running_ahead/walk.py`.
+SUBSTITUTION_COST = REUSE_COST = round(-math.log2(0.3) * COST_OF_HALVING)
 # Integers of a table, and where in it the arrays begin.
 TABLE = 2 + 5 * NODES
 TOKENS, PARENTS, ENDS, DEPTHS, COSTS = (2 + NODES * array for array in range(5))

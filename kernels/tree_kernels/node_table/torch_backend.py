@@ -290,13 +290,7 @@ def _realigned(nodes: Nodes, before: int) -> list[NodeCandidate]:
     if not children:
         return []
     likeliest = min(children, key=lambda place: (nodes.costs[place], place))
-    inserted = [
-        NodeCandidate(
-            place, nodes.tokens[place], -1, 1, nodes.costs[place] - nodes.costs[before] + layout.INSERTION_COST
-        )
-        for place in children
-    ]
-    return inserted + _hung(nodes, likeliest, layout.SUBSTITUTION_COST)
+    return _hung(nodes, likeliest, layout.SUBSTITUTION_COST)
 
 
 def text_of(table: NodeTable, step: StepIntegers, b: int, root: int) -> list[int]:

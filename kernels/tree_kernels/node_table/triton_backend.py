@@ -51,7 +51,7 @@ _RECYCLED, _RECYCLED_NODES = tl.constexpr(recycling.FIRST), tl.constexpr(recycli
 _TOKENS, _PARENTS, _ENDS = tl.constexpr(layout.TOKENS), tl.constexpr(layout.PARENTS), tl.constexpr(layout.ENDS)
 _DEPTHS, _COSTS = tl.constexpr(layout.DEPTHS), tl.constexpr(layout.COSTS)
 _MAX_PATH = tl.constexpr(layout.MAX_PATH)
-_SUBSTITUTION_COST, _INSERTION_COST = tl.constexpr(layout.SUBSTITUTION_COST), tl.constexpr(layout.INSERTION_COST)
+_SUBSTITUTION_COST = tl.constexpr(layout.SUBSTITUTION_COST)
 _REUSE_COST = tl.constexpr(layout.REUSE_COST)
 _PROSPECTS = tl.constexpr(len(layout.PROSPECTS))
 _PROSPECTS_BLOCK = tl.constexpr(triton.next_power_of_2(len(layout.PROSPECTS)))
@@ -247,24 +247,22 @@ def _rank(  # type: ignore[no-untyped-def]
     near, held = _nearest(on_path, own_depth, age, i)
     lost = (near >= 0) & (held == 0)
     near_end, near_cost = _end_and_cost(table, near)
-    # What may follow is below `top`, or inserted.
-    inserted = node & lost & (i > near) & (own_parent == near)
-    top, top_end, top_cost = _top(table, near, near_end, near_cost, lost, inserted, own_cost, i)
+    # What may follow is below `top`.
+    children = node & (i > near) & (own_parent == near)
+    top, top_end, top_cost = _top(table, near, near_end, near_cost, lost, children, own_cost, i)
     # What is below another node of the last token hangs nowhere else.
     nothing_below = (held == 0) | (near_end == near + 1)
     reuses = nothing_below & (nodes > 0) & (age >= 0) & (age <= _MAX_PATH)
     having = node & (own_token == root) & (own_end > i + 1)
     donor, donor_end, donor_depth, donor_cost = _donor(table, reuses, having, own_cost, i)
     reused = node & (donor >= 0) & (i > donor) & (i < donor_end)
-    inserted = inserted & (reused == 0)
 
     # None of a realigned tree is on the text's path.
     below = node & (top >= 0) & (i > top) & (i < top_end) & (reused == 0)
-    depth = tl.where(in_chain, i - _NODES + 1, tl.where(inserted, 1, own_depth - age))
+    depth = tl.where(in_chain, i - _NODES + 1, own_depth - age)
     depth = tl.where(reused, own_depth - donor_depth, depth)
-    cost = tl.where(inserted, own_cost - near_cost + _INSERTION_COST, own_cost - top_cost)
-    cost = tl.where(reused, own_cost - donor_cost, cost)
-    of_root = tl.where(reused, own_parent == donor, (own_parent == top) | inserted)
+    cost = tl.where(reused, own_cost - donor_cost, own_cost - top_cost)
+    of_root = tl.where(reused, own_parent == donor, own_parent == top)
     of_table = tl.full([], _NODES, tl.int32)
     if RECYCLES:
         owner = tl.load(owners + b)
@@ -279,7 +277,7 @@ def _rank(  # type: ignore[no-untyped-def]
         of_root = tl.where(of_tree, tree_parent == _RECYCLED, of_root)
         of_table = tl.where(wanted, _RECYCLED, of_table)
     cost, last, last_depth = _with_chain(below & on_path & (depth <= chain), in_chain, cost, depth, first, following, i)
-    hangs = (below | inserted | reused) & (depth <= _MAX_PATH)
+    hangs = (below | reused) & (depth <= _MAX_PATH)
     candidate = tl.where(in_chain, (depth > last_depth) & (depth <= chain), hangs)
     key = tl.where(candidate & (cost < _MOST_COST), cost * _KEYS_PER_COST + i, NO_KEY)
 
