@@ -91,6 +91,8 @@ def test_steps_with_common_pages_have_sizes_of_their_own() -> None:
     # One that is not captured, or too large, runs as a step without.
     without = [bucket for bucket in buckets if not bucket.common]
     assert choose_bucket(without, step(20, 3, common=8)) == Bucket(64, 64)
+    assert choose_bucket([*without, Bucket(512, 64, common=True)], step(20, 3, common=8)) == Bucket(64, 64)
+    assert choose_bucket(buckets, step(20, 30, common=8)) is None
     assert choose_bucket(buckets_up_to(1024, 64, common=True), step(20, 30, common=8)) == Bucket(768, 64)
     largest = capacity(Bucket(64, 64, common=True), 16, 400)
     largest.check()

@@ -87,7 +87,7 @@ def buckets_up_to(max_rows: int, max_sequences: int, *, common: bool = False) ->
 def choose_bucket(buckets: Iterable[Bucket], batch: AttentionBatch, room: int = 0) -> Bucket | None:
     """The bucket with the fewest rows, then the fewest sequences, that holds the step and `room` rows with any trees
     that the device makes of them; None if none does. `buckets` are in that order. One for common pages is for steps
-    that have some, which others hold too."""
+    that have some, if it has as few rows: others hold them too."""
     trees = max((len(parents) for parents in batch.parents if parents is not None), default=KEPT + 1 if room else 0)
     fitting = (
         bucket
@@ -97,7 +97,8 @@ def choose_bucket(buckets: Iterable[Bucket], batch: AttentionBatch, room: int = 
     if not batch.common_pages:
         return next((bucket for bucket in fitting if not bucket.common), None)
     found = list(fitting)
-    return next((bucket for bucket in found if bucket.common), found[0] if found else None)
+    few = [bucket for bucket in found if bucket.rows == found[0].rows]
+    return next((bucket for bucket in few if bucket.common), found[0] if found else None)
 
 
 def padded(batch: AttentionBatch, bucket: Bucket) -> AttentionBatch:
