@@ -23,7 +23,7 @@ GROUP, KV_HEADS, WIDTH = 4, 8, 128
 LATENT = 512
 POINTERS = {
     **dict.fromkeys(("query", "key_cache", "value_cache", "cache", "output"), "*bf16"),
-    **dict.fromkeys(("partials", "partial_lse", "sinks", "slopes"), "*fp32"),
+    **dict.fromkeys(("output_lse", "partials", "partial_lse", "sinks", "slopes"), "*fp32"),
     **dict.fromkeys(("arrivals", "page_table", "groups", "chunk_table", "totals", "depths"), "*i32"),
     "words": "*i64",
 }
@@ -53,7 +53,7 @@ def shared_bytes(tiling: Tiling, words: int, window: int = 0, *, slopes: bool = 
         "PAGE_SIZE": 16, "BLOCK_M": tiling.block_rows, "BLOCK_N": tiling.block_keys, "WORDS": words, "FAR": False,
         "APART": tiling.apart, "FIXED": False, "MERGE_ROWS": tiling.merge_rows,
         "MERGE_PARTS": tiling.merge_parts(WIDTH), "WINDOW": window, "CAP": 0.0, "SINKS": False, "SLOPES": slopes,
-        "EARLY": True,
+        "LSE": True, "EARLY": True,
     }  # fmt: skip
     return compiled_bytes(attention_kernel, constants, tiling)
 
@@ -62,7 +62,8 @@ def specialised_bytes() -> int:
     """Of one program of the warp-specialised kernel, for a cache of more than 2**31 bytes and masks of four words."""
     constants: dict[str, Any] = {
         "GROUP": GROUP, "KV_HEADS": KV_HEADS, "D": WIDTH, "PAGE_SIZE": 16, "BLOCK_N": SPECIALISED.block_keys,
-        "STAGES": SPECIALISED.stages, "WORDS": 4, "FAR": True, "EARLY": True,
+        "STAGES": SPECIALISED.stages, "WORDS": 4, "FAR": True, "LSE": True,
+        "EARLY": True,
     }  # fmt: skip
     return compiled_bytes(specialised_kernel, constants, SPECIALISED, "*i32", leaves_registers)
 
