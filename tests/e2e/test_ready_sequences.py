@@ -147,7 +147,7 @@ def test_a_form_whose_masks_take_long_has_no_drafted_rows(
         return run(runner_of(ended_model, device_chooses=on_device), [formed("uuid")], on_device=on_device)[0]
 
     said = [output() for _ in range(2)]
-    monkeypatch.setattr(following, "_SLOW_SECONDS", -1.0)
+    monkeypatch.setattr(following, "_most_seconds", lambda _: -1.0)
     slow = output()
     assert slow.token_ids == said[0].token_ids == said[1].token_ids
     # The first pass finds it out.
@@ -156,7 +156,7 @@ def test_a_form_whose_masks_take_long_has_no_drafted_rows(
 
 def test_a_late_mask_holds_up_nobody(ended_model: PreTrainedModel, monkeypatch: pytest.MonkeyPatch) -> None:
     (alone,) = run(runner_of(ended_model, device_chooses=True), [formed("uuid")], on_device=True)
-    monkeypatch.setattr(following, "_SLOW_SECONDS", -1.0)
+    monkeypatch.setattr(following, "_most_seconds", lambda _: -1.0)
     computed, compute = threading.Event(), FollowedGrammar.compute_ahead
 
     def late(grammar: FollowedGrammar, tree: TokenTree, output: Sequence[int]) -> None:
