@@ -98,10 +98,14 @@ def after_traffic(stack: ComposeStack) -> ComposeStack:
 
 
 def test_a_generation_through_the_published_port_is_drafted_for(stack: ComposeStack) -> None:
-    result = asyncio.run(generate(stack.port))
-    assert result.completion_tokens == 24
-    assert result.text
-    assert result.speculation.accepted_tokens > 0
+    def is_drafted_for() -> bool:
+        result = asyncio.run(generate(stack.port))
+        assert result.completion_tokens == 24
+        assert result.text
+        return result.speculation.accepted_tokens > 0
+
+    # On a busy machine the first passes may take so long that drafts do not pay yet.
+    wait_until(is_drafted_for)
 
 
 def test_the_gateway_answers_through_its_port(stack: ComposeStack) -> None:
