@@ -58,16 +58,17 @@ def test_the_other_takes_over(services: list[Service]) -> None:
         heard.until(lambda it: it.infos)
         # Until both are there, all go to the first.
         wait_until(lambda: all(member.offered for member in link._members))
-        for number in range(12):
-            link.open(opening(number, vocabulary_size=VOCABULARY))
-        heard.until(lambda it: all(it.answered(number, 0) for number in range(12)))
+        # A tenant's sequences go to one draft. That all of these go to one has a chance of 2 ** -39.
+        for number in range(40):
+            link.open(opening(number, tenant=str(number), vocabulary_size=VOCABULARY))
+        heard.until(lambda it: all(it.answered(number, 0) for number in range(40)))
         services[0].end(signal.SIGKILL)
         heard.until(lambda it: it.lost)
         lost = list(heard.lost)
-        assert 0 < len(lost) < 12 and not heard.losses
+        assert 0 < len(lost) < 40 and not heard.losses
         heard.growths.clear()
         for number in lost:
-            link.open(opening(number, vocabulary_size=VOCABULARY))
+            link.open(opening(number, tenant=str(number), vocabulary_size=VOCABULARY))
         heard.until(lambda it: all(it.answered(number, 0) for number in lost))
     finally:
         link.stop()
@@ -99,7 +100,7 @@ def killed_in_turn(services: list[Service]) -> Iterator[list[int]]:
 
 def test_output_is_plain_decoding_while_they_are_killed(tiny_model: PreTrainedModel, services: list[Service]) -> None:
     prompts = [[(7 * i + j) % 200 + 3 for j in range(length)] for i, length in enumerate((3, 17, 30, 9))]
-    wanted = [request(prompt, 60) for prompt in prompts * 4]
+    wanted = [request(prompt, 60, tenant=str(number)) for number, prompt in enumerate(prompts * 4)]
     expected = plain_each(tiny_model, wanted)
     links: list[StoppableLink] = []
 
