@@ -156,7 +156,8 @@ def test_a_drafted_token_with_a_broken_embedding_harms_nobody(kind: str, caplog:
     wanted = [request_of(PROMPTS[0], TOKENS, sampling=sampled), predicted]
 
     def beside(tokens: Sequence[int], _random: random.Random) -> TokenTree:
-        return TokenTree((tokens[-1], 40, POISON), (0, 0, 0), (1.0, 0.5, 0.5))
+        # Behind the likeliest token too, whose place another takes where the tree comes late.
+        return TokenTree((tokens[-1], 40, POISON, POISON), (0, 0, 0, 1), (1.0, 0.5, 0.5, 0.5))
 
     found = outcomes_of(make_runner(model), wanted, kind, beside)
     assert [tokens for tokens, _ in found] == plain_each(model, wanted)
