@@ -195,6 +195,9 @@ async def test_a_worker_that_dies_takes_its_own_streams_only(gateways: Any) -> N
         async with asyncio.timeout(HUNG_SECONDS):
             while len(workers.children) < 2 or not all(map(workers.connections_of, workers.children)):
                 others.append(await asyncio.open_connection(*workers.url.removeprefix("http://").split(":")))
+                # As many as there are places would all stay with the worker that has them before the other is there.
+                if len(others) > 8:
+                    others.pop(0)[1].close()
         after = await samples(client)
         assert after["outrider_gateway_tokens_total"] >= before["outrider_gateway_tokens_total"] + 6 * 200
         assert after["process_cpu_seconds_total"] >= before["process_cpu_seconds_total"]
