@@ -11,13 +11,12 @@ from torch import Tensor, nn
 from torch.nn import functional
 
 from tree_kernels.attention import AttentionVariant
-from tree_kernels.compiled_layers import uncompiled
 from tree_kernels.linear import Activation, ActivationKind
 from tree_kernels.linear.layers import activated
-from tree_kernels.recurrence import RecurrentPass, ShortConvolution, StateShape
+from tree_kernels.recurrence import StateShape
 from tree_models.layers.linear import Adapter, Linear
 from tree_models.layers.norm import HeadNorm, Normalization
-from tree_models.layers.paged import PagedPass, UncachedPass, attend, cache_keys
+from tree_models.layers.paged import PagedPass, UncachedPass, attend, cache_keys, convolve
 from tree_models.layers.placing import Placement
 from tree_models.layers.rotary import Angles, halves_order, rotate_heads, scaled_queries
 from tree_models.names import WeightNames
@@ -272,7 +271,7 @@ class CompressedAttention(nn.Module):
         product: Tensor = self.products(rows)
         rotating, half = _channels(spec)
         heads, current, delayed = torch.split(product, [rotating, half, half], dim=-1)
-        convolved = self._convolved(torch.cat([heads, heads, delayed], dim=-1), step)
+        convolved = convolve(self, torch.cat([heads, heads, delayed], dim=-1), step)
         before = convolved[:, 2 * rotating :]
         both = current + before if spec.compressed == "sums" else torch.cat([current, before], dim=-1)
         value = both.view(len(rows), spec.kv_heads, -1)
@@ -280,13 +279,6 @@ class CompressedAttention(nn.Module):
         attended = attend(self, turned[:, : spec.heads], turned[:, spec.heads :], value, step)
         output: Tensor = self.out(attended.flatten(1))
         return output
-
-    # Not compiled: layers differ in their number, which is read here alone.
-    @uncompiled
-    def _convolved(self, inputs: Tensor, step: PagedPass) -> Tensor:
-        of_pass: RecurrentPass = step.recurrent
-        gates = inputs.new_empty(len(inputs), 0, dtype=torch.float32)
-        return of_pass.convolve(self.state_layer, inputs, gates, ShortConvolution(self.weight, self.bias)).rows
 
     def _normed(self, heads: Tensor, convolved: Tensor) -> Tensor:
         """Queries and keys [R, G, D] of their products [R, G * D] and of both outputs [R, 2 * G * D] of the first

@@ -24,7 +24,7 @@ from tree_kernels.recurrence import (
     space_output,
 )
 from tree_models.layers.linear import Linear
-from tree_models.layers.paged import PagedPass
+from tree_models.layers.paged import PagedPass, convolve
 from tree_models.layers.placing import Placement
 from tree_models.layers.rotary import Angles
 from tree_models.names import WeightNames
@@ -63,15 +63,8 @@ class GatedConvolution(nn.Module):
         del angles
         product: Tensor = self.products(rows)
         before, behind, inputs = product.chunk(3, dim=-1)
-        output: Tensor = self.out(behind * self._convolved(before * inputs, step))
+        output: Tensor = self.out(behind * convolve(self, before * inputs, step))
         return output
-
-    # Not compiled: layers differ in their number, which is read here alone.
-    @uncompiled
-    def _convolved(self, inputs: Tensor, step: PagedPass) -> Tensor:
-        of_pass: RecurrentPass = step.recurrent
-        gates = inputs.new_empty(len(inputs), 0, dtype=torch.float32)
-        return of_pass.convolve(self.state_layer, inputs, gates, ShortConvolution(self.weight, self.bias)).rows
 
     def slots(self, names: WeightNames, copy: Copy) -> Iterator[WeightSlot]:
         """Slots of the layer's tensors."""
