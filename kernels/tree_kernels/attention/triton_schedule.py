@@ -7,8 +7,8 @@ chunk, merged afterwards. Where it costs little, and with a fixed chunk length a
 its own: then no program begins twice, and with a fixed length where a group is cut depends on nothing but its sequence.
 
 A sequence's rows are a chain (`causal` is 1), a tree (0), or see the keys before them alone (-1). A causal block sees
-fewer tiles the earlier its rows are. So the blocks of a key head stand in *pairs*, the first with
-the last, the second with the last but one, which have about as many tiles each; an odd block stands alone behind them.
+fewer tiles the earlier its rows are. So the blocks of a key head stand in *pairs*, the first with the last, the second
+with the last but one, which have about as many tiles each; an odd block stands alone behind them.
 
 A record describes a group in 8 integers: first row, rows, prefix length, start in the page table, block, first tile,
 tiles, 2 * head + causal. A chunk is described in 16, so that a program reads no more before its first page: the record

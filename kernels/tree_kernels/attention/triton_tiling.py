@@ -63,8 +63,8 @@ _SHORT = 2048
 # Of the warp-specialised kernel, four warps of each warpgroup. A fifth stage changed nothing on an H200, and tiles of
 # 128 keys spill registers (`benchmarks/results/2026-11-29-h200-prompt-attention.md`).
 SPECIALISED = Tiling(128, 64, 4, 4, 1, specialised=True)
-# Tiles of each of its programs from which it is chosen: with two Triton's takes a sixth less, with four a quarter more
-# (`benchmarks/results/2026-11-30-h200-captured-attention.md`).
+# Tiles of each of its programs from which it is chosen: with two Triton's takes a sixth less, with four a tenth to a
+# fifth more (`benchmarks/results/2026-11-30-h200-captured-attention.md`).
 _SPECIALISED_TILES = 3
 # The share of programs from which, with a group for each, hardly any group is cut: then the last program merges sooner
 # than another launch, with fewer groups later (the same record).
