@@ -7,13 +7,11 @@ from collections import Counter
 from collections.abc import Sequence as SequenceOf
 
 from target_service.core.sequence import Sequence
+from target_service.model.cuda_graphs import sizes
 from tree_kernels.attention.batch import COMMON_STEP
 
-# Sequences from which pages in common are looked for. Of fewer, attention by parts took as long as without at any
-# length that prompts usually have (`benchmarks/results/2026-11-30-h200-captured-attention.md`).
-_FEWEST = 8
 # Keys that the sequences would read of these pages, each for itself, from which one reading takes less: 16 times 3,072
-# took 0.7 of the time and 32 times 1,024 as long (the same record).
+# took 0.7 of the time and 32 times 1,024 as long (`benchmarks/results/2026-11-30-h200-captured-attention.md`).
 _WORTH_KEYS = 48 * 1024
 
 
@@ -30,7 +28,7 @@ class CommonPages:
 
     def of(self, sequences: SequenceOf[Sequence]) -> tuple[int, ...]:
         """[B] as `AttentionBatch.common_pages`; empty where it would not pay."""
-        if len(sequences) < _FEWEST:
+        if len(sequences) < sizes.FEWEST_IN_COMMON:
             return ()
         seen = tuple([(one.sequence_id, one.kv_length.bit_length()) for one in sequences])
         if seen != self._seen or not self._holds(sequences):
@@ -50,7 +48,7 @@ class CommonPages:
     def _find(self, sequences: SequenceOf[Sequence]) -> tuple[int, ...]:
         firsts = [one.pages[0] if one.kv_length >= self._page_size else -1 for one in sequences]
         page, count = Counter([first for first in firsts if first >= 0] or [-1]).most_common(1)[0]
-        if page < 0 or count < _FEWEST:
+        if page < 0 or count < sizes.FEWEST_IN_COMMON:
             return ()
         model = sequences[firsts.index(page)].pages
         lengths = [
@@ -60,8 +58,8 @@ class CommonPages:
             for first, one in zip(firsts, sequences, strict=True)
         ]
         # As many pages of as many sequences as spare the most.
-        ordered = sorted(lengths, reverse=True)
-        kept, most = max((place * length, length) for place, length in enumerate(ordered[_FEWEST - 1 :], _FEWEST))
+        ordered, fewest = sorted(lengths, reverse=True), sizes.FEWEST_IN_COMMON
+        kept, most = max((place * length, length) for place, length in enumerate(ordered[fewest - 1 :], fewest))
         if kept * self._page_size < _WORTH_KEYS:
             return ()
         return tuple([most if length >= most else 0 for length in lengths])

@@ -209,8 +209,7 @@ def test_captured_passes_of_ranks(leading: RerunRunner, model: PreTrainedModel) 
 @pytest.fixture
 def few_in_common(monkeypatch: pytest.MonkeyPatch) -> None:
     """Pages are read once that two sequences have in common."""
-    monkeypatch.setattr(sizes, "_FEWEST_IN_COMMON", 2)
-    monkeypatch.setattr(common_pages, "_FEWEST", 2)
+    monkeypatch.setattr(sizes, "FEWEST_IN_COMMON", 2)
     monkeypatch.setattr(common_pages, "_WORTH_KEYS", 1)
 
 

@@ -18,8 +18,9 @@ _LARGEST_TREE = 256
 _SMALL_TILE = 4
 # Larger steps are prompts by far the most.
 _LARGEST_WITH_TREES = 512
-# Sequences from which pages in common are looked for (`engine.common_pages`).
-_FEWEST_IN_COMMON = 8
+# Sequences from which pages in common are looked for, and passes captured that read these once. Of fewer, attention by
+# parts took as long as without at any length that prompts usually have (the same record).
+FEWEST_IN_COMMON = 8
 # Keys of these pages that plans are tuned for.
 _USUAL_COMMON = 2048
 
@@ -80,7 +81,7 @@ def buckets_up_to(max_rows: int, max_sequences: int, *, common: bool = False) ->
     found = {Bucket(rows, min(rows, count)) for rows, count in sizes}
     if common:
         most = (Bucket(rows, min(rows, max_sequences), common=True) for rows in row_sizes(max_rows))
-        found |= {one for one in most if one.sequences >= _FEWEST_IN_COMMON and one.rows <= _LARGEST_WITH_TREES}
+        found |= {one for one in most if one.sequences >= FEWEST_IN_COMMON and one.rows <= _LARGEST_WITH_TREES}
     return tuple(sorted(found))
 
 
