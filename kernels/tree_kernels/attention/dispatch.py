@@ -43,13 +43,13 @@ _Backend = TypeVar("_Backend", bound=Planner)
 class PlannedAttention(Generic[_Backend]):
     """Planning once per step, the same for every form of attention. `device` is where the caches live."""
 
+    # Whether it reads the keys of `AttentionBatch.common_pages` once for all rows.
+    reads_common_pages = False
+
     def __init__(self, backend: str, device: torch.device, implementation: _Backend) -> None:
         self.backend = backend
         self.device = device
         self._implementation = implementation
-
-    # Whether it reads the keys of `AttentionBatch.common_pages` once for all rows.
-    reads_common_pages = False
 
     @property
     def capturable(self) -> TritonPlanner:
