@@ -53,7 +53,7 @@ def shared_bytes(tiling: Tiling, words: int, window: int = 0, *, slopes: bool = 
         "PAGE_SIZE": 16, "BLOCK_M": tiling.block_rows, "BLOCK_N": tiling.block_keys, "WORDS": words, "FAR": False,
         "APART": tiling.apart, "FIXED": False, "MERGE_ROWS": tiling.merge_rows,
         "MERGE_PARTS": tiling.merge_parts(WIDTH), "WINDOW": window, "CAP": 0.0, "SINKS": False, "SLOPES": slopes,
-        "LSE": True, "EARLY": True,
+        "LSE": True, "DEPENDENT": True,
     }  # fmt: skip
     return compiled_bytes(attention_kernel, constants, tiling)
 
@@ -63,7 +63,7 @@ def specialised_bytes() -> int:
     constants: dict[str, Any] = {
         "GROUP": GROUP, "KV_HEADS": KV_HEADS, "D": WIDTH, "PAGE_SIZE": 16, "BLOCK_N": SPECIALISED.block_keys,
         "STAGES": SPECIALISED.stages, "WORDS": 4, "FAR": True, "LSE": True,
-        "EARLY": True,
+        "DEPENDENT": True,
     }  # fmt: skip
     return compiled_bytes(specialised_kernel, constants, SPECIALISED, "*i32", leaves_registers)
 
@@ -73,7 +73,7 @@ def latent_bytes(tiling: Tiling, words: int, page_size: int) -> int:
     constants: dict[str, Any] = {
         "GROUP": 16, "LATENT": LATENT, "ROTARY": 64, "BLOCK_LATENT": LATENT, "BLOCK_ROTARY": 64,
         "PAGE_SIZE": page_size, "BLOCK_M": tiling.block_rows, "BLOCK_N": tiling.block_keys, "WORDS": words,
-        "FAR": True, "EARLY": True,
+        "FAR": True, "DEPENDENT": True,
     }  # fmt: skip
     return compiled_bytes(latent_kernel, constants, tiling)
 

@@ -88,7 +88,7 @@ class TritonAttention(TritonPlanner):
             "GROUP": layout.group, "KV_HEADS": layout.kv_heads, "D": layout.width, "PAGE_SIZE": plan.batch.page_size,
             "BLOCK_N": tiling.block_keys, "WORDS": plan.words.shape[1],
             "FAR": max(key_cache.numel(), value_cache.numel()) >= 1 << 31, "LSE": output_lse is not None,
-            "num_warps": tiling.warps, **self._launch,
+            "num_warps": tiling.warps, **self._dependent,
         }  # fmt: skip
         programs = (self._programs(tiling),)
         if tiling.specialised:

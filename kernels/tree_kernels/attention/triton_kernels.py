@@ -184,7 +184,7 @@ def attention_kernel(  # type: ignore[no-untyped-def]
     PAGE_SIZE: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, WORDS: tl.constexpr, FAR: tl.constexpr,
     APART: tl.constexpr, FIXED: tl.constexpr, MERGE_ROWS: tl.constexpr, MERGE_PARTS: tl.constexpr,
     WINDOW: tl.constexpr, CAP: tl.constexpr, SINKS: tl.constexpr, SLOPES: tl.constexpr, LSE: tl.constexpr,
-    EARLY: tl.constexpr,
+    DEPENDENT: tl.constexpr,
 ):  # fmt: skip
     """Every program takes one chunk (if FIXED, chunks in turn), and of each chunk the groups that lie in it.
 
@@ -195,7 +195,7 @@ def attention_kernel(  # type: ignore[no-untyped-def]
 
     Where MERGE_ROWS is not 0, the last program that stores its partial of a group merges it, MERGE_ROWS at a time.
     """
-    if EARLY:
+    if DEPENDENT:
         # The results of the launch before may be read from here on; the launch after may start and wait.
         tl.extra.cuda.gdc_wait()
         tl.extra.cuda.gdc_launch_dependents()

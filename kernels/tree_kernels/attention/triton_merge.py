@@ -110,7 +110,7 @@ def merge_if_last(  # type: ignore[no-untyped-def]
 def merge_kernel(  # type: ignore[no-untyped-def]
     output, output_lse, partials, partial_lse, groups, chunk_table, totals,
     GROUP: tl.constexpr, KV_HEADS: tl.constexpr, DV: tl.constexpr, BLOCK_DV: tl.constexpr, BLOCK_M: tl.constexpr,
-    ROWS: tl.constexpr, PARTS: tl.constexpr, BY_GROUP: tl.constexpr, LSE: tl.constexpr, EARLY: tl.constexpr,
+    ROWS: tl.constexpr, PARTS: tl.constexpr, BY_GROUP: tl.constexpr, LSE: tl.constexpr, DEPENDENT: tl.constexpr,
 ):  # fmt: skip
     """With BY_GROUP, merge the partials of group `program_id(0)`, if it was cut: the fewest dependent loads.
 
@@ -131,7 +131,7 @@ def merge_kernel(  # type: ignore[no-untyped-def]
     tiles = tl.load(record + 6, mask=there, other=0)
     head = tl.load(record + 7, mask=there, other=0) // 2
     most = tl.load(totals + 1)
-    if EARLY:
+    if DEPENDENT:
         # What follows may bring its weights while attention runs.
         tl.extra.cuda.gdc_launch_dependents()
         tl.extra.cuda.gdc_wait()
@@ -153,7 +153,7 @@ def merge_kernel(  # type: ignore[no-untyped-def]
 @triton.jit
 def combine_kernel(  # type: ignore[no-untyped-def]
     output, shared, shared_lse, own, own_lse, query_starts, common, sequences, HEADS: tl.constexpr, DV: tl.constexpr,
-    BLOCK_H: tl.constexpr, BLOCK_DV: tl.constexpr, BLOCK_B: tl.constexpr, EARLY: tl.constexpr,
+    BLOCK_H: tl.constexpr, BLOCK_DV: tl.constexpr, BLOCK_B: tl.constexpr, DEPENDENT: tl.constexpr,
 ):  # fmt: skip
     """Combine what rows have of common keys and of their sequences' own: [R, HEADS, DV] and [R, HEADS] each. A program
     takes BLOCK_H heads of a row; rows of sequences whose `common` is 0 have their own keys alone."""
@@ -167,7 +167,7 @@ def combine_kernel(  # type: ignore[no-untyped-def]
     at = row.to(tl.int64) * HEADS + head
     there = head < HEADS
     columns = there[:, None] & (dv < DV)[None, :]
-    if EARLY:
+    if DEPENDENT:
         # What follows may bring its weights while attention runs.
         tl.extra.cuda.gdc_launch_dependents()
         tl.extra.cuda.gdc_wait()

@@ -20,6 +20,7 @@ from tree_kernels.attention.tree_mask import WORD_BITS, mask_words, tree_rows
 from tree_kernels.attention.triton_merge import combine_kernel, merge_kernel
 from tree_kernels.attention.triton_schedule import schedule_kernel
 from tree_kernels.attention.triton_tiling import FIXED_MERGING, MERGE_COLUMNS, Merging, Tiling, choose_merging
+from tree_kernels.dependent_launch import dependent_launch
 from tree_kernels.window_frames import WindowFrames
 
 # Kernels take the softmax in base 2.
@@ -124,9 +125,7 @@ class TritonPlanner:
         self._settings = settings or TritonSettings()
         # SMs to fill.
         self.processors = self._settings.processors or torch.cuda.get_device_properties(device).multi_processor_count
-        early = device.type == "cuda" and torch.cuda.get_device_capability(device) >= (9, 0)
-        # From Hopper on, a launch may be put in place while the one before it ends.
-        self._launch = {"EARLY": True, "launch_pdl": True} if early else {"EARLY": False}
+        self._dependent = dependent_launch(device)
 
     def plan(self, batch: AttentionBatch, integers: Tensor | None = None) -> TritonPlan:
         """See `TreeAttention.plan`. With `integers` [plan_integers(batch)] int32 on the device the plan becomes views
@@ -253,7 +252,7 @@ class TritonPlanner:
             schedule.partial_lse, schedule.groups, schedule.chunk_table, schedule.totals,
             GROUP=layout.group, KV_HEADS=layout.kv_heads, DV=width, BLOCK_DV=columns, BLOCK_M=block_rows,
             ROWS=merging.rows, PARTS=merging.parts, BY_GROUP=by_group, LSE=output_lse is not None,
-            num_warps=merging.warps, **self._launch,
+            num_warps=merging.warps, **self._dependent,
         )  # fmt: skip
 
     def combine(self, shared: PartialRows, own: PartialRows, plan: TritonPlan, output: Tensor) -> None:
@@ -264,7 +263,7 @@ class TritonPlanner:
         combine_kernel[(rows, triton.cdiv(heads, _COMBINED_HEADS))](
             output, *shared, *own, plan.query_starts, common, sequences, HEADS=heads, DV=width, BLOCK_H=_COMBINED_HEADS,
             BLOCK_DV=triton.next_power_of_2(width), BLOCK_B=triton.next_power_of_2(sequences), num_warps=4,
-            **self._launch,
+            **self._dependent,
         )  # fmt: skip
 
     def _integers(self, *shape: int) -> Tensor:

@@ -11,6 +11,7 @@ import torch
 import triton
 from torch import Tensor
 
+from tree_kernels.dependent_launch import dependent_launch
 from tree_kernels.experts.layers import RowExperts, check_mix, check_router, choose, router_logits
 from tree_kernels.experts.triton_kernels import combine_kernel, expert_down_kernel, expert_gated_kernel
 from tree_kernels.experts.triton_routing import order_kernel, route_kernel, route_vector_kernel
@@ -53,8 +54,7 @@ class TritonExperts(RowExperts):
         self._invariant, self._tilings, self._vectors = invariant, tilings, vectors
         # Every launch leaves them at zero.
         self._counters = torch.zeros(_MAX_BLOCKS, dtype=torch.int32, device=device)
-        # Programmatic dependent launch, which came with Hopper.
-        self._dependent = device.type == "cuda" and torch.cuda.get_device_capability(device) >= (9, 0)
+        self._dependent = dependent_launch(device)
 
     def route(
         self,
@@ -91,7 +91,7 @@ class TritonExperts(RowExperts):
             "RENORMALISES": routing.renormalised,
             "ROUNDS": routing.rounded,
             **parts_of_rows(rows),
-            **self._order(),
+            **self._dependent,
         }
         if self._vectors is not None or (not self._invariant and reads_few_rows(count, inner)):
             self._route_vectors(rows, weight, (bias, correction), routing, found, options)
@@ -165,7 +165,7 @@ class TritonExperts(RowExperts):
         if vectors is None and self._tilings is None and not self._invariant:
             vectors = choose_expert_vectors(len(rows.rows), *weights.down.shape[1:], itemsize=weights.down.itemsize)
         if vectors is not None and (norm is None or norm.halves):
-            return mix_vectors(rows, chosen, weights, residual, norm, multiplier, vectors, self._order())
+            return mix_vectors(rows, chosen, weights, residual, norm, multiplier, vectors, self._dependent)
         parts = self._outputs_of_pairs(rows, chosen, weights)
         return self._combine(parts, chosen, rows.rows.dtype, residual, norm, multiplier)
 
@@ -182,11 +182,11 @@ class TritonExperts(RowExperts):
             sizes = torch.empty(experts, dtype=torch.int32, device=device)
             # Pairs that an expert's program looks through at a time.
             order_kernel[(experts,)](
-                chosen.experts, order, sizes, pairs, count, BLOCK=1024, num_warps=4, **self._order()
+                chosen.experts, order, sizes, pairs, count, BLOCK=1024, num_warps=4, **self._dependent
             )
         # One row has no expert twice.
         listed = 0 if not few else 1 if count == 1 and not self._invariant else triton.next_power_of_2(pairs)
-        options = {"PAIRS": listed, **self._order()}
+        options = {"PAIRS": listed, **self._dependent}
         programs = pairs if few else experts
         tiles = triton.cdiv(inner, tilings.gated.block_outputs // (2 if weights.gated else 1))
         gated = rows.rows.new_empty(pairs, inner)
@@ -229,20 +229,17 @@ class TritonExperts(RowExperts):
             NORM=kind, CENTERED=norm is not None and norm.centered,
             HAS_NORM_BIAS=norm is not None and norm.bias is not None,
             WIDTH=width, BLOCK=triton.next_power_of_2(width), num_warps=4 if width <= 2048 else 8,
-            **self._order(),
+            **self._dependent,
         )  # fmt: skip
         return output, scaled
 
     def _piece(self, weight: Tensor, pairs: int, tiles: int) -> int:
         """Bytes of an expert's next weight that a thread prefetches while the memory would idle; 0 for none."""
         own = weight[0].nbytes
-        if not self._dependent or pairs * own > _PREFETCH_LIMIT:
+        if not self._dependent["DEPENDENT"] or pairs * own > _PREFETCH_LIMIT:
             return 0
         # Whole cache lines. What is left at the end is not prefetched.
         return own // (tiles * _PREFETCH_THREADS) // 128 * 128
-
-    def _order(self) -> dict[str, bool]:
-        return {"DEPENDENT": True, "launch_pdl": True} if self._dependent else {"DEPENDENT": False}
 
 
 def _sizes(tiling: ExpertTiling) -> dict[str, int]:

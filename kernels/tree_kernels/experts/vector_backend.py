@@ -35,9 +35,9 @@ def mix_vectors(
     norm: Norm | None,
     multiplier: float,
     tilings: ExpertVectorTilings,
-    order: dict[str, Any],
+    dependent: dict[str, bool],
 ) -> tuple[Tensor, ScaledRows | None]:
-    """As `RowExperts.mix`, for a norm that halves or none; `order` are the options of dependent launches."""
+    """As `RowExperts.mix`, for a norm that halves or none; `dependent` is `dependent_launch` of the device."""
     (count, top_k), device = chosen.experts.shape, weights.down.device
     _, hidden, inner = weights.down.shape
     gated = rows.rows.new_empty(count * top_k, inner)
@@ -47,7 +47,7 @@ def mix_vectors(
         or_other(weights.gate_up_bias, gated), or_other(weights.activation.parameters, gated), gated,
         rows.rows.stride(0), rows.epsilon, TOP_K=top_k, OUTPUTS=inner, INNER=hidden, **gate_options(weights),
         BLOCK_N=tiling.block_outputs, CHUNKS=tiling.chunks, BLOCK_T=tiling.block_inner, num_warps=tiling.warps,
-        **parts_of_rows(rows), **order,
+        **parts_of_rows(rows), **dependent,
     )  # fmt: skip
     output = rows.rows.new_empty(count, hidden)
     tiling = tilings.down
@@ -63,6 +63,6 @@ def mix_vectors(
         output if scaled is None else scaled.squares, HAS_BIAS=weights.down_bias is not None,
         TOP_K=top_k, BLOCK_E=triton.next_power_of_2(top_k),
         MULTIPLIER=multiplier, ADDS=residual is not None, SCALES=norm is not None, OUTPUTS=hidden, INNER=inner,
-        BLOCK_N=tiling.block_outputs, BLOCK_T=tiling.block_inner, num_warps=tiling.warps, **order,
+        BLOCK_N=tiling.block_outputs, BLOCK_T=tiling.block_inner, num_warps=tiling.warps, **dependent,
     )  # fmt: skip
     return output, scaled

@@ -11,7 +11,7 @@ import triton.language as tl
 from torch import Tensor
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
-from tree_kernels.growth.launching import order_of
+from tree_kernels.dependent_launch import dependent_launch
 from tree_kernels.growth.types import Children, Growth
 
 # Items of a program, and those that it compares them with at a time.
@@ -149,7 +149,7 @@ def grow(growth: Growth, children: Children, limits: Tensor, level: int, floor: 
         growth.tokens.shape[1], growth.first_item(level), level, row, tail_parents.shape[1], floor, PLACES=places,
         WIDTH=width, BREADTH=breadth, LAST=row >= tail_parents.shape[1], DEEP=level > 1, BLOCK=block, BLOCK_J=block,
         BLOCK_W=triton.next_power_of_2(width), num_warps=4 if block == _ITEMS else 1,
-        **order_of(growth.tokens.device),
+        **dependent_launch(growth.tokens.device),
     )  # fmt: skip
 
 
@@ -159,5 +159,5 @@ def keep(growth: Growth, kept: Tensor) -> None:
     block = max(16, min(_ITEMS, triton.next_power_of_2(items)))
     _keep_kernel[(sequences, triton.cdiv(items, block))](
         growth.tokens, growth.parents, growth.path_probs, growth.scores, kept, items, (kept.shape[1] - 1) // 3,
-        BLOCK=block, BLOCK_J=block, num_warps=4 if block == _ITEMS else 1, **order_of(kept.device),
+        BLOCK=block, BLOCK_J=block, num_warps=4 if block == _ITEMS else 1, **dependent_launch(kept.device),
     )  # fmt: skip

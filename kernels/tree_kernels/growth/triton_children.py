@@ -12,7 +12,7 @@ import triton.language as tl
 from torch import Tensor
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
-from tree_kernels.growth.launching import order_of
+from tree_kernels.dependent_launch import dependent_launch
 from tree_kernels.growth.types import Children, GumbelMax
 from tree_kernels.verification.triton_rows import philox_words
 
@@ -184,7 +184,7 @@ def _scan(logits: Tensor, temperatures: Tensor, best: int) -> tuple[Tensor, Tens
     _scan_kernel[(rows, chunks)](
         logits, temperatures, peaks, sums, ranks, vocabulary, rows // len(temperatures), logits.stride(0),
         BEST=best, BLOCK_BEST=triton.next_power_of_2(max(1, best)), CHUNK=_CHUNK, num_warps=4,
-        **order_of(logits.device),
+        **dependent_launch(logits.device),
     )  # fmt: skip
     return peaks, sums, ranks
 
@@ -204,7 +204,7 @@ def likeliest(logits: Tensor, temperatures: Tensor, width: int, token_ids: Tenso
         peaks, sums, ranks, token_ids, found.tokens, found.scores, logits.shape[1], chunks,
         WIDTH=width, BLOCK_WIDTH=triton.next_power_of_2(width), MAPPED=token_ids is not None,
         BLOCK_CHUNKS=triton.next_power_of_2(chunks), BLOCK=triton.next_power_of_2(chunks * width), num_warps=4,
-        **order_of(logits.device),
+        **dependent_launch(logits.device),
     )  # fmt: skip
     return found
 

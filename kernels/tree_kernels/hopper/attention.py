@@ -273,7 +273,7 @@ def specialised_kernel(  # type: ignore[no-untyped-def]
     query, key_cache, value_cache, output, output_lse, partials, partial_lse, page_table, words, groups, chunk_table,
     scale_log2, query_row_stride, query_head_stride, GROUP: gl.constexpr, KV_HEADS: gl.constexpr, D: gl.constexpr,
     PAGE_SIZE: gl.constexpr, BLOCK_N: gl.constexpr, STAGES: gl.constexpr, WORDS: gl.constexpr, FAR: gl.constexpr,
-    LSE: gl.constexpr, EARLY: gl.constexpr,
+    LSE: gl.constexpr, DEPENDENT: gl.constexpr,
 ):  # fmt: skip
     """Every program takes one chunk, and of it the groups that lie in it. words: [R, 2 * WORDS] int32.
 
@@ -296,7 +296,7 @@ def specialised_kernel(  # type: ignore[no-untyped-def]
         mbarrier.init(values_empty.index(stage), count=2)
     fence_async_shared()
     _barrier()
-    if EARLY:
+    if DEPENDENT:
         # The results of the launch before may be read from here on; the launch after may start and wait.
         cuda.gdc_wait()
         cuda.gdc_launch_dependents()

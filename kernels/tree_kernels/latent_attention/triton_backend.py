@@ -29,7 +29,7 @@ class TritonLatentAttention(TritonPlanner):
             GROUP=layout.group, LATENT=latent, ROTARY=rotary, BLOCK_LATENT=max(16, triton.next_power_of_2(latent)),
             BLOCK_ROTARY=max(16, triton.next_power_of_2(rotary)), PAGE_SIZE=plan.batch.page_size,
             BLOCK_M=tiling.block_rows, BLOCK_N=tiling.block_keys, WORDS=plan.words.shape[1],
-            FAR=cache.numel() >= 1 << 31, num_warps=tiling.warps, num_stages=tiling.stages, **self._launch,
+            FAR=cache.numel() >= 1 << 31, num_warps=tiling.warps, num_stages=tiling.stages, **self._dependent,
         )  # fmt: skip
         self.merge(output, schedule, layout)
         return output

@@ -97,10 +97,10 @@ def latent_kernel(  # type: ignore[no-untyped-def]
     query, cache, output, partials, partial_lse, page_table, words, groups, chunk_table, scale_log2,
     query_row_stride, query_head_stride, GROUP: tl.constexpr, LATENT: tl.constexpr, ROTARY: tl.constexpr,
     BLOCK_LATENT: tl.constexpr, BLOCK_ROTARY: tl.constexpr, PAGE_SIZE: tl.constexpr, BLOCK_M: tl.constexpr,
-    BLOCK_N: tl.constexpr, WORDS: tl.constexpr, FAR: tl.constexpr, EARLY: tl.constexpr,
+    BLOCK_N: tl.constexpr, WORDS: tl.constexpr, FAR: tl.constexpr, DEPENDENT: tl.constexpr,
 ):  # fmt: skip
     """Every program takes one chunk, and of it the groups that lie in it."""
-    if EARLY:
+    if DEPENDENT:
         # The results of the launch before may be read from here on; the launch after may start and wait.
         tl.extra.cuda.gdc_wait()
         tl.extra.cuda.gdc_launch_dependents()

@@ -76,7 +76,7 @@ class CublasLinears(TritonLinears):
         gated_epilogue_kernel[(count, triton.cdiv(outputs, BLOCK))](
             product, or_other(bias, output), or_other(activation.parameters, output), output,
             HAS_BIAS=bias is not None, GATED=gated, ACTIVATION=str(activation.kind), OUTPUTS=outputs, BLOCK=BLOCK,
-            num_warps=4, **self._order(),
+            num_warps=4, **self._dependent,
         )  # fmt: skip
         return output
 

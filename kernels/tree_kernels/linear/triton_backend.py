@@ -11,6 +11,7 @@ import triton
 from torch import Tensor
 from triton.tools.tensor_descriptor import TensorDescriptor
 
+from tree_kernels.dependent_launch import dependent_launch
 from tree_kernels.linear.forms import LLAMA_HEADS, PLAIN_SUM, Activation, HeadForm, SumForm
 from tree_kernels.linear.int8_weight import Int8Weight, Weight
 from tree_kernels.linear.layers import RowLinears
@@ -46,8 +47,7 @@ class TritonLinears(RowLinears):
         self._tiling = tiling
         # Every launch leaves them at zero.
         self._counters = torch.zeros(_MAX_TILES, dtype=torch.int32, device=device)
-        # Programmatic dependent launch, which came with Hopper.
-        self._dependent = device.type == "cuda" and torch.cuda.get_device_capability(device) >= (9, 0)
+        self._dependent = dependent_launch(device)
 
     def norm_rows(self, hidden: Tensor, norm: Norm) -> Tensor:
         output = hidden.new_empty(hidden.shape)
@@ -80,7 +80,7 @@ class TritonLinears(RowLinears):
             or_other(sources, token_ids), of.frequencies, output, taken, cosines, sines, features.stride(0),
             of.embedding_norm.epsilon, of.feature_norm.epsilon, of.scaling, TAKES=sources is not None,
             WIDTH=width, BLOCK=triton.next_power_of_2(width), ROTARY=rotary,
-            BLOCK_ROTARY=triton.next_power_of_2(rotary), num_warps=4, **self._order(),
+            BLOCK_ROTARY=triton.next_power_of_2(rotary), num_warps=4, **self._dependent,
         )  # fmt: skip
         return HeadInput(output, cosines, sines, taken)
 
@@ -232,7 +232,7 @@ class TritonLinears(RowLinears):
             MULTIPLIER=form.multiplier, ADDS=residual is not None, NORMS=norm is not None,
             CENTERED=norm is not None and norm.centered, HAS_NORM_BIAS=norm is not None and norm.bias is not None,
             WIDTH=width, BLOCK=triton.next_power_of_2(width), num_warps=4 if width <= 2048 else 8,
-            **self._order(),
+            **self._dependent,
         )  # fmt: skip
         return output, scaled
 
@@ -257,7 +257,7 @@ class TritonLinears(RowLinears):
             value_cache=heads.value_cache, epsilon=rows.epsilon, INNER=rows.rows.shape[1], HAS_BIAS=bias is not None,
             NORMS=norms_of(form, width), HEADS=total - 2 * kv_heads, KV_HEADS=kv_heads, WIDTH=width,
             BLOCK_HEADS=block_heads, BLOCK_HALF=block_half, num_warps=4,
-            **head_options(form, heads, query), **parts_of_rows(rows), **self._order(),
+            **head_options(form, heads, query), **parts_of_rows(rows), **self._dependent,
         )  # fmt: skip
         return query
 
@@ -272,7 +272,7 @@ class TritonLinears(RowLinears):
             return replace(self._tiling, mapped=mapped)
         found = None
         # In half precision: in fp32 the blocks would not fit into a processor.
-        if mapped and self._dependent and not self._invariant and rows.element_size() == 2:
+        if mapped and self._dependent["DEPENDENT"] and not self._invariant and rows.element_size() == 2:
             found = choose_mapped_tiling(len(rows), *weight.shape, gated=gated, head_width=head_width)
         int8 = isinstance(weight, Int8Weight)
         return found or choose_linear_tiling(len(rows), *weight.shape, invariant=self._invariant, int8=int8)
@@ -285,7 +285,7 @@ class TritonLinears(RowLinears):
         norm_kernel[(len(hidden),)](
             hidden, norm.weight, or_other(norm.bias, output), output, squares, hidden.stride(0), norm.epsilon,
             WHOLE=whole, CENTERED=norm.centered, HAS_NORM_BIAS=norm.bias is not None,
-            WIDTH=width, BLOCK=triton.next_power_of_2(width), num_warps=4, **self._order(),
+            WIDTH=width, BLOCK=triton.next_power_of_2(width), num_warps=4, **self._dependent,
         )  # fmt: skip
 
     def _launch(
@@ -313,12 +313,9 @@ class TritonLinears(RowLinears):
             "AHEAD": tiling.ahead if _prefetchable(read) else 0,
             "num_warps": tiling.warps,
             "num_stages": tiling.stages,
-            **self._order(),
+            **self._dependent,
         }
         return (blocks, tiles, splits), options
-
-    def _order(self) -> dict[str, bool]:
-        return {"DEPENDENT": True, "launch_pdl": True} if self._dependent else {"DEPENDENT": False}
 
 
 def check_product(rows: Tensor, weight: Weight) -> None:

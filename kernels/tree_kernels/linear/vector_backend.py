@@ -126,5 +126,5 @@ class VectorLinears(TritonLinears):
             "CHUNKS": tiling.chunks,
             "BLOCK_T": tiling.block_inner,
             "num_warps": tiling.warps,
-            **self._order(),
+            **self._dependent,
         }

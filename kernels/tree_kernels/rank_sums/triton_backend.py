@@ -6,6 +6,7 @@ import torch
 import triton
 from torch import Tensor
 
+from tree_kernels.dependent_launch import dependent_launch
 from tree_kernels.linear import PLAIN_SUM, Norm, ScaledRows, SumForm
 from tree_kernels.linear.triton_backend import check_sum, or_other
 from tree_kernels.rank_sums.memory import PLACES, SharedParts
@@ -31,7 +32,7 @@ class TritonRankSums:
         self._memory, self._turn = memory, 0
         # Of the largest part.
         self.most_bytes = memory.own[0].nbytes
-        self._dependent = memory.own.is_cuda and torch.cuda.get_device_capability(memory.own.device) >= (9, 0)
+        self._dependent = dependent_launch(memory.own.device)
 
     def can_sum(self, part: Tensor) -> bool:
         """Whether parts of this shape and type are summed here."""
@@ -70,7 +71,6 @@ class TritonRankSums:
         weight, shift = (output, output) if norm is None else (norm.weight, or_other(norm.bias, output))
         block = triton.next_power_of_2(width)
         warps = min(16, max(1, block * part.element_size() // (32 * _LOAD)))
-        order = {"DEPENDENT": True, "launch_pdl": True} if self._dependent else {"DEPENDENT": False}
         add_parts_kernel[(min(rows, memory.programs),)](
             tuple(one[place] for one in memory.parts), memory.signals, post_weight, post_bias,
             or_other(residual, output), weight, shift, output, output if scaled is None else scaled.rows, rows,
@@ -79,6 +79,6 @@ class TritonRankSums:
             POST_CENTERED=post is not None and post.centered, HAS_POST_BIAS=post is not None and post.bias is not None,
             MULTIPLIER=form.multiplier, ADDS=residual is not None, NORMS=norm is not None,
             CENTERED=norm is not None and norm.centered, HAS_NORM_BIAS=norm is not None and norm.bias is not None,
-            WIDTH=width, BLOCK=block, num_warps=warps, **order,
+            WIDTH=width, BLOCK=block, num_warps=warps, **self._dependent,
         )  # fmt: skip
         return output, scaled
