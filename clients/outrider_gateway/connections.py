@@ -7,6 +7,7 @@ import contextlib
 import logging
 import uuid
 from collections import OrderedDict
+from collections.abc import Iterator
 from typing import Any
 
 from starlette.types import ASGIApp, Receive, Scope, Send
@@ -42,9 +43,8 @@ class Connections:
         peer = connection.peer
         if self._reserved(peer):
             return True
-        if (idle := self._longest_idle(peer)) is not None:
-            self.remove(idle)
-            idle.transport.close()
+        if (idle := next(self._making_way(peer), None)) is not None:
+            self._close(idle)
             if self._reserved(peer):
                 return True
         if (others := self._limit.due()) is not None:
@@ -54,6 +54,13 @@ class Connections:
             oldest.transport.close()
         self._beyond[connection] = None
         return False
+
+    def make_room(self, peer: str) -> None:
+        """Close an idle connection in place of which this peer can have a further one elsewhere, unless there is a
+        place: the longest idle of those that were answered, since others may be about to ask."""
+        answered = (one for one in self._making_way(peer) if one.cycle is not None)
+        if not self._shares.has_room(peer=peer) and (idle := next(answered, None)) is not None:
+            self._close(idle)
 
     def remove(self, connection: GatewayProtocol) -> None:
         """The connection has ended, or is about to. Nothing for one that is gone already."""
@@ -88,12 +95,16 @@ class Connections:
             return True
         return False
 
-    def _longest_idle(self, peer: str) -> GatewayProtocol | None:
-        """The connection that makes way for one of this peer: its own, or, where the peer has few and there is no place
-        at all, one of the peer that has most of those with an idle one."""
+    def _close(self, connection: GatewayProtocol) -> None:
+        self.remove(connection)
+        connection.transport.close()
+
+    def _making_way(self, peer: str) -> Iterator[GatewayProtocol]:
+        """The connections that make way for one of this peer, the longest idle first: its own, or, where the peer has
+        few and there is no place at all, those of the peer that has most of those with an idle one."""
         if peer not in self._idle and self._shares.taken == self._shares.total and self._held(peer) < PEER_FACTOR:
             peer = max(self._idle, key=self._held, default=peer)
-        return next(iter(self._idle.get(peer, ())), None)
+        return iter(self._idle.get(peer, ()))
 
     def _held(self, peer: str) -> int:
         return self._shares.held("peer", peer)

@@ -49,6 +49,7 @@ class GatewayServer:
         self._access = access
         self._listens = state is None
         self._state = SharedState.of_one_process(config) if state is None else state
+        self._connections = Connections(self._state.places.connections, self._state.places.idle)
         self._leave = contextlib.AsyncExitStack()
         self.address = ""
 
@@ -64,7 +65,7 @@ class GatewayServer:
             leave.callback(tracing.shutdown)
             targets = targets_of(config, access, tracing)
             self.application = application_for(config, targets, self._state)
-            self._server = _Uvicorn(_uvicorn_config(config, self.application, self._state))
+            self._server = _Uvicorn(_uvicorn_config(config, self.application, self._connections))
             # From here on a signal may have it drain.
             await leave.enter_async_context(targets)
             self._serving = asyncio.create_task(self._server.serve(listening))
@@ -80,10 +81,13 @@ class GatewayServer:
     async def __aexit__(self, *_: object) -> None:
         await self._leave.aclose()
 
-    async def adopt(self, connection: socket.socket) -> None:
+    async def adopt(self, connection: socket.socket, *, make_room: bool = False) -> None:
         """Answer on a connection that another process has accepted. Returns once it is ready, which takes a handshake
-        with TLS. Raises `OSError` where it is gone by then."""
-        await self._server.adopt(connection)
+        with TLS. With `make_room` an idle one is closed then if its peer could have no further one in any process.
+        Raises `OSError` where it is gone by then."""
+        adopted = await self._server.adopt(connection)
+        if make_room:
+            self._connections.make_room(adopted.peer)
 
     @property
     def draining(self) -> bool:
@@ -146,21 +150,21 @@ class _Uvicorn(uvicorn.Server):
     def capture_signals(self) -> Iterator[None]:
         yield
 
-    async def adopt(self, connection: socket.socket) -> None:
+    async def adopt(self, connection: socket.socket) -> GatewayProtocol:
         """See `GatewayServer.adopt`."""
         config = self.config
 
-        def protocol() -> asyncio.Protocol:
+        def protocol() -> GatewayProtocol:
             # As `uvicorn.Server.startup` makes one for a connection that it accepts.
-            return config.http_protocol_class(  # type: ignore[call-arg]
+            return config.http_protocol_class(  # type: ignore[call-arg, return-value]
                 config=config, server_state=self.server_state, app_state=self.lifespan.state
             )
 
-        await asyncio.get_running_loop().connect_accepted_socket(protocol, connection, ssl=config.ssl)
+        _, adopted = await asyncio.get_running_loop().connect_accepted_socket(protocol, connection, ssl=config.ssl)
+        return adopted
 
 
-def _uvicorn_config(config: GatewayConfig, application: Application, state: SharedState) -> uvicorn.Config:
-    connections = Connections(state.places.connections, state.places.idle)
+def _uvicorn_config(config: GatewayConfig, application: Application, connections: Connections) -> uvicorn.Config:
     return uvicorn.Config(
         application.asgi,
         # A class for uvicorn, which calls it for each connection.

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import itertools
 import json
 import os
 import re
@@ -240,6 +241,41 @@ async def test_an_idle_connection_makes_way_whichever_worker_has_it(gateways: An
         assert (len(workers.connections_of(busy)), len(workers.connections_of(idle))) == (3, 4)
         for _, writer in opened:
             writer.close()
+
+
+async def test_a_worker_that_starts_again_gets_connections_while_idle_ones_have_all_places(gateways: Any) -> None:
+    async with (
+        gateways() as alone,
+        workers_before(alone.targets[0].server.address, "--max-connections", "8") as workers,
+        contextlib.AsyncExitStack() as clients,
+    ):
+
+        async def answered() -> None:
+            """On a connection that stays open."""
+            client = await clients.enter_async_context(workers.client())
+            assert (await client.get("/v1/models")).status_code == 200
+
+        def times(words: str) -> int:
+            return sum(words in line for line in workers.lines)
+
+        survivor, other = workers.children
+        # The seventh of eight is the last that a lone peer gets. Once more where the other was back before they came.
+        for kills in itertools.count(1):
+            os.kill(other.pid, signal.SIGKILL)
+            await until(lambda kills=kills: times("is lost, with") == kills)
+            for _ in range(7):
+                await answered()
+            full = len(workers.connections_of(survivor)) == 7
+            await until(lambda kills=kills: times("serves again") == kills)
+            (other,) = (one for one in workers.children if one != survivor)
+            if full:
+                break
+        held = []
+        for _ in range(8):
+            await answered()
+            held.append((len(workers.connections_of(survivor)), len(workers.connections_of(other))))
+        # Each second one goes to it, until it has as many.
+        assert held == [(6, 0), (6, 1), (5, 1), (5, 2), (4, 2), (4, 3), (4, 3), (4, 3)]
 
 
 async def _begin_held(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:

@@ -53,12 +53,14 @@ class WorkerChild(asyncio.Protocol):
         if self._transport is not None and not self._transport.is_closing():
             self._transport.write(messages.pack_for_worker(message))
 
-    def hand_over(self, connection: socket.socket) -> bool:
-        """Hand a connection to the worker, which has a descriptor of its own then. False where it does not take it."""
+    def hand_over(self, connection: socket.socket, *, make_room: bool) -> bool:
+        """Hand a connection to the worker, which has a descriptor of its own then, and closes an idle one with
+        `make_room` if its peer could have no further one. False where it does not take it."""
         if self._lane is None or not self.serving:
             return False
         try:
-            socket.send_fds(self._lane, [b"\0"], [connection.fileno()])
+            mark = messages.MAKES_ROOM if make_room else messages.HANDED
+            socket.send_fds(self._lane, [mark], [connection.fileno()])
         except OSError:
             # Its socket is full, or it has ended.
             return False

@@ -10,6 +10,10 @@ from outrider_gateway.stored_responses import StoredResponse
 
 # To a worker.
 
+# What goes with a connection that is handed over. By the second an idle connection is closed as well if the peer could
+# have no further one.
+HANDED, MAKES_ROOM = b"\0", b"\1"
+
 
 class ConfigureWorker(ProcessMessage, frozen=True):
     """The first message. `place` is the worker's among `workers`; `secret` is of the counts in `memory_bytes` of shared

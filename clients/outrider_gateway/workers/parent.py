@@ -138,7 +138,9 @@ class GatewayParent:
             child.counting = child.counting and not message.asked
             self._counted.set()
         elif isinstance(message, messages.Serving):
-            if not self._first[child.place].done():
+            if self._first[child.place].done():
+                logger.info("worker %d serves again", child.place)
+            else:
                 self._first[child.place].set_result("")
             self._accept_more()
         elif not isinstance(message, messages.WorkerRefused):
@@ -212,30 +214,32 @@ class GatewayParent:
                 self._hand_over(connection, peer_name(address[0] if address else ""), serving)
 
     def _hand_over(self, connection: socket.socket, peer: str, serving: list[WorkerChild]) -> None:
-        """Hand a connection to the worker that is to have it, or to another. It is closed where none takes it."""
-        first = self._worker_for(peer, serving)
+        """Hand a connection to the worker with the fewest, or, where an idle one has to make way for it, to a worker
+        that has such; or to another, where that one does not take it. It is closed where none does."""
+        self._last += 1
+        fewest = min(serving, key=lambda one: (self._held_by(one), (one.place - self._last) % self._workers))
+        first = self._with_idle(peer, serving) or fewest
+        # So the next one finds room, and goes to the worker with the fewest: one that has started again got none while
+        # idle ones had all places.
+        make_room = self._held_by(first) > self._held_by(fewest) + 1
         for child in sorted(serving, key=lambda one: one is not first):
-            if child.hand_over(connection):
+            if child.hand_over(connection, make_room=make_room):
                 return
         if self._limit.due() is not None:
             logger.error("no worker takes connections: one is closed")
 
-    def _worker_for(self, peer: str, serving: list[WorkerChild]) -> WorkerChild:
-        """The worker with the fewest connections; where one has to make way for this one, a worker that has such."""
-        connected, idle = self._places.connected, self._places.idle
-        if not self._places.places.connections.has_room(peer=peer):
-            place, count = idle.most_held_by("peer", peer)
-            if not count:
-                place = max(range(self._workers), key=idle.taken_by)
-                count = idle.taken_by(place)
-            if count and (child := self._children.get(place)) in serving and child is not None:
-                return child
-        adopted = self._places.adopted.integers
-        self._last += 1
-        return min(
-            serving,
-            key=lambda one: (
-                connected.taken_by(one.place) + one.handed - adopted[one.place],
-                (one.place - self._last) % self._workers,
-            ),
-        )
+    def _held_by(self, child: WorkerChild) -> int:
+        """Connections that a worker has, and that are on their way to it."""
+        return self._places.connected.taken_by(child.place) + child.handed - self._places.adopted.integers[child.place]
+
+    def _with_idle(self, peer: str, serving: list[WorkerChild]) -> WorkerChild | None:
+        """The worker that has most of those connections of which one has to make way for one of this peer. None where
+        there is room, or no such connection."""
+        idle = self._places.idle
+        if self._places.places.connections.has_room(peer=peer):
+            return None
+        place, count = idle.most_held_by("peer", peer)
+        if not count:
+            place = max(range(self._workers), key=idle.taken_by)
+            count = idle.taken_by(place)
+        return next((one for one in serving if count and one.place == place), None)

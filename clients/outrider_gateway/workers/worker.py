@@ -20,7 +20,8 @@ from outrider_gateway.workers.shared_memory import SharedMemory
 
 
 class Handed:
-    """The socket on which the parent hands connections over, one with each byte."""
+    """The socket on which the parent hands connections over, one with each byte, which is `MAKES_ROOM` where another
+    worker is to have the next one."""
 
     def __init__(self, lane: socket.socket, server: GatewayServer, places: PlacesInMemory, place: int) -> None:
         self._lane, self._server, self._places, self._place = lane, server, places, place
@@ -41,14 +42,14 @@ class Handed:
                 return
             self._places.adopted.integers[self._place] += 1
             for descriptor in descriptors:
-                task = asyncio.create_task(self._adopt(socket.socket(fileno=descriptor)))
+                task = asyncio.create_task(self._adopt(socket.socket(fileno=descriptor), mark == messages.MAKES_ROOM))
                 self._adopting.add(task)
                 task.add_done_callback(self._adopting.discard)
 
-    async def _adopt(self, connection: socket.socket) -> None:
+    async def _adopt(self, connection: socket.socket, make_room: bool) -> None:
         connection.setblocking(False)
         try:
-            await self._server.adopt(connection)
+            await self._server.adopt(connection, make_room=make_room)
         except OSError:
             # It is gone, or its handshake failed.
             connection.close()
