@@ -216,8 +216,7 @@ def mixer_of(
     if isinstance(attention, HeadAttention):
         return _attention_mixer(attention)
     if isinstance(attention, GatedConvolution) and attention.products.plain is not None:
-        convolution = ShortConvolution(attention.weight, attention.bias)
-        return ConvolutionMixer(attention.state_layer, attention.products.plain, convolution)
+        return ConvolutionMixer(attention.state_layer, attention.products.plain, attention.convolution)
     # A norm over all ranks' heads is the plain form's, and so are scales.
     if isinstance(attention, StateSpace) and attention.products.plain is not None and attention.is_usual:
         return SpaceMixer(
@@ -226,7 +225,7 @@ def mixer_of(
             attention.decay,
             attention.decay_bias,
             attention.spec.step_limits,
-            ShortConvolution(attention.weight, attention.bias, silu=True),
+            attention.convolution,
             attention.layout,
             attention.output,
         )
@@ -241,7 +240,7 @@ def mixer_of(
         gates,
         attention.decay,
         attention.decay_bias,
-        ShortConvolution(attention.weight, silu=True),
+        attention.convolution,
         attention.layout,
         attention.norm,
         attention.spec.epsilon,

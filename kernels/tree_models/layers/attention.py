@@ -13,11 +13,12 @@ from torch.nn import functional
 from tree_kernels.attention import AttentionVariant
 from tree_kernels.linear import Activation, ActivationKind
 from tree_kernels.linear.layers import activated
-from tree_kernels.recurrence import StateShape
+from tree_kernels.recurrence import ShortConvolution, StateShape
 from tree_models.layers.linear import Adapter, Linear
 from tree_models.layers.norm import HeadNorm, Normalization
-from tree_models.layers.paged import PagedPass, UncachedPass, attend, cache_keys, convolve
+from tree_models.layers.paged import PagedPass, UncachedPass, attend, cache_keys
 from tree_models.layers.placing import Placement
+from tree_models.layers.recurrent import StateLayer
 from tree_models.layers.rotary import Angles, halves_order, rotate_heads, scaled_queries
 from tree_models.names import WeightNames
 from tree_models.slots import Copy, WeightSlot, in_place, rearranged
@@ -225,7 +226,7 @@ def _channels(spec: AttentionSpec) -> tuple[int, int]:
     return (spec.heads + spec.kv_heads) * spec.head_width, values if spec.compressed == "sums" else values // 2
 
 
-class CompressedAttention(nn.Module):
+class CompressedAttention(StateLayer):
     """See `AttentionSpec.compressed`. Symbols: G query and key heads together, D their width.
 
     Queries and keys go through two convolutions of two taps, the first of each number by itself, the second of each
@@ -243,11 +244,11 @@ class CompressedAttention(nn.Module):
         cache_layer: int,
         state_layer: int,
     ) -> None:
-        """`cache_layer` counts layers with keys and values, `state_layer` those with states."""
-        super().__init__()
+        """`cache_layer` counts layers with keys and values."""
+        super().__init__(layer, state_layer)
         if spec.kv_heads * spec.head_width % 2 or spec.qkv_bias or spec.out_bias:
             raise FamilyRefused("compressed attention with biases is not served")
-        self.spec, self.layer, self.cache_layer, self.state_layer = spec, layer, cache_layer, state_layer
+        self.spec, self.cache_layer = spec, cache_layer
         self.variant = AttentionVariant(spec.window)
         rotating, half = _channels(spec)
         count = spec.heads + spec.kv_heads
@@ -259,6 +260,7 @@ class CompressedAttention(nn.Module):
         self.weight.data[2 * rotating :] = torch.tensor([0.0, 1.0, 0.0], device=place.device)
         self.bias = place.empty(2 * rotating + half)
         self.bias.data[2 * rotating :] = 0.0
+        self.convolution = ShortConvolution(self.weight, self.bias)
         self.mixing = place.empty(count, spec.head_width, 2 * spec.head_width)
         self.mixing_bias = place.empty(count, spec.head_width)
         self.key_scales = place.empty(spec.kv_heads)
@@ -271,7 +273,7 @@ class CompressedAttention(nn.Module):
         product: Tensor = self.products(rows)
         rotating, half = _channels(spec)
         heads, current, delayed = torch.split(product, [rotating, half, half], dim=-1)
-        convolved = convolve(self, torch.cat([heads, heads, delayed], dim=-1), step)
+        convolved = self.convolved(torch.cat([heads, heads, delayed], dim=-1), step).rows
         before = convolved[:, 2 * rotating :]
         both = current + before if spec.compressed == "sums" else torch.cat([current, before], dim=-1)
         value = both.view(len(rows), spec.kv_heads, -1)

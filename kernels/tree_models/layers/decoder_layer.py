@@ -15,13 +15,14 @@ from tree_models.layers.mlp import MLP
 from tree_models.layers.norm import Normalization
 from tree_models.layers.paged import PagedPass, UncachedPass
 from tree_models.layers.placing import Placement
+from tree_models.layers.recurrent import StateLayer
 from tree_models.layers.rotary import Angles
-from tree_models.layers.scans import STATE_MIXERS, StateMixer
+from tree_models.layers.scans import STATE_LAYERS
 from tree_models.names import WeightNames
 from tree_models.slots import Copy, WeightSlot, by_columns, in_place
 from tree_models.spec import AttentionSpec, DenseAndExpertsSpec, ExpertsSpec, LatentSpec, LayerSpec
 
-_Mixer = HeadAttention | CompressedAttention | LatentHeads | StateMixer
+_Mixer = HeadAttention | CompressedAttention | LatentHeads | StateLayer
 
 
 class DecoderLayer(nn.Module):
@@ -58,8 +59,8 @@ class DecoderLayer(nn.Module):
         elif isinstance(spec.attention, LatentSpec):
             self.attention = LatentHeads(spec.attention, *of, kept)
         else:
-            self.attention = STATE_MIXERS[type(spec.attention)](spec.attention, *of, kept)
-        self.beside = STATE_MIXERS[type(spec.beside)](spec.beside, *of, kept_beside) if spec.beside else None
+            self.attention = STATE_LAYERS[type(spec.attention)](spec.attention, *of, kept)
+        self.beside = STATE_LAYERS[type(spec.beside)](spec.beside, *of, kept_beside) if spec.beside else None
         self.mlp: MLP | MixtureOfExperts | DenseAndExperts | None
         if spec.mlp is None:
             self.mlp = None

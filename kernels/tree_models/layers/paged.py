@@ -7,13 +7,11 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple, Protocol, TypeGuard
 
-import torch
 from torch import Tensor
 
 from tree_kernels.attention import AttentionPlan, AttentionVariant
 from tree_kernels.compiled_layers import uncompiled
 from tree_kernels.paging import write_kv
-from tree_kernels.recurrence import ShortConvolution
 from tree_models.spec import AttentionSpec, LatentSpec, LayerSpec, RecurrentSpec
 
 
@@ -83,29 +81,6 @@ def cache_keys(owner: AttendingLayer, key: Tensor, value: Tensor, step: PagedPas
     step = pass_of(owner.variant, step)
     if key.shape[1]:
         write_kv(key, value, step.cache.keys[owner.cache_layer], step.cache.values[owner.cache_layer], step.slots)
-
-
-class ConvolvingLayer(Protocol):
-    """Whose inputs of the last tokens a pass keeps as a state."""
-
-    state_layer: int  # among those with states
-
-    @property
-    def weight(self) -> Tensor:
-        """[C, taps]."""
-
-    @property
-    def bias(self) -> Tensor | None:
-        """[C]."""
-
-
-@uncompiled
-def convolve(owner: ConvolvingLayer, inputs: Tensor, step: PagedPass) -> Tensor:
-    """[R, C]: the layer's convolution of each row's input [R, C] with those of its last ancestors."""
-    gates = inputs.new_empty(len(inputs), 0, dtype=torch.float32)
-    convolution = ShortConvolution(owner.weight, owner.bias)
-    out: Tensor = step.recurrent.convolve(owner.state_layer, inputs, gates, convolution).rows
-    return out
 
 
 class CacheShape(NamedTuple):

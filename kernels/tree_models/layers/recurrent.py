@@ -12,6 +12,7 @@ from torch.nn import functional
 
 from tree_kernels.compiled_layers import uncompiled
 from tree_kernels.recurrence import (
+    Convolved,
     HeadsLayout,
     RecurrentPass,
     ShortConvolution,
@@ -24,7 +25,7 @@ from tree_kernels.recurrence import (
     space_output,
 )
 from tree_models.layers.linear import Linear
-from tree_models.layers.paged import PagedPass, convolve
+from tree_models.layers.paged import PagedPass
 from tree_models.layers.placing import Placement
 from tree_models.layers.rotary import Angles
 from tree_models.names import WeightNames
@@ -43,19 +44,56 @@ from tree_models.spec import (
 )
 
 
-class GatedConvolution(nn.Module):
+class StateLayer(nn.Module):
+    """What layers with states have in common; `state_layer` counts them. Reading it is not compiled: it is all in which
+    layers of a kind differ."""
+
+    convolution: ShortConvolution
+    layout: HeadsLayout
+
+    def __init__(self, layer: int, state_layer: int) -> None:
+        super().__init__()
+        self.layer, self.state_layer = layer, state_layer
+
+    def slots(self, names: WeightNames, copy: Copy) -> Iterator[WeightSlot]:
+        """Slots of the layer's tensors."""
+        raise NotImplementedError
+
+    @uncompiled
+    def convolved(self, inputs: Tensor, step: PagedPass) -> Convolved:
+        """The convolution's outputs of inputs [R, C], with states to come that are scanned."""
+        of_pass: RecurrentPass = step.recurrent
+        early = inputs.new_empty(len(inputs), 0, dtype=torch.float32)
+        return of_pass.convolve(self.state_layer, inputs, early, self.convolution)
+
+    @uncompiled
+    def scanned(self, convolved: Convolved, gates: Tensor, queries: Tensor, decay: Tensor, step: PagedPass) -> Tensor:
+        """[R, C] fp32. See `RecurrentPass.scan`."""
+        of_pass: RecurrentPass = step.recurrent
+        return of_pass.scan(self.state_layer, convolved, gates, queries, decay)
+
+    @uncompiled
+    def mixed(self, inputs: Tensor, gates: Tensor, step: PagedPass, *, keyed: bool = False) -> tuple[Tensor, Tensor]:
+        """[R, heads, value width] of inputs [R, C], and the convolution's outputs [R, C]. `keyed` gates come too late
+        for the convolution. See `RecurrentPass.mix`."""
+        of_pass: RecurrentPass = step.recurrent
+        convolved = of_pass.convolve(self.state_layer, inputs, gates[:, :0] if keyed else gates, self.convolution)
+        return of_pass.mix(self.state_layer, convolved, gates, self.layout), convolved.rows
+
+
+class GatedConvolution(StateLayer):
     """See `GatedConvolutionSpec`. Both gates and what is convolved are one product."""
 
     def __init__(
         self, spec: GatedConvolutionSpec, hidden_size: int, layer: int, place: Placement, state_layer: int
     ) -> None:
-        """`state_layer` counts layers with states."""
-        super().__init__()
-        self.spec, self.layer, self.state_layer = spec, layer, state_layer
+        super().__init__(layer, state_layer)
+        self.spec = spec
         width = spec.width or hidden_size
         self.products = Linear(hidden_size, [3 * width], place, bias=spec.bias)
         self.weight = place.empty(width, spec.taps)
         self.bias = place.empty(width) if spec.bias else None
+        self.convolution = ShortConvolution(self.weight, self.bias)
         self.out = Linear(width, [hidden_size], place, bias=spec.bias)
 
     def forward(self, rows: Tensor, angles: Angles | None, step: PagedPass) -> Tensor:
@@ -63,7 +101,7 @@ class GatedConvolution(nn.Module):
         del angles
         product: Tensor = self.products(rows)
         before, behind, inputs = product.chunk(3, dim=-1)
-        output: Tensor = self.out(behind * convolve(self, before * inputs, step))
+        output: Tensor = self.out(behind * self.convolved(before * inputs, step).rows)
         return output
 
     def slots(self, names: WeightNames, copy: Copy) -> Iterator[WeightSlot]:
@@ -73,18 +111,18 @@ class GatedConvolution(nn.Module):
         yield from self.out.slots([names.in_layer(names.mixer_out, self.layer)], copy)
 
 
-class GatedDeltaNet(nn.Module):
+class GatedDeltaNet(StateLayer):
     """See `DeltaNetSpec`. Queries, keys, values and the output's gates are one product; betas and decays another."""
 
     def __init__(self, spec: DeltaNetSpec, hidden_size: int, layer: int, place: Placement, state_layer: int) -> None:
-        """`state_layer` counts layers with states."""
-        super().__init__()
-        self.spec, self.layer, self.state_layer = spec, layer, state_layer
+        super().__init__(layer, state_layer)
+        self.spec = spec
         keys, values = spec.key_heads * spec.key_width, spec.heads * spec.value_width
         channels = 2 * keys + values
         self.products = Linear(hidden_size, [channels, values], place)
         self.gates = Linear(hidden_size, [spec.heads, spec.heads], place)
         self.weight = place.empty(channels, spec.taps)
+        self.convolution = ShortConvolution(self.weight, silu=True)
         # In fp32: decays are powers of them.
         self.decay = place.empty(spec.heads, dtype=torch.float32)
         self.decay_bias = place.empty(spec.heads, dtype=torch.float32)
@@ -101,16 +139,9 @@ class GatedDeltaNet(nn.Module):
         product: Tensor = self.products(rows)
         inputs, gate = product[:, : len(self.weight)], product[:, len(self.weight) :]
         gates = delta_gates(self.gates(rows), self.decay, self.decay_bias)
-        mixed = self._mixed(inputs, scaled_betas(gates, spec.beta_scale), step)
+        mixed, _ = self.mixed(inputs, scaled_betas(gates, spec.beta_scale), step)
         output: Tensor = self.out(gated_heads(mixed, gate, self.norm, spec.epsilon))
         return output
-
-    @uncompiled
-    def _mixed(self, inputs: Tensor, gates: Tensor, step: PagedPass) -> Tensor:
-        """[R, heads, value width]. Not compiled, as above."""
-        of_pass: RecurrentPass = step.recurrent
-        convolved = of_pass.convolve(self.state_layer, inputs, gates, ShortConvolution(self.weight, silu=True))
-        return of_pass.mix(self.state_layer, convolved, gates, self.layout)
 
     def slots(self, names: WeightNames, copy: Copy) -> Iterator[WeightSlot]:
         """Slots of the layer's tensors."""
@@ -138,18 +169,18 @@ class GatedDeltaNet(nn.Module):
         yield from _by_head(self.gates, [of(name) for name in names.mixer_gates], spec.key_heads, [group, group], copy)
 
 
-class StateSpace(nn.Module):
+class StateSpace(StateLayer):
     """See `StateSpaceSpec`. The output's gates, what is convolved and the tokens' steps are one product."""
 
     def __init__(self, spec: StateSpaceSpec, hidden_size: int, layer: int, place: Placement, state_layer: int) -> None:
-        """`state_layer` counts layers with states."""
-        super().__init__()
-        self.spec, self.layer, self.state_layer = spec, layer, state_layer
+        super().__init__(layer, state_layer)
+        self.spec = spec
         keys, values = spec.groups * spec.state_width, spec.heads * spec.value_width
         channels = values + 2 * keys
         self.products = Linear(hidden_size, [values, channels, spec.heads], place, bias=spec.bias)
         self.weight = place.empty(channels, spec.taps)
         self.bias = place.empty(channels) if spec.convolution_bias else None
+        self.convolution = ShortConvolution(self.weight, self.bias, silu=True)
         # In fp32: decays are powers of them.
         self.decay = place.empty(spec.heads, dtype=torch.float32)
         self.decay_bias = place.empty(spec.heads, dtype=torch.float32)
@@ -185,21 +216,13 @@ class StateSpace(nn.Module):
         values = spec.heads * spec.value_width
         gate, inputs = product[:, :values], product[:, values : values + channels]
         gates = space_gates(product[:, values + channels :], self.decay, self.decay_bias, spec.step_limits)
-        mixed, convolved = self._mixed(inputs, gates, step)
+        mixed, convolved = self.mixed(inputs, gates, step)
         gated = space_output(mixed, convolved[:, :values], gate, self.output)
         if self.norm_ranks is not None and self.norm is not None:
             normed = rms_over_ranks(gated, spec.epsilon, self.norm_ranks, spec.norm_groups)
             gated = self.norm * normed.to(rows.dtype)
         output: Tensor = self.out(gated)
         return output if spec.scale == 1.0 else output * spec.scale
-
-    @uncompiled
-    def _mixed(self, inputs: Tensor, gates: Tensor, step: PagedPass) -> tuple[Tensor, Tensor]:
-        """[R, heads, value width], and the convolution's outputs [R, channels]. Not compiled, as above."""
-        of_pass: RecurrentPass = step.recurrent
-        convolution = ShortConvolution(self.weight, self.bias, silu=True)
-        convolved = of_pass.convolve(self.state_layer, inputs, gates, convolution)
-        return of_pass.mix(self.state_layer, convolved, gates, self.layout), convolved.rows
 
     def slots(self, names: WeightNames, copy: Copy) -> Iterator[WeightSlot]:
         """Slots of the layer's tensors."""
@@ -214,25 +237,23 @@ class StateSpace(nn.Module):
         yield from self.out.slots([of(names.mixer_out)], copy)
 
 
-class LightningAttention(nn.Module):
+class LightningAttention(StateLayer):
     """See `LightningSpec`. Queries, keys, values and the output's gates are one product.
 
     SiLU is that of a convolution of one tap, whose weight is one.
     """
 
     def __init__(self, spec: LightningSpec, hidden_size: int, layer: int, place: Placement, state_layer: int) -> None:
-        """`state_layer` counts layers with states."""
-        super().__init__()
-        self.spec, self.layer, self.state_layer = spec, layer, state_layer
+        super().__init__(layer, state_layer)
+        self.spec = spec
         values = spec.heads * spec.width
         self.products = Linear(hidden_size, [3 * values, values], place)
         self.norm = place.empty(values)
         self.out = Linear(values, [hidden_size], place)
         self.layout = HeadsLayout(StateRule.SUM, spec.heads, 0, values, 2 * values)
         self.ranks = place.ranks
-        weight = torch.ones(3 * values, 1, dtype=place.dtype, device=place.device)
-        self.register_buffer("_weight", weight, persistent=False)
-        self._weight: Tensor
+        ones = torch.ones(3 * values, 1, dtype=place.dtype, device=place.device)
+        self.convolution = ShortConvolution(ones, silu=True)
         # Of every token: each head's decay, and a beta of one.
         gates = torch.tensor([*(-rate for rate in lightning_rates(spec, layer)), *[1.0] * spec.heads])
         self.register_buffer("_gates", gates.to(place.device), persistent=False)
@@ -242,8 +263,9 @@ class LightningAttention(nn.Module):
         """[R, H] -> [R, H]."""
         del angles
         product: Tensor = self.products(rows)
-        channels, epsilon = len(self._weight), self.spec.epsilon
-        mixed = self._mixed(product[:, :channels], step).flatten(1)
+        channels, epsilon = len(self.convolution.weight), self.spec.epsilon
+        heads, _ = self.mixed(product[:, :channels], self._gates.repeat(len(rows), 1), step)
+        mixed = heads.flatten(1)
         if self.ranks is None:
             normed = functional.rms_norm(mixed.float(), mixed.shape[-1:], None, epsilon)
         else:
@@ -251,14 +273,6 @@ class LightningAttention(nn.Module):
         gate = torch.sigmoid(product[:, channels:])
         output: Tensor = self.out(gate * (self.norm * normed.to(rows.dtype)))
         return output
-
-    @uncompiled
-    def _mixed(self, inputs: Tensor, step: PagedPass) -> Tensor:
-        """[R, heads, width]. Not compiled, as above."""
-        of_pass: RecurrentPass = step.recurrent
-        gates = self._gates.repeat(len(inputs), 1)
-        convolved = of_pass.convolve(self.state_layer, inputs, gates, ShortConvolution(self._weight, silu=True))
-        return of_pass.mix(self.state_layer, convolved, gates, self.layout)
 
     def slots(self, names: WeightNames, copy: Copy) -> Iterator[WeightSlot]:
         """Slots of the layer's tensors."""
@@ -272,18 +286,18 @@ class LightningAttention(nn.Module):
         yield from self.out.slots([of(names.mixer_out)], copy)
 
 
-class KimiDeltaAttention(nn.Module):
+class KimiDeltaAttention(StateLayer):
     """See `KimiDeltaSpec`. Queries, keys, values, what both kinds of gates are made of, and betas are one product."""
 
     def __init__(self, spec: KimiDeltaSpec, hidden_size: int, layer: int, place: Placement, state_layer: int) -> None:
-        """`state_layer` counts layers with states."""
-        super().__init__()
-        self.spec, self.layer, self.state_layer = spec, layer, state_layer
+        super().__init__(layer, state_layer)
+        self.spec = spec
         values = spec.heads * spec.width
         self._parts = [3 * values, spec.width, spec.width, spec.heads]
         self.products = Linear(hidden_size, [values, values, values, *self._parts[1:]], place)
         self.decays, self.gates = (Linear(spec.width, [values], place) for _ in range(2))
         self.weight = place.empty(3 * values, spec.taps)
+        self.convolution = ShortConvolution(self.weight, silu=True)
         # In fp32: decays are powers of them.
         self.decay = place.empty(spec.heads, dtype=torch.float32)
         self.decay_bias = place.empty(values, dtype=torch.float32)
@@ -300,19 +314,11 @@ class KimiDeltaAttention(nn.Module):
         inputs, of_decays, of_gates, betas = torch.split(product, self._parts, dim=-1)
         decays = functional.softplus(self.decays(of_decays).float() + self.decay_bias)
         decays = (decays.view(-1, spec.heads, spec.width) * self.decay[:, None]).flatten(1)
-        mixed = self._mixed(inputs, torch.cat([decays, betas.sigmoid().float()], dim=-1), step)
+        mixed, _ = self.mixed(inputs, torch.cat([decays, betas.sigmoid().float()], dim=-1), step, keyed=True)
         normed = functional.rms_norm(mixed.float(), mixed.shape[-1:], self.norm.float(), spec.epsilon)
         gated = normed.flatten(1) * torch.sigmoid(self.gates(of_gates).float())
         output: Tensor = self.out(gated.to(rows.dtype))
         return output
-
-    @uncompiled
-    def _mixed(self, inputs: Tensor, gates: Tensor, step: PagedPass) -> Tensor:
-        """[R, heads, width]. Not compiled, as above."""
-        of_pass: RecurrentPass = step.recurrent
-        early = gates[:, :0]
-        convolved = of_pass.convolve(self.state_layer, inputs, early, ShortConvolution(self.weight, silu=True))
-        return of_pass.mix(self.state_layer, convolved, gates, self.layout)
 
     def slots(self, names: WeightNames, copy: Copy) -> Iterator[WeightSlot]:
         """Slots of the layer's tensors."""

@@ -10,8 +10,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
-from tree_kernels.compiled_layers import uncompiled
-from tree_kernels.recurrence import Convolved, HeadsLayout, RecurrentPass, ShortConvolution, StateRule
+from tree_kernels.recurrence import HeadsLayout, ShortConvolution, StateRule
 from tree_models.layers.linear import BlockLinear, Linear
 from tree_models.layers.mlp import FUNCTIONS
 from tree_models.layers.norm import Normalization
@@ -22,6 +21,7 @@ from tree_models.layers.recurrent import (
     GatedDeltaNet,
     KimiDeltaAttention,
     LightningAttention,
+    StateLayer,
     StateSpace,
     convolution_slots,
     decay_slot,
@@ -41,16 +41,16 @@ from tree_models.spec import (
 )
 
 
-class SelectiveScan(nn.Module):
+class SelectiveScan(StateLayer):
     """See `SelectiveSpec`. Values and the output's gates are one product."""
 
     def __init__(self, spec: SelectiveSpec, hidden_size: int, layer: int, place: Placement, state_layer: int) -> None:
-        """`state_layer` counts layers with states."""
-        super().__init__()
-        self.spec, self.layer, self.state_layer, self.ranks = spec, layer, state_layer, place.ranks
+        super().__init__(layer, state_layer)
+        self.spec, self.ranks = spec, place.ranks
         self.products = Linear(hidden_size, [spec.channels, spec.channels], place, bias=spec.bias)
         self.weight = place.empty(spec.channels, spec.taps)
         self.bias = place.empty(spec.channels) if spec.convolution_bias else None
+        self.convolution = ShortConvolution(self.weight, self.bias, silu=True)
         own = [spec.step_rank, spec.state_width, spec.state_width]
         self.selection: Linear | BlockLinear
         self.steps: Linear | BlockLinear
@@ -76,7 +76,7 @@ class SelectiveScan(nn.Module):
         del angles
         product: Tensor = self.products(rows)
         inputs, gate = product.chunk(2, dim=-1)
-        convolved = self._convolved(inputs, step)
+        convolved = self.convolved(inputs, step)
         selected: Tensor = self.selection(convolved.rows)
         if self.ranks is not None and not self.spec.heads:
             # Of all ranks' channels.
@@ -85,23 +85,11 @@ class SelectiveScan(nn.Module):
         if self.norms:
             parts = tuple(norm(part) for norm, part in zip(self.norms, parts, strict=True))
         steps = functional.softplus(self.steps(parts[0]).float() + self.step_bias)
-        scanned = self._scanned(convolved, torch.cat([steps, parts[1].float()], dim=-1), parts[2].float(), step)
+        gates, queries = torch.cat([steps, parts[1].float()], dim=-1), parts[2].float().contiguous()
+        scanned = self.scanned(convolved, gates, queries, self.decay, step)
         scanned = (scanned + self.skip * convolved.rows.float()) * functional.silu(gate.float())
         output: Tensor = self.out(scanned.to(rows.dtype))
         return output
-
-    @uncompiled
-    def _convolved(self, inputs: Tensor, step: PagedPass) -> Convolved:
-        """Not compiled: layers differ in their number, which is read here alone."""
-        of_pass: RecurrentPass = step.recurrent
-        early = inputs.new_empty(len(inputs), 0, dtype=torch.float32)
-        return of_pass.convolve(self.state_layer, inputs, early, ShortConvolution(self.weight, self.bias, silu=True))
-
-    @uncompiled
-    def _scanned(self, convolved: Convolved, gates: Tensor, queries: Tensor, step: PagedPass) -> Tensor:
-        """[R, channels] fp32."""
-        of_pass: RecurrentPass = step.recurrent
-        return of_pass.scan(self.state_layer, convolved, gates, queries.contiguous(), self.decay)
 
     def slots(self, names: WeightNames, copy: Copy) -> Iterator[WeightSlot]:
         """Slots of the layer's tensors."""
@@ -126,7 +114,7 @@ class SelectiveScan(nn.Module):
         yield from self.out.slots([of(names.mixer_out)], copy)
 
 
-class GriffinRecurrence(nn.Module):
+class GriffinRecurrence(StateLayer):
     """See `GriffinSpec`. What is convolved and the output's gates are one product.
 
     A selective scan with a key for each channel: with a decay rate c < 0 of its own, a step r and a gate i, its state
@@ -134,11 +122,11 @@ class GriffinRecurrence(nn.Module):
     """
 
     def __init__(self, spec: GriffinSpec, hidden_size: int, layer: int, place: Placement, state_layer: int) -> None:
-        """`state_layer` counts layers with states."""
-        super().__init__()
-        self.spec, self.layer, self.state_layer = spec, layer, state_layer
+        super().__init__(layer, state_layer)
+        self.spec = spec
         self.products = Linear(hidden_size, [spec.channels, spec.channels], place, bias=True)
         self.weight, self.bias = place.empty(spec.channels, spec.taps), place.empty(spec.channels)
+        self.convolution = ShortConvolution(self.weight, self.bias)
         width = spec.channels // spec.blocks
         self.gates = BlockLinear(spec.blocks, width, [width, width], place)
         # In fp32: decays are powers of them.
@@ -150,30 +138,17 @@ class GriffinRecurrence(nn.Module):
         assert angles is not None, "positions are known by them"
         product: Tensor = self.products(rows)
         inputs, gate = product.chunk(2, dim=-1)
-        convolved = self._convolved(inputs, step)
+        convolved = self.convolved(inputs, step)
         entering, steps = self.gates(convolved.rows).float().sigmoid().chunk(2, dim=-1)
         # What is added is then still finite in fp32.
         steps = steps.clamp(min=1e-20)
         factors = torch.sqrt(1 - torch.exp(2 * steps * self.decay))
         # No other whole number of radians has no sine.
         factors = torch.where(angles.sines[:, :1] == 0, 1.0, factors)
-        scanned = self._scanned(convolved, torch.cat([steps, entering * factors / steps], dim=-1), step)
+        gates = torch.cat([steps, entering * factors / steps], dim=-1)
+        scanned = self.scanned(convolved, gates, torch.ones_like(steps), self.decay[:, None], step)
         output: Tensor = self.out(scanned.to(rows.dtype) * FUNCTIONS[self.spec.activation](gate))
         return output
-
-    @uncompiled
-    def _convolved(self, inputs: Tensor, step: PagedPass) -> Convolved:
-        """Not compiled, as above."""
-        of_pass: RecurrentPass = step.recurrent
-        early = inputs.new_empty(len(inputs), 0, dtype=torch.float32)
-        return of_pass.convolve(self.state_layer, inputs, early, ShortConvolution(self.weight, self.bias))
-
-    @uncompiled
-    def _scanned(self, convolved: Convolved, gates: Tensor, step: PagedPass) -> Tensor:
-        """[R, channels] fp32."""
-        of_pass: RecurrentPass = step.recurrent
-        queries = torch.ones_like(convolved.rows, dtype=torch.float32)
-        return of_pass.scan(self.state_layer, convolved, gates, queries, self.decay[:, None])
 
     def slots(self, names: WeightNames, copy: Copy) -> Iterator[WeightSlot]:
         """Slots of the layer's tensors."""
@@ -190,8 +165,7 @@ class GriffinRecurrence(nn.Module):
         yield from self.out.slots([of(names.mixer_out)], copy)
 
 
-# What keeps states, by its description.
-class MatrixMemory(nn.Module):
+class MatrixMemory(StateLayer):
     """See `MatrixMemorySpec`. Queries, keys, values and the output's gates are one product, and so are both gates of
     the state.
 
@@ -202,9 +176,8 @@ class MatrixMemory(nn.Module):
     def __init__(
         self, spec: MatrixMemorySpec, hidden_size: int, layer: int, place: Placement, state_layer: int
     ) -> None:
-        """`state_layer` counts layers with states."""
-        super().__init__()
-        self.spec, self.layer, self.state_layer = spec, layer, state_layer
+        super().__init__(layer, state_layer)
+        self.spec = spec
         keys, values = spec.heads * spec.key_width, spec.heads * spec.value_width
         self._parts = [2 * keys, values, values]
         self.products = Linear(hidden_size, [keys, keys, values, values], place)
@@ -212,9 +185,8 @@ class MatrixMemory(nn.Module):
         self.norm = place.empty(values)
         self.out = Linear(values, [hidden_size], place)
         self.layout = HeadsLayout(StateRule.SUM, spec.heads, 0, keys, 2 * keys, scaling=spec.key_width**-0.5)
-        weight = torch.ones(2 * keys + values + spec.heads, 1, dtype=place.dtype, device=place.device)
-        self.register_buffer("_weight", weight, persistent=False)
-        self._weight: Tensor
+        ones = torch.ones(2 * keys + values + spec.heads, 1, dtype=place.dtype, device=place.device)
+        self.convolution = ShortConvolution(ones)
 
     def forward(self, rows: Tensor, angles: Angles | None, step: PagedPass) -> Tensor:
         """[R, H] -> [R, H]."""
@@ -224,18 +196,12 @@ class MatrixMemory(nn.Module):
         counted = functional.pad(values.unflatten(1, (spec.heads, -1)), (0, 1), value=1.0)  # type: ignore[no-untyped-call]
         adding, keeping = (spec.gate_cap * torch.tanh(self.gates(rows).float() / spec.gate_cap)).chunk(2, dim=-1)
         gates = torch.cat([functional.logsigmoid(keeping), adding.exp()], dim=-1)
-        mixed = self._mixed(torch.cat([turned, counted.flatten(1)], dim=-1), gates, step).float()
+        heads, _ = self.mixed(torch.cat([turned, counted.flatten(1)], dim=-1), gates, step)
+        mixed = heads.float()
         read = mixed[..., :-1] / mixed[..., -1:].abs().clamp(min=1.0)
         normed = functional.layer_norm(read, width, None, None, spec.epsilon).to(rows.dtype).flatten(1)
         output: Tensor = self.out(torch.sigmoid(opening) * (self.norm * normed))
         return output
-
-    @uncompiled
-    def _mixed(self, inputs: Tensor, gates: Tensor, step: PagedPass) -> Tensor:
-        """[R, heads, width + 1]. Not compiled, as above."""
-        of_pass: RecurrentPass = step.recurrent
-        convolved = of_pass.convolve(self.state_layer, inputs, gates, ShortConvolution(self._weight))
-        return of_pass.mix(self.state_layer, convolved, gates, self.layout)
 
     def slots(self, names: WeightNames, copy: Copy) -> Iterator[WeightSlot]:
         """Slots of the layer's tensors."""
@@ -246,17 +212,8 @@ class MatrixMemory(nn.Module):
         yield from self.out.slots([of(names.mixer_out)], copy)
 
 
-StateMixer = (
-    GatedConvolution
-    | GatedDeltaNet
-    | GriffinRecurrence
-    | KimiDeltaAttention
-    | LightningAttention
-    | MatrixMemory
-    | SelectiveScan
-    | StateSpace
-)
-STATE_MIXERS: dict[type, Callable[..., StateMixer]] = {
+# By their descriptions.
+STATE_LAYERS: dict[type, Callable[..., StateLayer]] = {
     DeltaNetSpec: GatedDeltaNet,
     GatedConvolutionSpec: GatedConvolution,
     GriffinSpec: GriffinRecurrence,
