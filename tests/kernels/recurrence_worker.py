@@ -210,7 +210,7 @@ def gating_errors(dtype: torch.dtype) -> list[float]:
 
     decay, bias = -draw(heads).float().abs(), draw(heads).float()
     product, mixed, weight = draw(7, 2 * heads + 3), draw(7, heads, width), draw(width)
-    forms = TreeRecurrence("triton", DEVICE), TreeRecurrence("torch", DEVICE)
+    forms = [TreeRecurrence(backend, DEVICE).form for backend in ("triton", "torch")]
     gates = [form.delta_gates(product[:, 3:], decay, bias) for form in forms]
     gate = draw(7, heads * width + 2)[:, 2:]
     gated = [form.gated_heads(mixed, gate, weight, 1e-6).float() for form in forms]

@@ -10,7 +10,6 @@ import torch
 from torch import Tensor
 
 from tree_kernels.attention.batch import AttentionBatch
-from tree_kernels.recurrence.gating import SpaceOutput
 from tree_kernels.recurrence.states import LayerStates, RecurrentStates
 from tree_kernels.recurrence.torch_backend import TorchRecurrence
 from tree_kernels.recurrence.types import Convolved, HeadsLayout, RecurrencePlan, ShortConvolution
@@ -35,7 +34,8 @@ class TreeRecurrence:
         if backend not in get_args(RecurrenceBackend):
             raise ValueError(f"expected a backend among {get_args(RecurrenceBackend)}, got {backend!r}")
         self.backend = backend
-        # What computes, without checks.
+        # What computes, without checks. Its gates and what it does to outputs are those of `gating`, of tensors whose
+        # last dimension is contiguous.
         self.form: TorchRecurrence | TritonRecurrence = TorchRecurrence(torch.device(device))
         if backend == "triton":
             # Only here: Triton may be absent.
@@ -65,22 +65,6 @@ class TreeRecurrence:
         if len(slots) != batch.sequences:
             raise ValueError(f"expected {batch.sequences} slots of states, got {len(slots)}")
         return self.form.plan(batch, slots, states)
-
-    def delta_gates(self, product: Tensor, decay: Tensor, bias: Tensor) -> Tensor:
-        """See `gating.delta_gates`. The last dimension of `product` is contiguous."""
-        return self.form.delta_gates(product, decay, bias)
-
-    def gated_heads(self, mixed: Tensor, gate: Tensor, weight: Tensor, epsilon: float) -> Tensor:
-        """See `gating.gated_heads`. The last dimension of `gate` is contiguous, and all others are."""
-        return self.form.gated_heads(mixed, gate, weight, epsilon)
-
-    def space_gates(self, product: Tensor, decay: Tensor, bias: Tensor, limits: tuple[float, float]) -> Tensor:
-        """See `gating.space_gates`. The last dimension of `product` is contiguous."""
-        return self.form.space_gates(product, decay, bias, limits)
-
-    def space_output(self, mixed: Tensor, values: Tensor, gate: Tensor, of: SpaceOutput) -> Tensor:
-        """See `gating.space_output`. The last dimension of `values` and of `gate` is contiguous, and all others are."""
-        return self.form.space_output(mixed, values, gate, of)
 
 
 @dataclass(frozen=True, slots=True)

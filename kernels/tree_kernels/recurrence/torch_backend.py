@@ -21,7 +21,7 @@ from torch.nn import functional
 
 from tree_kernels.attention.batch import AttentionBatch
 from tree_kernels.attention.tree_mask import ancestor_mask
-from tree_kernels.recurrence.gating import SpaceOutput, delta_gates, gated_heads, space_gates, space_output
+from tree_kernels.recurrence.gating import delta_gates, gated_heads, space_gates, space_output
 from tree_kernels.recurrence.reference import split_heads
 from tree_kernels.recurrence.states import LayerStates, RecurrentStates
 from tree_kernels.recurrence.torch_selective import fold_tokens, keyed_behind, mix_keyed_nodes, scan_known, scan_nodes
@@ -138,9 +138,8 @@ class TorchRecurrence:
             queries, keys, values = split_heads(rows[span.start : span.end].float(), shape, layout)
             of_rows = gates[span.start : span.end]
             if span.mask is not None:
-                output[span.start : span.end] = _solved(state, queries, keys, values, of_rows, span.mask, layout.rule)[
-                    0
-                ]
+                made, _ = _solved(state, queries, keys, values, of_rows, span.mask, layout.rule)
+                output[span.start : span.end] = made
                 continue
             for first in range(0, span.end - span.start, _CHUNK):
                 part = slice(first, first + _CHUNK)
@@ -192,17 +191,10 @@ class TorchRecurrence:
             states.gates[layer, span.slot, places, 0] = gates[part]
         return output
 
-    def delta_gates(self, product: Tensor, decay: Tensor, bias: Tensor) -> Tensor:
-        return delta_gates(product, decay, bias)
-
-    def gated_heads(self, mixed: Tensor, gate: Tensor, weight: Tensor, epsilon: float) -> Tensor:
-        return gated_heads(mixed, gate, weight, epsilon)
-
-    def space_gates(self, product: Tensor, decay: Tensor, bias: Tensor, limits: tuple[float, float]) -> Tensor:
-        return space_gates(product, decay, bias, limits)
-
-    def space_output(self, mixed: Tensor, values: Tensor, gate: Tensor, of: SpaceOutput) -> Tensor:
-        return space_output(mixed, values, gate, of)
+    delta_gates = staticmethod(delta_gates)
+    gated_heads = staticmethod(gated_heads)
+    space_gates = staticmethod(space_gates)
+    space_output = staticmethod(space_output)
 
     def _known(self, states: RecurrentStates, layer: int, span: SpanOfRows) -> KnownTokens:
         """The inputs of tokens that are committed and not folded yet. A sequence that begins has none."""

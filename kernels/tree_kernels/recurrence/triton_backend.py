@@ -166,7 +166,8 @@ class TritonRecurrence:
         output, inputs = rows.new_empty(len(rows), shape.heads, shape.value_width), convolved.inputs
         few = min(_FEW_ROWS, states.window)
         most = 1 if plan.most_rows == 1 else _FEW_ROWS if plan.most_rows <= few else CHUNK.value
-        prepared = self._prepared(plan, shape, rows, gates, layout, states.window, many=most > _FEW_ROWS)
+        constants = self._constants(shape, layout, states.window)
+        prepared = self._prepared(plan, shape, rows, gates, constants, many=most > _FEW_ROWS)
         parts = triton.cdiv(shape.value_width, _COLUMNS)
         kept = triton.cdiv(shape.channels, shape.heads * parts)
         # Chunks in flight: those of 16-bit numbers fit the shared memory twice.
@@ -177,7 +178,7 @@ class TritonRecurrence:
             plan.sources, plan.targets, plan.pending, plan.words, plan.depths, inputs.stride(0), MOST=most,
             TAPS=shape.taps, BLOCK_V=_COLUMNS, STAGES=2 if rows.element_size() == 2 else 1, KEPT=kept, BLOCK_R=_ROWS,
             BLOCK_C=triton.next_power_of_2(kept), BLOCK_T=triton.next_power_of_2(max(1, shape.taps - 1)),
-            BLOCK_G=triton.next_power_of_2(shape.gates), num_warps=4, **self._constants(shape, layout, states.window),
+            BLOCK_G=triton.next_power_of_2(shape.gates), num_warps=4, **constants,
         )  # fmt: skip
         return output
 
@@ -214,13 +215,13 @@ class TritonRecurrence:
         shape, tensors, rows = states.shape, plan.tensors, convolved.rows
         output = rows.new_empty(len(rows), shape.heads, shape.value_width)
         prompts = plan.most_rows > states.window
-        prepared = self._prepared_keyed(plan, shape, rows, gates, layout, states.window, prompts=prompts)
+        constants = self._keyed_constants(shape, layout, states.window)
+        prepared = self._prepared(plan, shape, rows, gates, constants, many=prompts, keyed=True)
         mix_keyed_kernel[(plan.batch.sequences, shape.heads, triton.cdiv(shape.value_width, _COLUMNS))](
             rows, gates, convolved.folded, states.gates[layer], states.states[layer], output, prepared.queries,
             prepared.keys, prepared.reading, prepared.values, prepared.scores, prepared.reached, tensors.query_starts,
             tensors.prefix_lengths, plan.sources, plan.targets, tensors.causal, plan.pending, plan.words,
-            PROMPTS=prompts, BLOCK_V=_COLUMNS, STAGES=2 if rows.element_size() == 2 else 1, num_warps=4,
-            **self._keyed_constants(shape, layout, states.window),
+            PROMPTS=prompts, BLOCK_V=_COLUMNS, STAGES=2 if rows.element_size() == 2 else 1, num_warps=4, **constants,
         )  # fmt: skip
         self._keep_gates(plan, states, layer, gates)
         return output
@@ -278,54 +279,21 @@ class TritonRecurrence:
         return output
 
     def _prepared(
-        self,
-        plan: TritonRecurrencePlan,
-        shape: StateShape,
-        rows: Tensor,
-        gates: Tensor,
-        layout: HeadsLayout,
-        window: int,
-        *,
-        many: bool,
-    ) -> PreparedRows:
+        self, plan: TritonRecurrencePlan, shape: StateShape, rows: Tensor, gates: Tensor, constants: dict[str, Any], *,
+        many: bool, keyed: bool = False,
+    ) -> PreparedRows:  # fmt: skip
         """What is solved ahead of sequences of many rows; without such, tensors that are not read."""
         if not many:
             return PreparedRows(rows, rows, rows, rows, rows, gates)
-        constants = self._constants(shape, layout, window)
-        count, heads = len(rows), shape.heads
-        queries, keys, reading = (rows.new_empty(count, heads, constants["BLOCK_K"]) for _ in range(3))
+        count, heads, sequences, width = len(rows), shape.heads, plan.batch.sequences, constants["BLOCK_K"]
+        queries, keys, reading = (rows.new_empty(count, heads, width) for _ in range(3))
         values, scores = (rows.new_empty(count, heads, width) for width in (shape.value_width, CHUNK.value))
-        prepared = PreparedRows(queries, keys, reading, values, scores, gates.new_empty(count, heads))
-        prepare_kernel[(plan.batch.sequences, heads, triton.cdiv(plan.most_rows, CHUNK.value))](
-            rows, gates, queries, keys, reading, values, scores, prepared.reached, plan.tensors.query_starts,
-            plan.words, BLOCK_V=max(16, triton.next_power_of_2(shape.value_width)), num_warps=8, **constants,
-        )  # fmt: skip
-        return prepared
-
-    def _prepared_keyed(
-        self,
-        plan: TritonRecurrencePlan,
-        shape: StateShape,
-        rows: Tensor,
-        gates: Tensor,
-        layout: HeadsLayout,
-        window: int,
-        *,
-        prompts: bool,
-    ) -> PreparedRows:
-        """As `_prepared`, of prompts in passes that may have some."""
-        if not prompts:
-            return PreparedRows(rows, rows, rows, rows, rows, gates)
-        constants = self._keyed_constants(shape, layout, window)
-        count, heads, sequences = len(rows), shape.heads, plan.batch.sequences
-        queries, keys, reading = (rows.new_empty(count, heads, constants["BLOCK_K"]) for _ in range(3))
-        values, scores = (rows.new_empty(count, heads, width) for width in (shape.value_width, CHUNK.value))
-        chunks = triton.cdiv(count, CHUNK.value) + sequences
-        prepared = PreparedRows(
-            queries, keys, reading, values, scores, gates.new_empty(chunks, heads, constants["BLOCK_K"])
-        )
-        prepare_keyed_kernel[(sequences, heads, triton.cdiv(plan.most_rows, CHUNK.value))](
-            rows, gates, queries, keys, reading, values, scores, prepared.reached, plan.tensors.query_starts,
+        # By row, or of keyed states by chunk.
+        sizes = (triton.cdiv(count, CHUNK.value) + sequences, heads, width) if keyed else (count, heads)
+        prepared = PreparedRows(queries, keys, reading, values, scores, gates.new_empty(sizes))
+        kernel, words = (prepare_keyed_kernel, ()) if keyed else (prepare_kernel, (plan.words,))
+        kernel[(sequences, heads, triton.cdiv(plan.most_rows, CHUNK.value))](
+            rows, gates, queries, keys, reading, values, scores, prepared.reached, plan.tensors.query_starts, *words,
             BLOCK_V=max(16, triton.next_power_of_2(shape.value_width)), num_warps=8, **constants,
         )  # fmt: skip
         return prepared

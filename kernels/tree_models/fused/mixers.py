@@ -177,10 +177,11 @@ class DeltaMixer(_StateMixer):
         )
         inputs = product[:, : len(self.convolution.weight)]
         gate = product[:, len(self.convolution.weight) :]
-        gates = scaled_betas(of_pass.recurrence.delta_gates(of_gates, self.decay, self.decay_bias), self.beta_scale)
+        gates = of_pass.recurrence.form.delta_gates(of_gates, self.decay, self.decay_bias)
+        gates = scaled_betas(gates, self.beta_scale)
         convolved = of_pass.convolve(self.state_layer, inputs, gates, self.convolution)
         heads = of_pass.mix(self.state_layer, convolved, gates, self.layout)
-        return of_pass.recurrence.gated_heads(heads, gate, self.norm, self.epsilon)
+        return of_pass.recurrence.form.gated_heads(heads, gate, self.norm, self.epsilon)
 
 
 @dataclass(frozen=True, slots=True)
@@ -203,10 +204,10 @@ class SpaceMixer(_StateMixer):
         values = product.shape[1] - channels - heads
         gate, inputs = product[:, :values], product[:, values:-heads]
         of_steps = product[:, -heads:]
-        gates = of_pass.recurrence.space_gates(of_steps, self.decay, self.decay_bias, self.step_limits)
+        gates = of_pass.recurrence.form.space_gates(of_steps, self.decay, self.decay_bias, self.step_limits)
         convolved = of_pass.convolve(self.state_layer, inputs, gates, self.convolution)
         mixed = of_pass.mix(self.state_layer, convolved, gates, self.layout)
-        return of_pass.recurrence.space_output(mixed, convolved.rows[:, :values], gate, self.output)
+        return of_pass.recurrence.form.space_output(mixed, convolved.rows[:, :values], gate, self.output)
 
 
 def mixer_of(
