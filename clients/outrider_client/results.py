@@ -14,7 +14,6 @@ from outrider.wire.same_names import value_of
 from outrider.wire.trees import mode_from_pb
 from outrider_client.answers import AnswerPart, ContentPart, ToolCall, part_from_pb
 
-_NO_TEXTS: Mapping[int, TokenText] = MappingProxyType({})
 _REASONS = {target_pb2.FinishReason.Value(f"FINISH_REASON_{reason.name}"): reason for reason in FinishReason}
 
 
@@ -143,7 +142,7 @@ class Chunk:
             "queue_ns": timings.queue_nanoseconds,
             "compute_ns": timings.compute_nanoseconds,
             "model_version": pb.model_version,
-            "token_texts": _token_texts_from_pb(pb.token_texts) if pb.token_texts else _NO_TEXTS,
+            "token_texts": _token_texts_from_pb(pb.token_texts) if pb.token_texts else MappingProxyType({}),
         }
         # Of what few chunks have, the defaults are the class's.
         if pb.logprobs:

@@ -27,8 +27,6 @@ _HEALTH_TIMEOUT_SECONDS = 5.0
 _ABOUT_THE_CALLER = ("UNAUTHENTICATED", "PERMISSION_DENIED")
 # States that need no warning.
 _LOADING, _STARTING = "loading its model", "being started"
-# Of targets whose states one answer has.
-_NAMED_TARGETS = 3
 
 
 class Target:
@@ -189,7 +187,7 @@ class Targets:
         """Why no target is healthy, as far as it is known."""
         states = [f"{target.address}: {target.state}" for target in self.all]
         states += [f"{found.source}: no address is known" for found in self._sources if not found.by_address]
-        return NoTarget("; ".join(states[:_NAMED_TARGETS]) + ("; ..." if len(states) > _NAMED_TARGETS else ""))
+        return NoTarget("; ".join(states[:3]) + ("; ..." if len(states) > 3 else ""))
 
     def pick(self, key: str, model: str, avoiding: Collection[Target] = ()) -> Target:
         """The target for a request of the tenant `key`. Raises `NoTarget`, with the reasons. Where some serve the model

@@ -17,10 +17,6 @@ from outrider_client.local.supervisor import STOP_SECONDS
 from outrider_client.terminal.options import AccessOptions
 from outrider_ray.config import as_environment
 
-# A large model loads and captures its steps for minutes; nothing is lost by waiting for it longer.
-_START_SECONDS = 3600.0
-_CALL_SECONDS = 5.0
-
 
 class ServiceEnded(Exception):
     """The service ended, or does not serve: why, with the end of its log."""
@@ -48,7 +44,8 @@ class ServiceProcess:
         service._child = await Child.start(name, module_command(module), service._log, {**environment, **placed})
         try:
             token, tls = access.secret(), access.tls_options()
-            await wait_serving(service._child, service.address, _START_SECONDS, token, tls)
+            # A large model loads and captures its steps for minutes; nothing is lost by waiting for it longer.
+            await wait_serving(service._child, service.address, 3600.0, token, tls)
         except (ServiceDied, ServiceSlow) as error:
             await service.stop()
             raise service._ended(str(error)) from None
@@ -63,7 +60,7 @@ class ServiceProcess:
         if self._child.status is not None:
             raise self._ended(str(ServiceDied(self._name, self._child.status)))
         async with self._access.connection(self.address) as connection:
-            if not await connection.serving(timeout=_CALL_SECONDS):
+            if not await connection.serving(timeout=5.0):
                 raise self._ended(f"the {self._name} service does not report SERVING")
 
     async def stop(self) -> None:

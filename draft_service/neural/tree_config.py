@@ -14,10 +14,6 @@ from outrider.wire.frames import TreeLimits
 # of 2 nodes 2.07. A level took 0.3 ms, and full trees came a pass too late (two H100,
 # `benchmarks/results/2026-11-24-h100-widened-tenth.md`).
 _LEAST_LEVELS, _LEAST_WIDTH = 5, 4
-# Most nodes of such a tree for each that a level expands. Twice as many make 0.5 to 1.5 % more tokens by simulation
-# (`2026-11-25-cpu-table-sizes.md`); but with twice as many, and more of a trie, trees of 8 sequences took 5.3 ms, not
-# 4.5, and came too late for one pass in twenty more (two H100, `2026-11-25-h100-widened-fourteenth.md`).
-_NODES_PER_EXPANDED = 7.5
 
 
 @dataclass(frozen=True, slots=True)
@@ -75,7 +71,11 @@ class TreeShape:
         steps = max(self.num_steps - doublings, min(self.num_steps, _LEAST_LEVELS))
         room = max(self.rows_per_level >> doublings, _LEAST_WIDTH)
         width = min(self.width, 1 << (room.bit_length() - 1))
-        nodes = min(self.num_draft_tokens, max(steps, int(width * _NODES_PER_EXPANDED)))
+        # Most nodes of such a tree for each that a level expands. Twice as many make 0.5 to 1.5 % more tokens by
+        # simulation (`2026-11-25-cpu-table-sizes.md`); but with twice as many, and more of a trie, trees of 8 sequences
+        # took 5.3 ms, not 4.5, and came too late for one pass in twenty more (two H100,
+        # `2026-11-25-h100-widened-fourteenth.md`).
+        nodes = min(self.num_draft_tokens, max(steps, int(width * 7.5)))
         # A frontier of 0 stands for topk.
         frontier = width if width < self.width else self.frontier
         return replace(self, num_steps=steps, frontier=frontier, num_draft_tokens=nodes, early_levels=0)

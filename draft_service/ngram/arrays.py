@@ -33,8 +33,6 @@ ROOT = 0
 MAX_COUNT = 1 << 30
 # The clock is set back before it exceeds this; one more piece of tokens still fits int32.
 MAX_CLOCK = (1 << 31) - (1 << 20)
-# Linear probing stays short below this share of used slots.
-MAX_LOAD = 0.7
 _MIX = np.uint64(0x9E3779B97F4A7C15)
 _SHIFT = np.uint64(32)
 

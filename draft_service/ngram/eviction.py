@@ -12,7 +12,6 @@ from draft_service.ngram.arrays import (
     COUNT,
     FIRST_CHILD,
     LINK,
-    MAX_LOAD,
     NEXT,
     PARENT,
     PREVIOUS,
@@ -29,8 +28,8 @@ _BUCKETS = 4096
 
 
 def slots_for(capacity: int) -> int:
-    """Slots of the table for this many rows: a power of two that keeps the load below `MAX_LOAD`."""
-    return 1 << max(4, math.ceil(math.log2(capacity / MAX_LOAD)))
+    """Slots of the table for this many rows: a power of two, of which at most 0.7 are used: so probing stays short."""
+    return 1 << max(4, math.ceil(math.log2(capacity / 0.7)))
 
 
 @compiled

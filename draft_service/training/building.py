@@ -27,10 +27,6 @@ from outrider.model_store import model_source
 from outrider.settings import SettingsError
 from tree_models.layers.norm import Normalization
 
-# The MLP of a head with another width than its target is 8/3 of that width, rounded up to a multiple of this. Chosen,
-# not measured: multiples of 8 fill the tiles of tensor cores, and Llama's 256 would add an eighth to a width of 256.
-_MLP_GRAIN = 64
-
 
 def new_head_config(config: TrainingConfig, facts: TeacherFacts, draft_vocab_size: int) -> HeadConfig:
     """The shape of a new EAGLE-3 head: that of the target's layers, but for what the settings change. Raises
@@ -44,7 +40,10 @@ def new_head_config(config: TrainingConfig, facts: TeacherFacts, draft_vocab_siz
         group = heads // kv_heads
         heads = hidden // head_dim
         kv_heads = heads // group if heads % group == 0 else heads
-        intermediate = config.intermediate or -(-8 * hidden // 3 // _MLP_GRAIN) * _MLP_GRAIN
+        # The MLP of a head with another width than its target is 8/3 of that width, rounded up to a multiple of this.
+        # Chosen, not measured: multiples of 8 fill the tiles of tensor cores, and Llama's 256 would add an eighth to a
+        # width of 256.
+        intermediate = config.intermediate or -(-8 * hidden // 3 // 64) * 64
     newer = config.style == "eagle3.1"
     return HeadConfig(
         kind="eagle3",

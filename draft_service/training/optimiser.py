@@ -8,17 +8,15 @@ from collections.abc import Callable, Mapping
 import torch
 from torch import Tensor, nn
 
-# The last learning rate as a share of the highest. Chosen, not measured: between 0, where the last steps have no
-# effect, and the 0.1 that is usual in pre-training on much more text.
-_FLOOR = 0.02
-
 
 def rate_at(fraction: float, highest: float, warmup: float) -> float:
     """Learning rate when `fraction` of the training is done: a linear warm-up, then half a cosine."""
     if fraction < warmup:
         return highest * max(fraction / warmup, 1e-3)
     done = min(1.0, (fraction - warmup) / max(1e-9, 1.0 - warmup))
-    return highest * (_FLOOR + (1 - _FLOOR) * 0.5 * (1 + math.cos(math.pi * done)))
+    # The last learning rate as a share of the highest. Chosen, not measured: between 0, where the last steps have no
+    # effect, and the 0.1 that is usual in pre-training on much more text.
+    return highest * (0.02 + (1 - 0.02) * 0.5 * (1 + math.cos(math.pi * done)))
 
 
 class MasterAdamW:

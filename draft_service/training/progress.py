@@ -16,8 +16,6 @@ from rich.progress import BarColumn, Progress, TaskProgressColumn, TextColumn, T
 from outrider.consoles import error_console
 
 log = logging.getLogger(__name__)
-# Between log lines. Chosen, not measured: a run of minutes should not seem to hang, nor one of hours flood its log.
-_LINE_SECONDS = 10.0
 
 
 class Phase:
@@ -43,7 +41,8 @@ class Phase:
             remaining = f"{timedelta(seconds=round(seconds))} left"
         if self._bars is not None and self._task is not None:
             self._bars.update(self._task, completed=min(1.0, fraction), figures=figures, left=remaining)
-        elif now - self._last_line >= _LINE_SECONDS:
+        elif now - self._last_line >= 10.0:
+            # Chosen, not measured: a run of minutes should not seem to hang, nor one of hours flood its log.
             self._last_line = now
             log.info("%s: %3.0f %%, %s, %s", self._name, 100 * min(1.0, fraction), remaining or "beginning", figures)
 

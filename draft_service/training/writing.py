@@ -17,11 +17,8 @@ from outrider.distillation import Teacher, WritingOrder, WrittenText
 from outrider.processes.python import module_command
 from outrider.settings import SettingsError, json_lines, read_text
 
-# Text that a killed process loses. Chosen, not measured: every save makes one more file, which each writer then counts
-# and training reads, and until the next save writers do not notice that the goal is reached.
-_SAVE_SECONDS = 2.0
-# Between checks of several writers. Chosen, not measured: below `_SAVE_SECONDS`, within which nothing new is saved, and
-# far above the milliseconds that listing their files takes.
+# Between checks of several writers. Chosen, not measured: below the time within which nothing new is saved, and far
+# above the milliseconds that listing their files takes.
 _POLL_SECONDS = 0.5
 
 
@@ -76,7 +73,9 @@ def write_here(
         for text in texts:
             waiting.append(text)
             missing -= len(text.token_ids)
-            if time.monotonic() - saved > _SAVE_SECONDS:
+            # A killed process loses this text. Chosen, not measured: every save makes one more file, which each writer
+            # then counts and training reads, and until the next save writers do not notice that the goal is reached.
+            if time.monotonic() - saved > 2.0:
                 corpus.add(waiting, writer)
                 waiting, saved = [], time.monotonic()
                 missing = config.token_goal - corpus.tokens

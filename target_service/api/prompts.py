@@ -26,8 +26,6 @@ from target_service.text.tool_turns import plain_turns
 Value = TypeVar("Value")
 # Longer texts and conversations wait in their own line, so that short ones pass them.
 _LONG_TEXT, _LONG_CHAT = 2048, 16
-# Most bytes of a predicted text for each token of the context.
-_PREDICTED_BYTES_PER_TOKEN = 16
 
 
 @dataclass(frozen=True)
@@ -98,7 +96,8 @@ class Prompts:
             field_path, token_ids = "prediction.tokens.token_ids", tuple(request.prediction.tokens.token_ids[:])
         elif kind == "text" and request.prediction.text:
             field_path, text = "prediction.text", request.prediction.text
-            check_most(field_path, len(text.encode()), _PREDICTED_BYTES_PER_TOKEN * most, "bytes")
+            # Most bytes of a predicted text for each token of the context.
+            check_most(field_path, len(text.encode()), 16 * most, "bytes")
             job = EncodeText(text, special=True, begin=False)
             token_ids = await self._run(tenant, len(text) > _LONG_TEXT, job, field_path)
         else:

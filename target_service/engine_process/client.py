@@ -32,7 +32,6 @@ from target_service.text.tokenizer import ModelTokenizer
 
 logger = logging.getLogger(__name__)
 
-ENGINE_COMMAND = module_command("target_service.engine_process")
 # Longer than any step; one that takes longer hangs.
 STOP_SECONDS = 5.0
 
@@ -44,7 +43,7 @@ class EngineLink(EngineFront, asyncio.Protocol):
     def __init__(
         self,
         config: TargetConfig,
-        command: Sequence[str] = ENGINE_COMMAND,
+        command: Sequence[str] = module_command("target_service.engine_process"),
         tokenizer: Callable[[], ModelTokenizer] | None = None,
     ) -> None:
         """Start `command` with the number of its socket as last argument. `tokenizer` loads the tokenizer, once the

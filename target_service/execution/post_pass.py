@@ -29,8 +29,6 @@ from tree_kernels.logprobs import DeviceLogprobs
 from tree_kernels.verification import TOKEN_BITS, DeviceVerifier, keep_accepted
 
 log = logging.getLogger(__name__)
-# For capturing ahead; the rest is captured when first used.
-_CAPTURE_SECONDS = 30.0
 # For capturing in a pause what only some requests need, and rows of the largest pass behind which that is captured
 # then: larger ones are of many sizes, and few. Chosen: a request that comes waits no longer.
 _PAUSE_SECONDS, _MOST_REST_ROWS = 0.01, 192
@@ -161,7 +159,8 @@ class PostPass:
         for it. Before the first request."""
         start, sizes = time.monotonic(), 0
         for done in self._runner.empty_passes():
-            if time.monotonic() - start > _CAPTURE_SECONDS:
+            # The rest is captured when first used.
+            if time.monotonic() - start > 30.0:
                 break
             self.capture_behind(done)
             sizes += 1

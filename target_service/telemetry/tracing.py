@@ -54,7 +54,7 @@ class RequestTrace:
         its end."""
         self._tracer = tracing.tracer
         self._epoch_offset = epoch_offset()
-        method = telemetry.VERIFY_METHOD if name == telemetry.VERIFY_SEQUENCE else name
+        method = "outrider.v1.TargetService/Verify" if name == telemetry.VERIFY_SEQUENCE else name
         self._span = begin_rpc(tracing, method, metadata, name)
         self._call = method.rpartition("/")[2]
         self._logs = logs

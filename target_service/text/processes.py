@@ -17,8 +17,6 @@ from target_service.text.tokenizer import ModelTokenizer
 
 logger = logging.getLogger(__name__)
 
-TEXT_COMMAND = module_command("target_service.text.worker")
-
 
 class TextRefused(Exception):
     """A text that cannot be encoded; the message has the reason, and nothing of the text. Empty for a conversation that
@@ -35,7 +33,9 @@ class TextProcess:
     The process is started by the first job. It ends when this object does.
     """
 
-    def __init__(self, tokenizer: ModelTokenizer, command: Sequence[str] = TEXT_COMMAND) -> None:
+    def __init__(
+        self, tokenizer: ModelTokenizer, command: Sequence[str] = module_command("target_service.text.worker")
+    ) -> None:
         self._tokenizer = tokenizer
         self._command = command
         self._lock = threading.Lock()

@@ -19,7 +19,6 @@ from outrider_client.failures import ServiceUnreachable
 from outrider_client.local.models import DEFAULT_MODEL, ModelMissing, Tokenizer, load_tokenizer
 from outrider_client.terminal.options import AccessOptions, ClientOptions
 
-_DEFAULT_DRAFT = "127.0.0.1:50052"
 _Action = Callable[[argparse.Namespace, ClientOptions, DraftClient], Awaitable[None]]
 
 
@@ -58,7 +57,7 @@ def _add_flags(parser: argparse.ArgumentParser) -> None:
 
 def _add_access(parser: argparse.ArgumentParser, run_action: _Action) -> None:
     parser.add_argument(
-        "--draft", default=_DEFAULT_DRAFT, metavar="ADDRESS", help=f"draft service (default: {_DEFAULT_DRAFT})"
+        "--draft", default="127.0.0.1:50052", metavar="ADDRESS", help="draft service (default: %(default)s)"
     )
     add_config_flag(parser)
     add_flags(parser, AccessOptions)

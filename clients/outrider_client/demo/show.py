@@ -10,7 +10,6 @@ from rich.table import Table
 from outrider_client.demo.trace_sink import ReceivedSpan
 from outrider_client.results import Result
 
-_SHOWN_DEPTHS = 5
 # Attributes worth a line in a terminal, by the end of their names.
 _SHOWN_ATTRIBUTES = (
     ("input_tokens", "prompt"),
@@ -57,7 +56,7 @@ def _by_depth(result: Result) -> str:
     totals = result.speculation
     pairs = zip(totals.accepted_by_depth, totals.drafted_by_depth, strict=False)
     shares = [f"{accepted / drafted:.0%}" for accepted, drafted in pairs if drafted]
-    return " ".join(shares[:_SHOWN_DEPTHS]) + (" ..." if len(shares) > _SHOWN_DEPTHS else "") or "-"
+    return " ".join(shares[:5]) + (" ..." if len(shares) > 5 else "") or "-"
 
 
 _ROWS = (

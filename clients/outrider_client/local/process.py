@@ -18,9 +18,6 @@ from outrider.errors import OutriderError
 from outrider_client.connection import Connection, Tls
 from outrider_client.failures import ServiceUnreachable
 
-# Of prctl(2): the signal that a process gets when its parent ends.
-_PR_SET_PDEATHSIG = 1
-
 
 class ServiceDied(Exception):
     """A service process ended when it should not have."""
@@ -127,7 +124,8 @@ def _without_collection() -> Iterator[None]:
 
 def _end_with_parent() -> None:
     """Runs in the child: the kernel sends it SIGTERM when its parent dies, even by SIGKILL."""
-    ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGTERM)
+    # Of prctl(2): the signal that a process gets when its parent ends.
+    ctypes.CDLL(None).prctl(1, signal.SIGTERM)
 
 
 async def wait_serving(

@@ -6,8 +6,6 @@ from dataclasses import dataclass
 
 # Least pairs of blocks at each load for a useful ratio: two degrees of freedom. Chosen.
 LEAST_PAIRS = 3
-# Share of the whole time for measuring the settings in force against plain decoding, which decides nothing. Chosen.
-SPECULATION_SHARE = 0.15
 # Share of the remaining time for measuring the best candidate once more. Chosen: that measurement alone decides, and
 # each of the others is only one of several.
 FINAL_SHARE = 1 / 3

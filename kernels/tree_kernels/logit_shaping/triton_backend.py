@@ -23,8 +23,6 @@ from tree_kernels.verification.triton_rows import (
 
 # Tokens of the vocabulary for a program, and tokens of a text at a time. Not measured.
 _CHUNK, _TEXT = 2048, 1024
-# Columns of what is written, so that rows begin at addresses that suit wide loads.
-_ALIGNED = 64
 # In a count: the token occurs in the prompt. Outputs are shorter.
 _IN_PROMPT = tl.constexpr(1 << 30)
 _PLACE, _TOKENS, _BIASES, _HELD = map(tl.constexpr, (layout.PLACE, layout.TOKENS, layout.BIASES, layout.HELD))
@@ -177,7 +175,8 @@ def shape(step: StepToShape, table: Tensor, vocabulary: int, max_sequences: int)
     through their pool."""
     own, device = step.texts, step.logits.device
     rows, sequences, chunks = len(step.logits), len(own.prefix_lengths), triton.cdiv(vocabulary, _CHUNK)
-    columns = triton.cdiv(vocabulary, _ALIGNED) * _ALIGNED
+    # Columns of what is written, so that rows begin at addresses that suit wide loads.
+    columns = triton.cdiv(vocabulary, 64) * 64
     shaped = torch.empty(rows, columns, dtype=torch.float32, device=device)
     counts = torch.empty(sequences, vocabulary, dtype=torch.int32, device=device)
     clear_kernel[(sequences, chunks)](step.parameters, table, counts, vocabulary, CHUNK=_CHUNK, num_warps=4)

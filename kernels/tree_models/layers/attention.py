@@ -26,8 +26,6 @@ from tree_models.spec import AttentionSpec, FamilyRefused
 
 # Tokens that a convolved query or key is of: two convolutions of two taps each.
 _TAPS = 3
-# Keeps a norm of nothing finite; transformers limits the length of a head from below instead.
-_LEAST_SQUARE = 1e-20
 
 
 class OutputGate(nn.Module):
@@ -292,7 +290,8 @@ class CompressedAttention(StateLayer):
         group = spec.heads // spec.kv_heads
         query = (query + key.repeat_interleave(group, dim=1)) * 0.5
         key = query.view(len(heads), spec.kv_heads, group, width).mean(dim=2)
-        normed = functional.rms_norm(mixed + torch.cat([query, key], dim=1), (width,), None, _LEAST_SQUARE)
+        # Keeps a norm of nothing finite; transformers limits the length of a head from below instead.
+        normed = functional.rms_norm(mixed + torch.cat([query, key], dim=1), (width,), None, 1e-20)
         scaled = normed[:, spec.heads :] * self.key_scales[:, None]
         return torch.cat([normed[:, : spec.heads], scaled], dim=1)
 

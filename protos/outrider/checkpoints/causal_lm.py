@@ -37,8 +37,6 @@ _NAME = 60
 _COMPUTED = re.compile(r"(.*\.)?(rotary_emb\.inv_freq|position_ids|masked_bias)")
 
 
-# Configurations that are another family's by a name that transformers does not know.
-_SAME_AS = {"kimi_k2": "deepseek_v3", "mimo": "qwen2"}
 # Entries that are not read: types that PyTorch may not know, a padding token that the vocabulary may not have.
 _MEANINGLESS = {
     "model_type", "auto_map", "dtype", "torch_dtype", "pad_token_id", "transformers_version", "return_dict",
@@ -71,7 +69,8 @@ def configuration_of(entries: Mapping[str, Any]) -> PretrainedConfig:
 def _configuration(named: Mapping[str, Any]) -> PretrainedConfig:
     """transformers' configuration of the entries of a config.json. The model's own code is not run."""
     family = str(named.get("model_type"))
-    family = _SAME_AS.get(family, family)
+    # Configurations that are another family's by a name that transformers does not know.
+    family = {"kimi_k2": "deepseek_v3", "mimo": "qwen2"}.get(family, family)
     if named.get("auto_map") and family not in CONFIG_MAPPING_NAMES:
         raise CheckpointRefused("its config.json asks for custom code, which is never run")
     if family == "mistral" and "layer_types" in named:

@@ -27,7 +27,6 @@ from outrider.processes.python import module_command
 from outrider.wire.frames import OpenSequence, SequenceAdvance, SequenceFeatures
 
 log = logging.getLogger(__name__)
-LINK_COMMAND = module_command("outrider.drafting.link_worker")
 # A process without a heartbeat for this long is stuck, and is replaced: five heartbeats.
 SILENT_SECONDS = 5.0
 # Until its first heartbeat. It imports gRPC before: half a second, and many times as long on a busy machine.
@@ -74,7 +73,7 @@ class LinkProcess:
         vocabulary_size: int,
         fingerprint: str,
         options: LinkOptions = USUAL,
-        command: Sequence[str] = LINK_COMMAND,
+        command: Sequence[str] = module_command("outrider.drafting.link_worker"),
     ) -> None:
         """Start connecting. `events` receives the outcome and every later change, on the link's thread."""
         self._events = events

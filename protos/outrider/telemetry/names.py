@@ -101,7 +101,6 @@ _SERVED = (
 
 GENERATE = "outrider.v1.TargetService/Generate"
 OPENENGINE_GENERATE = "openengine.v1.Inference/Generate"
-VERIFY_METHOD = "outrider.v1.TargetService/Verify"
 VERIFY_SEQUENCE = "outrider.verify.sequence"
 QUEUE = "outrider.queue"
 PREFILL = "outrider.prefill"

@@ -14,15 +14,11 @@ from tree_kernels.node_table.layout import KEPT
 # Rows of a tree with one mask word per row; a larger tree needs four words.
 _ONE_WORD = 64
 _LARGEST_TREE = 256
-# Rows that the smallest tile of attention holds where four query heads share a key head.
-_SMALL_TILE = 4
 # Larger steps are prompts by far the most.
 _LARGEST_WITH_TREES = 512
 # Sequences from which pages in common are looked for, and passes captured that read these once. Of fewer, attention by
 # parts took as long as without at any length that prompts usually have (the same record).
 FEWEST_IN_COMMON = 8
-# Keys of these pages that plans are tuned for.
-_USUAL_COMMON = 2048
 
 
 @dataclass(frozen=True, slots=True, order=True)
@@ -66,10 +62,9 @@ def sequence_sizes(largest: int, rows: int) -> tuple[int, ...]:
     32 .., where each sequence of those has more rows than the smallest tile of attention holds: tiled for half as many,
     attention took a third longer (H200, `benchmarks/results/2026-11-30-h200-captured-attention.md`)."""
     powers = (1 << exponent for exponent in range(largest.bit_length()))
+    # Rows that the smallest tile of attention holds where four query heads share a key head.
     kept = (
-        power
-        for power in powers
-        if power.bit_length() % 2 or (power >= 8 and power * _SMALL_TILE < rows <= _LARGEST_WITH_TREES)
+        power for power in powers if power.bit_length() % 2 or (power >= 8 and power * 4 < rows <= _LARGEST_WITH_TREES)
     )
     return (*(power for power in kept if power < largest), largest)
 
@@ -125,7 +120,8 @@ def capacity(bucket: Bucket, page_size: int, pages_each: int) -> AttentionBatch:
     """
     rows = bucket.rows_each
     room = pages_each * page_size - max(rows)
-    common = min(_USUAL_COMMON, room) // COMMON_STEP * COMMON_STEP if bucket.common else 0
+    # Keys of these pages that plans are tuned for.
+    common = min(2048, room) // COMMON_STEP * COMMON_STEP if bucket.common else 0
     prefix = max(0, min(1024 + common, room))
     return AttentionBatch(
         query_starts=(0, *accumulate(rows)),

@@ -24,8 +24,6 @@ if TYPE_CHECKING:
 log = logging.getLogger(__name__)
 # Rows of 8 KB for which both ways are timed, rising; parts of the most are the size of the shared memory.
 _TIMED, _ROW_BYTES = (1, 8, 64, 256), 1 << 13
-# Fewer than a device that serves models has processors: those of all ranks must run at the same time.
-_PROGRAMS = 64
 # Sums in a timed graph, and how often it is run. Chosen: some milliseconds in all.
 _SUMS, _REPLAYS = 64, 20
 
@@ -36,7 +34,8 @@ def one_shot_sums(dtype: torch.dtype, device: torch.device) -> TritonRankSums:
     from tree_kernels.rank_sums.triton_backend import TritonRankSums
 
     parts = _shared((PLACES, _TIMED[-1] * _ROW_BYTES // dtype.itemsize), dtype, device)
-    signals = _shared((_PROGRAMS, distributed.get_world_size()), torch.int32, device)
+    # Fewer than a device that serves models has processors: those of all ranks must run at the same time.
+    signals = _shared((64, distributed.get_world_size()), torch.int32, device)
     return TritonRankSums(SharedParts(distributed.get_rank(), parts, signals))
 
 

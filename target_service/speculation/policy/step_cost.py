@@ -18,7 +18,6 @@ from target_service.model.runner import ModelRunner
 _ROWS = (1, 16, 64, 4, 32, 8, 2, 12, 24, 48, 128, 256)
 # And those of steps that read prompts, where the device chooses rows beside them.
 _PROMPT_ROWS = (512, 1024, 2048)
-_CONTEXT = 256
 
 
 class StepCost:
@@ -90,7 +89,7 @@ def measure_step_cost(runner: ModelRunner, max_rows: int) -> StepCost:
     # A thread's current device is the first one until it is set.
     choose_device(str(runner.device))
     cache = runner.cache
-    context = min(_CONTEXT, runner.max_context // 2, cache.num_pages * cache.page_size // 2)
+    context = min(256, runner.max_context // 2, cache.num_pages * cache.page_size // 2)
     wanted = _ROWS if runner.node_table is None else (*_ROWS[:3], *_PROMPT_ROWS, *_ROWS[3:])
     sizes = [rows for rows in wanted if rows <= max_rows and cache.pages_for(context + rows) <= cache.free_pages]
     pages = cache.allocate(cache.pages_for(context + max(sizes)))
