@@ -1,5 +1,5 @@
-"""An EAGLE head or MTP module that drafts behind the target's own passes, on its stream and in its cache: the root of a
-tree is then known, and neither the host nor a wire lies between a pass and its drafts.
+"""An EAGLE head, MTP module or assistant that drafts behind the target's own passes, on its stream and in its cache:
+the root of a tree is then known, and neither the host nor a wire lies between a pass and its drafts.
 
 What a drafter of its own process knows of a sequence, this one reads of the pass: which rows were accepted, the hidden
 states, the pages. It keeps nothing of a sequence beside its keys and values, which are layers of the target's cache; so
@@ -16,6 +16,8 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 from torch import Tensor
 
+from draft_service.assistant.drafter import NAME as ASSISTANT
+from draft_service.assistant.in_pass import prepare as prepare_assistant
 from draft_service.checkpoints.target import TargetCheckpoint
 from draft_service.checkpoints.vocabulary import read_token_map
 from draft_service.config import named_in_target
@@ -28,44 +30,36 @@ from draft_service.eagle.head_config import LayeredShape
 from draft_service.eagle.head_drafter import HeadNetwork
 from draft_service.mtp.checkpoint import MtpCheckpoint
 from draft_service.mtp.drafter import MtpConfig, MtpDrafter
+from draft_service.neural.cuda_graphs.pass_drafter import PassDrafter
 from draft_service.neural.cuda_graphs.pass_trees import CacheSizes, PassTrees
 from draft_service.neural.tree_config import TreeShape
 from outrider.errors import NotSupported
 from outrider.heads import head_source
 from outrider.model_store import model_source
 from outrider.settings import SettingsError
-from tree_models.in_pass import InPassDrafter, PassTarget, TablesToWrite, VerifiedPass
+from tree_models.in_pass import MakeDrafter, PassTarget, VerifiedPass
 from tree_models.layers.placing import Placement
 
 if TYPE_CHECKING:
     from tree_kernels.attention import TreeAttention
     from tree_kernels.latent_attention import LatentAttention
-    from tree_models.layers.paged import PagedPass
 
 log = logging.getLogger(__name__)
-# (sequences up to which, levels, nodes that a level expands). With an 8B target on an H200 a level of 8 rows takes
-# 0.15 ms, of 32 rows 0.17, of 64 rows 0.20 and of 128 rows 0.27, of passes of 6 to 10 ms. Of four sets of shapes these
-# made most tokens a second at 8, 32 and 128 sequences (`benchmarks/results/2026-11-29-h200-heads-behind-passes.md`).
-_SHAPES = ((4, 7, 8), (16, 5, 4), (32, 4, 2), (64, 3, 2))
-# For more.
-_LEAST_LEVELS, _LEAST_WIDTH = 2, 1
 
 
-def connect(argument: str, model: str) -> Callable[[PassTarget], InPassDrafter]:
-    """Take the EAGLE head or the MTP module of the drafter that `argument` names, see `named_in_target`, or of a merged
-    one, whose other parts are left out. `model` is the target, whose modules are meant where no other is named. Returns
-    a function that loads it for a target. Raises `NotSupported` or `SettingsError`; the function also what reading
-    weights raises."""
+def connect(argument: str, model: str) -> MakeDrafter:
+    """Take the EAGLE head, MTP module or assistant of the drafter that `argument` names, see `named_in_target`, or of a
+    merged one, whose other parts are left out. `model` is the target, whose modules are meant where no other is named.
+    Returns a function that loads it for a target. Raises `NotSupported` or `SettingsError`; the function also what
+    reading weights raises."""
     name, settings_of = named_in_target(argument)
     parts = drafter_spec(name).parts(settings_of(name)) or (name,)
-    found = next((part for part in parts if part in _HEADS), None)
+    found = next((part for part in parts if part in _KINDS), None)
     if found is None:
-        raise SettingsError(f"{name!r} does not run in the target's passes, {' and '.join(map(repr, _HEADS))} do")
+        raise SettingsError(f"{name!r} does not run in the target's passes, {' and '.join(map(repr, _KINDS))} do")
     if others := [part for part in parts if part != found]:
         log.info("left out of the target's passes: %s", ", ".join(others))
-    # Trees as those of captured drafters.
-    config = replace(settings_of(found), cuda_graphs=True)
-    return partial(_load, _HEADS[found](config, model), config)
+    return _KINDS[found](settings_of(found), model)
 
 
 class _StoredHead(NamedTuple):
@@ -101,8 +95,18 @@ def _mtp(config: MtpConfig, model: str) -> _StoredHead:
     return _StoredHead(found.configs[0], "" if named == model else found.tokenizer_fingerprint(), load)
 
 
+def _prepare(read: Callable[[Any, str], _StoredHead], config: HeadDrafterConfig, model: str) -> MakeDrafter:
+    # Trees as those of captured drafters.
+    captured = replace(config, cuda_graphs=True)
+    return partial(_load, read(captured, model), captured)
+
+
 # By the drafter's name, what reads its head's configuration, with the drafter's settings and the target's name.
-_HEADS: Mapping[str, Callable[[Any, str], _StoredHead]] = {EagleDrafter.name: _eagle, MtpDrafter.name: _mtp}
+_KINDS: Mapping[str, Callable[[Any, str], MakeDrafter]] = {
+    EagleDrafter.name: partial(_prepare, _eagle),
+    MtpDrafter.name: partial(_prepare, _mtp),
+    ASSISTANT: prepare_assistant,
+}
 
 
 def _load(stored: _StoredHead, config: HeadDrafterConfig, target: PassTarget) -> InPassHead:
@@ -121,8 +125,8 @@ def _load(stored: _StoredHead, config: HeadDrafterConfig, target: PassTarget) ->
     return InPassHead(head, shape.feature_layers or shape.layers_of(target.layers), config)
 
 
-class InPassHead:
-    """See `tree_models.in_pass.InPassDrafter`."""
+class InPassHead(PassDrafter):
+    """An EAGLE head or MTP module. Its layers are of the cache, behind those of the target."""
 
     def __init__(self, head: EagleHead, layers: tuple[int, ...], config: HeadDrafterConfig) -> None:
         shape = head.config
@@ -130,56 +134,21 @@ class InPassHead:
         self.layers = layers
         self._head, self._network = head, HeadNetwork(head)
         self.cache_shapes, self.latent = self._network.cache_shapes, head.latent
-        self._tree, self._last_position = config.tree, shape.max_positions - 1
-        # What `prepare` was given.
-        self._cache: tuple[TreeAttention | LatentAttention, CacheSizes] | None = None
-        # By sequences at most.
-        self._trees: dict[int, PassTrees] = {}
-        # [R, H] of the rows of the pass that was read last, and their positions, until trees grow from it.
-        self._read: tuple[Tensor, Tensor] | None = None
-
-    def tail(self, sequences: int) -> int:
-        """See `InPassDrafter.tail`."""
-        return shape_for(self._tree, sequences).expanded
-
-    def prepare(self, attention: TreeAttention | LatentAttention, page_size: int, max_context: int, rows: int) -> None:
-        """See `InPassDrafter.prepare`."""
-        most = max_context + self.tail(1)
-        self._cache = attention, CacheSizes(page_size, -(-most // page_size), rows)
+        self._last_position = shape.max_positions - 1
+        super().__init__(config.tree)
 
     def read(self, done: VerifiedPass, sequences: int) -> None:
         """See `InPassDrafter.read`."""
-        trees, rows = self._trees_for(sequences), len(done.positions)
+        trees, rows = self.trees_for(sequences), len(done.positions)
         trees.read(done.rows, self._last_position)
         features: Tensor = self._head.project(done.states)
         # Of the head's own keys all are kept, also where the target's layers with a window forget.
         step = replace(done.step, windowed=None)
         # Of prompts, and of rows that were not accepted, only keys are read later, a quarter of the head's arithmetic.
         self._head.read_rows(trees.tails.next_tokens[:rows], features, done.positions, step)
-        self._read = features, done.positions
+        self.grow_from(features, done.positions)
 
-    def grow(self, sequences: int, step: PagedPass, to: TablesToWrite, *, coupled: bool) -> None:
-        """See `InPassDrafter.grow`."""
-        read, self._read = self._read, None
-        assert read is not None, "a pass was read before"
-        trees = self._trees_for(sequences)
-        trees.grow(*read, step.cache, coupled=coupled)
-        trees.write(*to)
-
-    def _trees_for(self, sequences: int) -> PassTrees:
-        found = self._trees.get(sequences)
-        if found is None:
-            assert self._cache is not None, "`prepare` comes first"
-            shape = shape_for(self._tree, sequences)
-            found = self._trees[sequences] = PassTrees(sequences, shape, self._network, *self._cache)
-        return found
-
-
-def shape_for(tree: TreeShape, sequences: int) -> TreeShape:
-    """The shape of trees behind passes of so many sequences: as deep and as wide as pays with the rows that each of
-    them gets, and no deeper or wider than `tree`."""
-    levels, width = next(
-        ((levels, width) for most, levels, width in _SHAPES if sequences <= most), (_LEAST_LEVELS, _LEAST_WIDTH)
-    )
-    steps = max(2, min(tree.num_steps, levels))
-    return replace(tree, num_steps=steps, frontier=min(tree.width, width), early_levels=0, rows_per_level=0)
+    def _make_trees(
+        self, sequences: int, shape: TreeShape, attention: TreeAttention | LatentAttention, sizes: CacheSizes
+    ) -> PassTrees:
+        return PassTrees(sequences, shape, self._network, attention, sizes)

@@ -35,21 +35,21 @@ def connect(argument: str) -> Callable[[DraftEvents, int, str], InprocessLink]:
     Raises `NotSupported` or `SettingsError`; the function also raises `WrongVocabulary`: unlike for a service, which
     may be replaced, a mismatch is the operator's mistake here.
     """
-    drafter = create(*named_in_target(argument))
+    return partial(link_to, create(*named_in_target(argument)))
 
-    def link(events: DraftEvents, vocabulary_size: int, tokenizer_fingerprint: str) -> InprocessLink:
-        if drafter.vocabulary_size not in (0, vocabulary_size):
-            raise WrongVocabulary(
-                f"the draft's vocabulary has {drafter.vocabulary_size} tokens, the target's {vocabulary_size}"
-            )
-        own = fingerprint_of(drafter)
-        if own and tokenizer_fingerprint not in ("", own):
-            raise WrongVocabulary("the draft was made for another tokenizer")
-        LOOPS.compile_beside(loops_of(drafter))
-        drafter.start()
-        return ThreadedLink(drafter, events) if device_of(drafter) != "cpu" else InprocessLink(drafter, events)
 
-    return link
+def link_to(drafter: Drafter, events: DraftEvents, vocabulary_size: int, tokenizer_fingerprint: str) -> InprocessLink:
+    """Start a drafter and link it to a target's events. Raises `WrongVocabulary`."""
+    if drafter.vocabulary_size not in (0, vocabulary_size):
+        raise WrongVocabulary(
+            f"the draft's vocabulary has {drafter.vocabulary_size} tokens, the target's {vocabulary_size}"
+        )
+    own = fingerprint_of(drafter)
+    if own and tokenizer_fingerprint not in ("", own):
+        raise WrongVocabulary("the draft was made for another tokenizer")
+    LOOPS.compile_beside(loops_of(drafter))
+    drafter.start()
+    return ThreadedLink(drafter, events) if device_of(drafter) != "cpu" else InprocessLink(drafter, events)
 
 
 class InprocessLink:

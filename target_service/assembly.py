@@ -4,13 +4,17 @@ from __future__ import annotations
 
 import errno
 import logging
+from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
 from importlib.metadata import PackageNotFoundError, version
+from typing import Protocol, cast
 
 import torch
 
 from outrider.checkpoints.refusal import first_line
 from outrider.devices import check_device
+from outrider.drafting.events import DraftEvents
 from outrider.drafting.link import Connect
 from outrider.errors import NotSupported
 from outrider.runtime import in_passing_thread
@@ -19,7 +23,9 @@ from outrider.wire.frames import StoppableLink
 from target_service.api.admission import ServedModel
 from target_service.config import TargetConfig
 from target_service.core.events import EngineObserver
+from target_service.core.kv_cache import KVCache
 from target_service.engine.engine import Engine
+from target_service.model.forward import Attention
 from target_service.model.loading.loader import load_runner
 from target_service.model.ranks.leading import load_ranks
 from target_service.model.runner import ModelRunner
@@ -28,8 +34,27 @@ from target_service.shared_prompts import encoded_beginning, read_shared_prompts
 from target_service.speculation.policy.step_cost import measure_step_cost
 from target_service.text.chat_template import TemplateFailed
 from target_service.text.prompt_encoder import PromptEncoder
+from tree_models.in_pass import SequenceKeys
 
 logger = logging.getLogger(__name__)
+
+
+class LinkedDrafter(Protocol):
+    """A drafter that reads the target's keys and values, for an engine whose steps the host verifies."""
+
+    def link(
+        self,
+        events: DraftEvents,
+        vocabulary_size: int,
+        fingerprint: str,
+        *,
+        attention: Attention,
+        cache: KVCache,
+        keys_of: Callable[[int], SequenceKeys | None],
+    ) -> StoppableLink:
+        """See `outrider.drafting.link.Connect`; `attention` and `cache` are those of passes, `keys_of` is
+        `Engine.keys_of`."""
+
 
 _LESS_MEMORY = "--kv-tokens and --memory-share bound the cache of keys and values"
 
@@ -99,6 +124,13 @@ class Assembled:
             self.link.stop()
 
 
+def connect_between_steps(runner: ModelRunner, keys_of: Callable[[int], SequenceKeys | None]) -> Connect:
+    """What connects the drafter in a runner's passes where no pass can launch what follows it: it drafts behind each
+    step, in the engine's thread. `keys_of` is that of the engine."""
+    drafter = cast(LinkedDrafter, runner.in_pass)
+    return partial(drafter.link, attention=runner.attention, cache=runner.cache, keys_of=keys_of)
+
+
 def _shared_prompts(config: TargetConfig, runner: ModelRunner) -> list[list[int]]:
     """Token ids that prompts of all tenants begin with. Raises `EngineRefused` where the model has no tokenizer or chat
     template for them."""
@@ -127,6 +159,8 @@ def assemble(
     if runner.link is not None:
         runner.link.expect_answers()
     served = served_model(config, runner)
+    if config.drafts_in_passes and not config.captures:
+        connect = connect_between_steps(runner, engine.keys_of)
     if connect is None:
         return Assembled(engine, served)
     try:

@@ -20,6 +20,7 @@ from outrider.drafting.link import (
     bearer_metadata,
     prepare_draft,
     prepare_in_pass,
+    runs_in_eager_passes,
 )
 from outrider.drafting.listed import FILE_SCHEME
 from outrider.errors import OutriderError
@@ -146,8 +147,9 @@ def check_head(head: str, model: str) -> None:
 
 def _check_in_pass(config: TargetConfig) -> None:
     """Raise `SettingsError` where no pass can draft."""
+    eager = config.device == "cpu" and runs_in_eager_passes(config.draft)
     needed = {
-        "needs captured steps on a GPU; elsewhere there is --draft inprocess:DRAFTER": not config.captures,
+        "needs captured steps on a GPU; elsewhere there is --draft inprocess:DRAFTER": not (config.captures or eager),
         "not with --batch-invariant, whose drafts are chains that the host cuts": config.batch_invariant,
         "not with --draft-head: it reads the states itself": bool(config.draft_head),
     }

@@ -27,6 +27,7 @@ from outrider.wire.frames import (
     SequenceGrowth,
     TreeLimits,
 )
+from target_service.assembly import connect_between_steps
 from target_service.config import TargetConfig
 from target_service.core.sequence import MAX_PASSES, SequenceFinished, SequenceRequest, StepVerdict
 from target_service.engine.loop import EngineLoop
@@ -186,6 +187,9 @@ def run(
     loop.speculation.updates.multi_step.passes = passes
     if propose is not None:
         loop.drafting.attach(ScriptedDraft(loop.drafting, propose, late=late))
+    if connect is None and runner.in_pass is not None and launch.tables is None:
+        between_steps = connect_between_steps(runner, loop.keys_of)
+        connect = lambda events: between_steps(events, runner.vocabulary_size, "")  # noqa: E731
     if connect is not None:
         loop.drafting.attach(connect(loop.drafting))
     loop.drafting.listen()

@@ -1,4 +1,4 @@
-"""Tiny EAGLE heads and MTP modules behind the passes of a tiny target."""
+"""Tiny EAGLE heads, MTP modules and assistants behind the passes of a tiny target."""
 
 from __future__ import annotations
 
@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch
+from assistants import AloneAssistant, assisted_runner, make_assistant
 from conftest import make_tiny
 from eagle_drafting import make_drafter
 from eagle_heads import make_head
@@ -15,18 +16,21 @@ from latent_models import V3
 from mtp_modules import PUBLISHED, write
 from recurrent_models import DELTA, EXPERTS
 from transformers import PreTrainedModel
+from windowed_models import windowed_model
 
+from draft_service.assistant.config import AssistantConfig
 from draft_service.eagle.config import EagleConfig
 from draft_service.eagle.head import EagleHead
 from draft_service.eagle.head_drafter import HeadDrafter
-from draft_service.in_pass import InPassHead, shape_for
+from draft_service.in_pass import InPassHead
 from draft_service.mtp.drafter import MtpConfig, MtpDrafter
+from draft_service.neural.config import NeuralConfig
+from draft_service.neural.cuda_graphs.pass_drafter import PassDrafter, shape_for
 from outrider.drafting.link import prepare_in_pass
 from target_service.model.runner import ModelRunner, runner_over
 from target_service.model.support import description_of
 from tree_models.building import build
-from tree_models.in_pass import PassTarget, vocabulary_weights
-from tree_models.layers.decoder import Decoder
+from tree_models.in_pass import PassTarget, pass_target
 from tree_models.layers.placing import Placement
 from tree_models.reference import published_tensors
 
@@ -53,16 +57,17 @@ MODULES: dict[str, tuple[str, dict[str, Any]]] = {
     ),
     "qwen3_next": ("qwen3_next", DELTA | EXPERTS | {"partial_rotary_factor": 0.5}),
 }  # fmt: skip
-KINDS = ("eagle", *MODULES)
+KINDS = ("eagle", *MODULES, "assistant")
 
 
 class Heads(NamedTuple):
     """A target, and what drafts for it."""
 
     model: PreTrainedModel
-    behind: Callable[[PassTarget], InPassHead]  # its passes
+    behind: Callable[[PassTarget], PassDrafter]  # its passes
     layers: tuple[int, ...]  # whose outputs are read
-    alone: Callable[[int], HeadDrafter]  # the same in a draft service, with trees as behind passes of so many sequences
+    # The same in a draft service, or on the host, with trees as behind passes of so many sequences.
+    alone: Callable[[int], HeadDrafter | AloneAssistant]
 
 
 def head_of(model: PreTrainedModel, kept: int = 0) -> EagleHead:
@@ -91,18 +96,28 @@ def drafting_runner(heads: Heads, **sizes: Any) -> ModelRunner:
     assert description is not None
     place = Placement(model.device, model.dtype, latent=True)
     decoder = build(description, published_tensors(model), place)
-    return runner_over(decoder, in_pass=heads.behind(target_of(decoder)), **sizes)
-
-
-def target_of(decoder: Decoder) -> PassTarget:
-    """What a drafter is told of a decoder."""
-    sizes = decoder.layer_count, len(decoder.cache_shapes), decoder.latent, decoder.hidden_size, decoder.vocabulary_size
-    return PassTarget(*sizes, "", decoder.device, decoder.dtype, vocabulary_weights(decoder))
+    return runner_over(decoder, in_pass=heads.behind(pass_target(decoder, "")), **sizes)
 
 
 def heads_of(name: str, folder: Path) -> Heads:
     """Of one of the `KINDS`; a target with a module is written to the folder."""
+    if name == "assistant":
+        return assistant_heads(folder)
     return eagle_heads(make_tiny()) if name == "eagle" else module_heads(name, folder)
+
+
+def assistant_heads(folder: Path) -> Heads:
+    """An assistant of random weights for a Gemma 4 with windows."""
+    model = windowed_model("gemma4")
+    make_assistant(model, folder)
+    flags = _flags(SETTINGS)
+    config = AssistantConfig(**SETTINGS)
+
+    def alone(sequences: int) -> AloneAssistant:
+        return AloneAssistant(assisted_runner(model, folder, _flags(_alone(config, sequences))))
+
+    layers = (model.config.num_hidden_layers,)
+    return Heads(model, prepare_in_pass(f"inpass:assistant --head {folder} {flags}", ""), layers, alone)
 
 
 def eagle_heads(model: PreTrainedModel) -> Heads:
@@ -128,8 +143,7 @@ def module_heads(layout: str, folder: Path) -> Heads:
         drafter.start()
         return drafter
 
-    named = {name: value for name, value in SETTINGS.items() if name != "cuda_graphs"}
-    flags = " ".join(f"--{name.replace('_', '-')} {value}" for name, value in named.items())
+    flags = _flags(SETTINGS)
     layers = model.config.num_hidden_layers - (layout == "mimo")
     return Heads(model, prepare_in_pass(f"inpass:mtp {flags}", str(folder)), (layers,), alone)
 
@@ -152,7 +166,13 @@ def write_module(model: PreTrainedModel, layout: str, folder: Path) -> None:
     write(folder, model.config.to_dict() | {"model_type": layout}, tensors | module)
 
 
-def _alone(config: EagleConfig | MtpConfig, sequences: int) -> dict[str, Any]:
+def _flags(settings: dict[str, Any]) -> str:
+    """Settings but that of captured trees as flags of a command line."""
+    named = {name: value for name, value in settings.items() if name != "cuda_graphs"}
+    return " ".join(f"--{name.replace('_', '-')} {value}" for name, value in named.items())
+
+
+def _alone(config: NeuralConfig, sequences: int) -> dict[str, Any]:
     """Settings of a draft service that grows trees as behind passes of so many sequences."""
     shape = shape_for(config.tree, sequences)
     return SETTINGS | {"cuda_graphs": False, "num_steps": shape.num_steps, "frontier": shape.width}

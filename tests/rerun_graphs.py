@@ -100,7 +100,8 @@ def batch_of(plan: Any) -> AttentionBatch:
     starts, page_starts, table = plan.query_starts.tolist(), plan.page_starts.tolist(), plan.page_table.tolist()
     prefixes = plan.prefix_lengths.tolist()
     spans = list(itertools.pairwise(starts))
-    keys = [prefix + end - start for prefix, (start, end) in zip(prefixes, spans, strict=True)]
+    tails = [0 if plan.batch.queries_only else end - start for start, end in spans]
+    keys = [prefix + tail for prefix, tail in zip(prefixes, tails, strict=True)]
     size = plan.batch.page_size
     held = [tuple(table[at : at - (-count // size)]) for at, count in zip(page_starts, keys, strict=True)]
     trees = trees_of(starts, plan.causal.tolist(), plan.parents.tolist())
@@ -112,6 +113,7 @@ def batch_of(plan: Any) -> AttentionBatch:
         tuple([held[place] for place in there]),
         size,
         tuple([trees[place] for place in there]),
+        queries_only=plan.batch.queries_only,
     )
 
 

@@ -21,7 +21,8 @@ from benchmarks.shared.report import parser_of, show, write_json
 from draft_service.eagle.config import EagleConfig
 from draft_service.eagle.head import EagleHead
 from draft_service.eagle.head_config import HeadConfig
-from draft_service.in_pass import InPassHead, shape_for
+from draft_service.in_pass import InPassHead
+from draft_service.neural.cuda_graphs.pass_drafter import shape_for
 from target_service.execution.pass_drafting import PassDrafting
 from target_service.model.cuda_graphs.runner import CapturedRunner, CaptureOptions
 from target_service.model.cuda_graphs.sizes import Bucket

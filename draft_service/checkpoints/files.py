@@ -20,11 +20,11 @@ from tree_models.weights.loading import check_names, load_slots
 _NAMES = WeightNames(ignored=(), joining="")
 
 
-def fill(slots: Sequence[WeightSlot], tensors: Mapping[str, Tensor]) -> None:
-    """Write a head's weights. Raises `HeadRefused`, naming the first ten, where some are missing, left over, or of
-    another shape."""
+def fill(slots: Sequence[WeightSlot], tensors: Mapping[str, Tensor], names: WeightNames = _NAMES) -> None:
+    """Write a head's weights; `names` has those that may be left over. Raises `HeadRefused`, naming the first ten,
+    where some are missing, left over, or of another shape."""
     with _refusing():
-        load_slots(slots, TensorsInMemory(tensors), _NAMES)
+        load_slots(slots, TensorsInMemory(tensors), names)
 
 
 def check_weights(slots: Sequence[WeightSlot], stored: Mapping[str, Stored]) -> None:

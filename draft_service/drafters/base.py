@@ -224,6 +224,7 @@ DRAFTERS: Mapping[str, str] = {
     "mtp": "draft_service.mtp.drafter",
     "model": "draft_service.causal_lm.drafter",
     "merged": "draft_service.drafters.merged",
+    "assistant": "draft_service.assistant.drafter",
 }
 
 

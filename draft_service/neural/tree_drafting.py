@@ -5,8 +5,9 @@ Symbols: B sequences, R rows of a pass, C and H the widths of `RowOutput`.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import replace
+from functools import partial
 from typing import NamedTuple
 
 import numpy as np
@@ -143,23 +144,10 @@ class TreeDrafting:
     def _grow(self, sequences: Sequence[DraftSequence]) -> tuple[Forest, Rules]:
         """Grow the trees of all sequences together, with one pass per level."""
         shape = self.shape.for_sequences(len(sequences))
-        drawn = any(one.mode is VerificationMode.REJECTION for one in sequences)
-        rules = self._rules(sequences, shape)
-        forest = make_forest(len(sequences), shape.num_steps, shape.width, shape.topk, drawn=drawn)
-        count = max(candidates_wanted(one.mode, shape.topk, shape.gumbel_candidates) for one in sequences)
-        temperatures = np.array([temperature_of(one) for one in sequences], dtype=np.float32)
-        carried, lm_input = self.states.read_of([one.state.slot for one in sequences])
-        logits = self._network_of(0).logits(lm_input)
-        device, levels = self.network.device, int(rules.ints[:, DEPTH].max())
-        for level in range(1, levels + 1):
-            rows = torch.from_numpy(np.repeat(temperatures, forest.widths)).to(device)
-            tokens, probs = most_probable(logits, rows, count, self.network.token_ids)
-            before = forest.widths.copy()
-            if not grow_level(forest, rules, level, level == levels, tokens, probs):
-                break
-            output = self._level([one.state for one in sequences], forest, before, carried, level)
-            carried, logits = output.carried, self._network_of(level).logits(output.lm_input)
-        return forest, rules
+        entries = [one.state for one in sequences]
+        roots = self.states.read_of([entry.slot for entry in entries])
+        expand = partial(self._level, entries)
+        return grow_forest(sequences, self._rules(sequences, shape), shape, self._network_of, roots, expand)
 
     def _rules(self, sequences: Sequence[DraftSequence], shape: TreeShape) -> Rules:
         return rules_of(sequences, shape)
@@ -211,6 +199,39 @@ class TreeDrafting:
         step = pass_over(self._attention, self.cache, rows.parts)
         token_ids, positions = (torch.tensor(part, device=device) for part in (rows.token_ids, rows.positions))
         return self._network_of(level).forward_rows(token_ids, carried, positions, step)
+
+
+def grow_forest(
+    sequences: Sequence[DraftSequence],
+    rules: Rules,
+    shape: TreeShape,
+    network_of: Callable[[int], Network],
+    roots: RowOutput,
+    expand: Callable[[Forest, Numbers, Tensor, int], RowOutput],
+) -> tuple[Forest, Rules]:
+    """Grow the trees of sequences together, of this shape and by these rules.
+
+    Args:
+        network_of: the network that reads the nodes of a level, of which 0 is the roots'.
+        roots: its output [B, ..] for the roots.
+        expand: its output for the nodes that a level expands: of the trees, the rows of each [B] that the level before
+            expanded, the states that these carry, and the level.
+    """
+    drawn = any(one.mode is VerificationMode.REJECTION for one in sequences)
+    forest = make_forest(len(sequences), shape.num_steps, shape.width, shape.topk, drawn=drawn)
+    count = max(candidates_wanted(one.mode, shape.topk, shape.gumbel_candidates) for one in sequences)
+    temperatures = np.array([temperature_of(one) for one in sequences], dtype=np.float32)
+    network, levels = network_of(0), int(rules.ints[:, DEPTH].max())
+    carried, logits = roots.carried, network.logits(roots.lm_input)
+    for level in range(1, levels + 1):
+        rows = torch.from_numpy(np.repeat(temperatures, forest.widths)).to(network.device)
+        tokens, probs = most_probable(logits, rows, count, network.token_ids)
+        before = forest.widths.copy()
+        if not grow_level(forest, rules, level, level == levels, tokens, probs):
+            break
+        output = expand(forest, before, carried, level)
+        carried, logits = output.carried, network_of(level).logits(output.lm_input)
+    return forest, rules
 
 
 def rules_of(sequences: Sequence[DraftSequence], shape: TreeShape) -> Rules:

@@ -27,6 +27,49 @@ class PassTarget(NamedTuple):
     device: torch.device
     dtype: torch.dtype
     vocabulary_weights: Sequence[nn.Parameter] = ()  # as the function has them
+    # Where Outrider's own layers run on one device: of each layer with keys and values what it caches, and how many
+    # tokens its rows see, None for all; and what embeds token ids and positions [R] as its first layer reads them.
+    cache_shapes: Sequence[CacheShape] = ()
+    windows: Sequence[int | None] = ()
+    embed: Callable[[Tensor, Tensor], Tensor] | None = None
+
+
+class SequenceKeys(NamedTuple):
+    """Where a sequence's keys and values lie in the target's cache."""
+
+    pages: Sequence[int]
+    length: int  # keys
+
+
+class _Network(Protocol):
+    """The part of a target's model that `pass_target` reads."""
+
+    @property
+    def layer_count(self) -> int: ...
+    @property
+    def cache_shapes(self) -> Sequence[CacheShape]: ...
+    @property
+    def latent(self) -> bool: ...
+    @property
+    def hidden_size(self) -> int: ...
+    @property
+    def vocabulary_size(self) -> int: ...
+    @property
+    def device(self) -> torch.device: ...
+    @property
+    def dtype(self) -> torch.dtype: ...
+
+
+def pass_target(network: _Network, tokenizer_fingerprint: str) -> PassTarget:
+    """What a drafter is told of a target's model."""
+    sizes = network.layer_count, len(network.cache_shapes), network.latent, network.hidden_size, network.vocabulary_size
+    target = PassTarget(*sizes, tokenizer_fingerprint, network.device, network.dtype)
+    if not isinstance(network, Decoder):
+        return target
+    target = target._replace(vocabulary_weights=vocabulary_weights(network))
+    if network.place.ranks is not None:
+        return target
+    return target._replace(cache_shapes=network.cache_shapes, windows=network.windows, embed=network.embedded)
 
 
 def vocabulary_weights(decoder: Decoder) -> Sequence[nn.Parameter]:
@@ -64,6 +107,7 @@ class InPassDrafter(Protocol):
     layers: tuple[int, ...]  # of the target, whose outputs it reads
     cache_shapes: Sequence[CacheShape]  # of its layers
     latent: bool  # its layers keep latents, as the target's do then
+    window: int  # tokens that it sees of the target's layers with a window; 0 for none
 
     def tail(self, sequences: int) -> int:
         """Keys behind those of a sequence that a tree writes, in a pass of so many sequences."""

@@ -114,7 +114,14 @@ class AttentionSpec:
     differential: float | None = None
     pair_epsilon: float = 0.0  # of the norm of a pair's output
     keys_of: int | None = None  # the layer whose keys and values this one attends to, for it has none of its own
+    # The same of a layer of another model, by its place in that one's cache. Rows of this layer have no keys at all.
+    keys_in: int | None = None
     compressed: Literal["", "halves", "sums"] = ""
+
+    @property
+    def has_keys(self) -> bool:
+        """Whether the layer has keys and values of its own."""
+        return self.keys_of is None and self.keys_in is None
 
     @property
     def width_of_keys(self) -> int:

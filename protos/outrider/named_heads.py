@@ -24,7 +24,7 @@ def named_settings(environment: Mapping[str, str], path: Path | None) -> dict[tu
         with contextlib.suppress(SettingsError):
             document = read_toml(path)
     found: dict[tuple[str, str], str] = {}
-    for section in ("target", "draft", "eagle", "medusa", "model", "mtp", "merged", "gateway"):
+    for section in ("target", "draft", "eagle", "medusa", "model", "mtp", "merged", "assistant", "gateway"):
         prefix = f"OUTRIDER_{section.upper()}_"
         table = document.get(section, {})
         found |= {(section, name): str(value) for name, value in (table if isinstance(table, dict) else {}).items()}

@@ -47,7 +47,7 @@ _FALSE = {"0", "false", "no", "off"}
 # By name of a bound: its words, and whether a number keeps it.
 _BOUNDS = {"ge": ("at least", operator.ge), "gt": ("above", operator.gt), "le": ("at most", operator.le)}
 # Drafters that come with Outrider: the draft service's own list, which this package may not import.
-DRAFTERS = ("trie", "prompt_lookup", "eagle", "medusa", "mtp", "model", "merged")
+DRAFTERS = ("trie", "prompt_lookup", "eagle", "medusa", "mtp", "model", "merged", "assistant")
 # Tables that a file may have: services and the command line share one file, and each reads its own tables. A table of
 # another name is an error, since its settings would silently do nothing.
 SECTIONS = frozenset(

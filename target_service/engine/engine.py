@@ -23,6 +23,7 @@ from target_service.engine.loop import EngineLoop
 from target_service.model.runner import ModelRunner
 from target_service.speculation.policy.live_sequence import LiveSequence
 from target_service.speculation.policy.step_cost import StepCost
+from tree_models.in_pass import SequenceKeys
 
 log = logging.getLogger(__name__)
 
@@ -67,6 +68,10 @@ class Engine(EngineFront):
     def draft_info(self) -> DraftInfo | None:
         """Information from the draft service; None while it is not connected."""
         return self.drafting.info
+
+    def keys_of(self, sequence_id: int) -> SequenceKeys | None:
+        """See `EngineLoop.keys_of`. Only in the engine's thread."""
+        return self._loop.keys_of(sequence_id)
 
     def use_pause(self) -> bool:
         """See `Steps.use_pause`. Only before `start`, behind which the engine's thread does this while nothing runs."""

@@ -32,6 +32,7 @@ from target_service.grammars.compiling import Grammars
 from target_service.model.runner import ModelRunner
 from target_service.speculation.policy.live_sequence import LiveSequence
 from target_service.speculation.policy.step_cost import StepCost
+from tree_models.in_pass import SequenceKeys
 
 log = logging.getLogger(__name__)
 
@@ -113,6 +114,15 @@ class EngineLoop:
         """End a sequence with an error. Returns its last event."""
         self.end(sequence.sequence_id, error.reason)
         return SequenceFailed(sequence.sequence_id, error, sequence.totals.draft_refused)
+
+    def keys_of(self, sequence_id: int) -> SequenceKeys | None:
+        """Where the keys of a sequence's tokens lie, of all but the last; None unless all are there. Between steps,
+        where none runs ahead."""
+        live = self.live.get(sequence_id)
+        if live is None or not live.sequence.pages:
+            return None
+        sequence, known = live.sequence, len(live.sequence.token_ids) - 1
+        return SequenceKeys(sequence.pages, known) if sequence.kv_length == known else None
 
     @property
     def model_version(self) -> int:

@@ -383,7 +383,8 @@ def runner_over(
         recurrent = RecurrentStates(count, state_slots, largest_tree, shape, *of_network, kept_states, page_size)
     windows, windowed = {layer: window for layer, window in enumerate(network.windows) if window is not None}, None
     if windows and window_share is not None:
-        windowed = WindowedLayers(tuple(windows), max(windows.values()), window_share, window_rows)
+        longest_window = max(*windows.values(), in_pass.window if in_pass is not None else 0)
+        windowed = WindowedLayers(tuple(windows), longest_window, window_share, window_rows)
     shapes = [*network.cache_shapes, *(in_pass.cache_shapes if in_pass is not None else ())]
     cache = KVCache(num_pages, page_size, shapes, *of_network, recurrent, windowed)
     over_cache: Attention

@@ -65,6 +65,8 @@ NOT_RUN = {
     "needs a GPU",
     r"python -m benchmarks\.widened\.run": "needs a model of 8B cost; tests/benchmarks/test_widened.py runs a tiny one",
     r"outrider bench .*,transformers": "spawns a process, which the stand-in for python cannot; run by hand",
+    r"outrider draft --drafter assistant": "is refused; tests/draft/test_assistant.py has it",
+    r"outrider up .*--drafter assistant": "needs a Gemma 4 and its assistant; tests/e2e/test_assistant.py makes both",
     r"outrider up --drafter (eagle|mtp)|outrider target .* '?inpass:": "need a GPU; tests/target/test_in_pass.py has "
     "their passes, and tests/clients/test_shared_gpu.py what `outrider up` sets",
     r"outrider bench .*,lookup": "needs a GPU, on which a target looks up by itself",

@@ -44,6 +44,19 @@ def test_a_head_runs_in_the_targets_passes(drafter: str, gpus: int, ranks: int) 
     assert not place(gpus, drafter, "", [], [], {("target", "draft_head"): "X"}).in_pass
 
 
+def test_an_assistant_runs_in_the_targets_passes_alone() -> None:
+    """With a GPU and without, also where nothing else is placed, so that the target refuses what it cannot serve. A
+    service of its own is started where one is asked for, and refuses by itself."""
+    placed = place(2, "assistant", "", [], ["--head", "some/head"])
+    assert placed.in_pass and placed.shared and "in its passes" in placed.summary
+    assert (placed.target, placed.draft) == (("--device", "cuda:0"), ("--device", "cuda:0", "--cuda-graphs"))
+    for gpus, words in ((0, []), (2, ["--device", "cpu"]), (2, ["--attention", "flashinfer"])):
+        placed = place(gpus, "", "", words, [], {("draft", "drafter"): "assistant"})
+        assert placed.in_pass and placed.shared
+    for gpus in (0, 1, 2):
+        assert not place(gpus, "assistant", "", [], [], apart=True).in_pass
+
+
 @pytest.mark.parametrize(("gpus", "device"), [(1, "cuda:0"), (2, "cuda:1"), (8, "cuda:1")])
 def test_a_head_of_its_own_runs_on_the_second_gpu_if_there_is_one(gpus: int, device: str) -> None:
     placed = place(gpus, "merged", "", [], [], apart=True)

@@ -58,10 +58,12 @@ def make_case(
     sinks: bool = False,
     chunked: bool = False,
     slopes: bool = False,
+    queries_only: bool = False,
 ) -> Case:
     rng = random.Random(seed)
     generator = torch.Generator().manual_seed(seed)
-    needed = [-(-(prefix + rows) // page_size) + spare_pages for prefix, rows, _ in specs]
+    counts = [prefix if queries_only else prefix + rows for prefix, rows, _ in specs]
+    needed = [-(-count // page_size) + spare_pages for count in counts]
     total = sum(needed) + 2
     order = list(range(total))
     if shuffled:
@@ -74,13 +76,14 @@ def make_case(
         pages=pages,
         page_size=page_size,
         parents=tuple(parents_of(kind, rows, rng) for _, rows, kind in specs),
+        queries_only=queries_only,
     )
     caches = []
     for head_width in (width, value_width or width):
         cache = torch.full((total, page_size, kv_heads, head_width), float("nan"))
         flat = cache.flatten(0, 1)
-        for b, (prefix, rows, _) in enumerate(specs):
-            keys = torch.arange(prefix + rows)
+        for b, (prefix, _, _) in enumerate(specs):
+            keys = torch.arange(counts[b])
             slots = torch.tensor(pages[b], dtype=torch.int64)[keys // page_size] * page_size + keys % page_size
             flat[slots] = torch.randn(len(keys), kv_heads, head_width, generator=generator)
             # What no window reaches is as good as nobody's.

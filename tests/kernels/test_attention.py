@@ -119,6 +119,38 @@ def test_no_rows_at_all(attention_case: Any, backend: str) -> None:
     assert run(backend, attention_case([(9, 0, "causal")], value_width=32)).shape == (0, 4, 32)
 
 
+@pytest.mark.parametrize("backend", ["reference", "torch"])
+@pytest.mark.parametrize("window", [None, 20])
+def test_rows_without_keys_see_their_prefix_from_behind_it(
+    attention_case: Any, backend: str, window: int | None
+) -> None:
+    """As single rows do whose own key is the last one. What lies behind it is NaN."""
+    specs = [(64, 5, "causal"), (47, 16, "causal"), (1, 3, "causal")]
+    case = attention_case(specs, queries_only=True, window=window)
+    found = TreeAttention(backend).run(  # type: ignore[arg-type]
+        TreeAttention(backend).plan(case.batch),  # type: ignore[arg-type]
+        case.query, case.key_cache, case.value_cache, case.scale, case.variant,
+    )  # fmt: skip
+    for b, rows in enumerate(case.batch.row_counts):
+        keys = case.batch.prefix_lengths[b]
+        single = AttentionBatch((0, 1), (keys - 1,), (case.batch.pages[b],), case.batch.page_size, (None,))
+        variant = replace(case.variant, window=None if window is None else window - 1)
+        for row in range(case.batch.query_starts[b], case.batch.query_starts[b] + rows):
+            own = case.query[row : row + 1], case.key_cache, case.value_cache, case.scale, variant
+            expected = TreeAttention("reference").run(TreeAttention("reference").plan(single), *own)
+            torch.testing.assert_close(found[row : row + 1], expected, rtol=1e-4, atol=1e-5)
+
+
+@pytest.mark.parametrize("change", [{"window": 1}, {"chunked": True, "window": 8}, {"slopes": True}])
+def test_what_rows_without_keys_do_not_take(attention_case: Any, change: dict[str, Any]) -> None:
+    case = attention_case([(9, 2, "causal")], queries_only=True, **change)
+    attention = TreeAttention("torch")
+    with pytest.raises(ValueError, match="rows without keys take no slopes"):
+        attention.run(
+            attention.plan(case.batch), case.query, case.key_cache, case.value_cache, case.scale, case.variant
+        )
+
+
 BAD_BATCHES = {
     "too few pages": ({"pages": ((0,),)}, "pages for 16"),
     "parents missing": ({"parents": ((0, 0),)}, "2 parents"),
@@ -127,6 +159,7 @@ BAD_BATCHES = {
     "negative prefix": ({"prefix_lengths": (-1,)}, "after -1 keys"),
     "falling starts": ({"query_starts": (0, -3)}, "-3 rows"),
     "page size": ({"page_size": 0}, "page_size"),
+    "no keys at all": ({"prefix_lengths": (0,), "queries_only": True}, "no keys before"),
 }
 
 

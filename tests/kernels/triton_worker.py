@@ -78,6 +78,11 @@ def cases() -> Iterator[tuple[str, dict[str, Any], TritonSettings]]:
         settings = TritonSettings(split_keys, SMALL, 3)
         yield f"split every {split_keys} keys", {"specs": RAGGED, "width": 16}, settings
     yield from variant_cases(balanced)
+    for name, own in (("balanced", balanced), ("wide", wide), ("fixed", TritonSettings(32, SMALL, 3))):
+        specs = [(64, 5, "causal"), (47, 16, "causal"), (1, 3, "causal"), (130, 1, "causal")]
+        arguments = {"specs": specs, "width": 16, "queries_only": True}
+        yield f"without keys, {name}", arguments, own
+        yield f"without keys, window, {name}", arguments | {"window": 20, "sinks": True}, own
     yield "a prompt", {"specs": [(0, 90, "causal")], "width": 16}, balanced
     yield "half precision", {"specs": RAGGED, "width": 16, "dtype": torch.float16}, balanced
     yield "own tiling", {"specs": RAGGED[:3], "width": 32}, TritonSettings(processors=4)

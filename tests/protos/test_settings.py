@@ -136,7 +136,7 @@ def test_a_deprecated_setting_is_taken_with_a_warning(caplog: pytest.LogCaptureF
         ("count = 1\n[example]\n", r"settings.toml: count stands outside of a table; it belongs below \[example\]"),
         (
             'model = "x"\n[example]\n',
-            "settings.toml: model stands outside of a table; there are bench, client, .*target",
+            "settings.toml: model stands outside of a table; there are assistant, bench, client, .*target",
         ),
         ("[example]\ncount = 1e400\n", "example.count: inf is not a whole number"),
         ("[example]\nshare = 1e400\n", "example.share: inf is not a number"),

@@ -12,6 +12,7 @@ from typing import Any, NamedTuple
 
 import pytest
 import torch
+from assistants import AloneAssistant
 from conftest import make_tiny
 from engine_harness import engine_config, plain_each, request, run
 from hidden_states import states_of
@@ -34,6 +35,7 @@ from torch import nn
 from draft_service.drafters.base import DraftSequence
 from draft_service.eagle.head_drafter import HeadDrafter
 from draft_service.in_pass import InPassHead
+from draft_service.neural.cuda_graphs.pass_drafter import PassDrafter
 from outrider.drafting.link import prepare_in_pass
 from outrider.errors import NotSupported
 from outrider.sampling import SamplingParams, VerificationMode
@@ -60,6 +62,8 @@ SAMPLINGS = {
     "greedy": SamplingParams(ignore_eos=True),
     "seeded": SamplingParams(temperature=0.8, top_p=0.9, seed=99, ignore_eos=True),
 }
+# What grows a head's trees for single texts.
+Alone = HeadDrafter | AloneAssistant
 # A token after another at each level, from the root's children on.
 Paths = set[tuple[int, ...]]
 
@@ -84,13 +88,13 @@ def tree_in(table: torch.Tensor) -> Drafted:
     return Drafted(base, tokens[0], set(paths[1:]))
 
 
-def recorded(drafter: InPassHead) -> list[Drafted]:
+def recorded(drafter: PassDrafter) -> list[Drafted]:
     """Every tree that it leaves in a table from now on."""
     drafted, grow = list[Drafted](), drafter.grow
 
     def grow_and_note(sequences: int, step: Any, to: Any, *, coupled: bool) -> None:
         grow(sequences, step, to, coupled=coupled)
-        bases = drafter._trees_for(sequences).tails.bases.tolist()
+        bases = drafter.trees_for(sequences).tails.bases.tolist()
         slots = to.table_slots[: len(bases)].tolist()
         drafted.extend(tree_in(to.tables[slot]) for slot, base in zip(slots, bases, strict=True) if base)
 
@@ -111,7 +115,7 @@ def steps_of(without_gpu: None) -> MakeSteps:
         sizes = {"num_pages": 96, "page_size": PAGE_SIZE, "end_token_ids": () if tokenizer is None else (2,)}
         runner = drafting_runner(heads, tokenizer=tokenizer, **sizes)
         drafter = runner.in_pass
-        assert isinstance(drafter, InPassHead)
+        assert isinstance(drafter, PassDrafter)
         drafted = recorded(drafter)
         runner.attention = ReadBackLatents() if runner.latent else ReadBack()
         runner.enable_device_row_selection(SEQUENCES, 3)
@@ -157,7 +161,11 @@ def test_the_output_is_that_without_drafts_and_the_trees_are_the_heads(
 
 
 def check(
-    drafted: Drafted, texts: list[tuple[int, ...]], heads: Heads, alone: HeadDrafter, sampling: SamplingParams
+    drafted: Drafted,
+    texts: list[tuple[int, ...]],
+    heads: Heads,
+    alone: HeadDrafter | AloneAssistant,
+    sampling: SamplingParams,
 ) -> bool:
     """Whether a tree is whole, and the head's own behind one of the texts. One that is cut by its pages has fewer."""
     known = [list(text[: drafted.base]) for text in texts if len(text) >= drafted.base]
@@ -168,12 +176,13 @@ def check(
     return any(drafted.paths == tree for tree in trees)
 
 
-def grown(text: list[int], heads: Heads, alone: HeadDrafter, sampling: SamplingParams) -> Paths:
+def grown(text: list[int], heads: Heads, alone: Alone, sampling: SamplingParams) -> Paths:
     """The tree that the head grows in a draft service."""
     mode = VerificationMode.COUPLED if sampling.temperature else VerificationMode.GREEDY
     sequence = DraftSequence(1, text, 1, VOCABULARY, mode=mode, seed=sampling.seed or 0, sampling=sampling)
     alone.open(sequence)
-    sequence.features.append(states_of(heads.model, text[:-1], heads.layers), 0)
+    if isinstance(alone, HeadDrafter):
+        sequence.features.append(states_of(heads.model, text[:-1], heads.layers), 0)
     (tree,) = alone.propose([sequence])
     alone.close(sequence)
     paths: list[tuple[int, ...]] = [()]

@@ -14,12 +14,15 @@ from outrider_client.local.models import DEFAULT_MODEL
 
 # Drafters that run a network, and the settings sections of the drafters that they may consist of.
 _NEURAL: Mapping[str, tuple[str, ...]] = {
+    "assistant": ("assistant",),
     "eagle": ("eagle",),
     "medusa": ("medusa",),
     "merged": ("eagle", "medusa", "model", "mtp"),
     "model": ("model",),
     "mtp": ("mtp",),
 }
+# That which has nothing to read but in the target's passes, on a CPU too.
+_IN_PASSES_ALONE = "assistant"
 # Flags of a target whose passes cannot draft, but for the values behind them.
 _APART_WITH = (
     ("--attention", ("auto", "triton")), ("--draft-head", ()), ("--lockstep", ()), ("--batch-invariant", ()),
@@ -64,9 +67,10 @@ def place(
     user's flags do: where a device is named, nothing is placed, and where a head is, that one is used."""
     drafter = drafter or named.get(("draft", "drafter"), "")
     sections = ("target", *_NEURAL.get(drafter, ()))
+    alone = drafter == _IN_PASSES_ALONE and not apart
     given = any(flag_value(words, "--device") is not None for words in (target_words, draft_words))
     if not gpus or given or any((section, "device") in named for section in sections):
-        return GpuPlacement()
+        return GpuPlacement(shared=alone, in_pass=alone)
     names = {drafter, *(merged_drafters(draft_words, named) if drafter == "merged" else ())}
     ranks = _ranks(target_words, named)
     target, draft = ["--device", "cuda:0"], list[str]()
@@ -77,6 +81,7 @@ def place(
     in_pass = not apart and neural in ({"eagle"}, {"mtp"}) and several in ("", "0", "1")
     in_pass = in_pass and not any(flag_value(target_words, flag) not in (None, *usual) for flag, usual in _APART_WITH)
     in_pass = in_pass and not any(("target", name) in named for name in ("attention", "draft_head", "lockstep"))
+    in_pass = in_pass or alone
     shared = drafter in _NEURAL and (in_pass or gpus <= ranks)
     if drafter in _NEURAL:
         device = f"cuda:{0 if in_pass else min(ranks, gpus) - 1 if shared else ranks}"

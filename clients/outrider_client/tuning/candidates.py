@@ -71,7 +71,7 @@ def known_candidates(drafter: str, parts: Sequence[str] = (), captured: bool = F
 
 
 def _shapes_of(drafter: str, captured: bool) -> tuple[Candidate, ...]:
-    if drafter in ("eagle", "model", "mtp"):
+    if drafter in ("assistant", "eagle", "model", "mtp"):
         return _shapes(drafter, _LEVELS, _CAPTURED_SHAPES if captured else _EAGER_SHAPES)
     return _OWN.get(drafter, ())
 

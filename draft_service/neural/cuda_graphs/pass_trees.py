@@ -32,6 +32,9 @@ class CacheSizes(NamedTuple):
 class PassTrees:
     """What drafts behind passes of up to so many sequences: a tail of each, and the trees."""
 
+    # How the levels of trees are read.
+    levels: type[LevelPasses] = LevelPasses
+
     def __init__(
         self,
         sequences: int,
@@ -63,7 +66,7 @@ class PassTrees:
         )
         inputs = LevelInputs(tails.limits, positions, slots, tails.temperatures, tails.gumbel_max)
         token_ids = None if ids is None else torch.from_numpy(ids).to(device)
-        self._passes = LevelPasses(sequences, shape, network, attention, plan, inputs, token_ids)
+        self._passes = self.levels(sequences, shape, network, attention, plan, inputs, token_ids)
         # Keys of the last rows that are kept are in the cache.
         self._written = torch.full((sequences,), -1, dtype=torch.int32, device=device)
         self._kept = make_kept(self._passes.growth, NODES)

@@ -17,7 +17,7 @@ class AttentionBatch:
     """B sequences, R rows in all. Row r of sequence b sits in cache slot `prefix_lengths[b] + r` of that sequence.
 
     A row attends to the whole prefix, to itself, and to its ancestors among the rows (the *tail*). A decode step is a
-    tree of one row; a prefill chunk is a causal tail.
+    tree of one row; a prefill chunk is a causal tail. Rows of `queries_only` have no keys and no slots.
     """
 
     query_starts: tuple[int, ...]  # [B + 1], rising from 0 to R
@@ -31,6 +31,9 @@ class AttentionBatch:
     # may read once for all rows; 0 for other sequences. Empty where there are none. They hold a multiple of
     # `COMMON_STEP` keys.
     common_pages: tuple[int, ...] = ()
+    # Rows have no keys: each attends to its sequence's prefix alone, from the position behind it. `parents` mean
+    # nothing then, and no row may have an empty prefix.
+    queries_only: bool = False
 
     @property
     def sequences(self) -> int:
@@ -45,6 +48,13 @@ class AttentionBatch:
         """[B] rows of each sequence."""
         return tuple(end - start for start, end in zip(self.query_starts[:-1], self.query_starts[1:], strict=True))
 
+    @cached_property
+    def key_counts(self) -> tuple[int, ...]:
+        """[B] keys of each sequence, its rows' own among them."""
+        if self.queries_only:
+            return self.prefix_lengths
+        return tuple(prefix + rows for prefix, rows in zip(self.prefix_lengths, self.row_counts, strict=True))
+
     def check(self) -> None:
         """Raise `ValueError` unless lengths agree and every sequence has rows >= 0 and pages for all its keys. O(B)."""
         count = self.sequences
@@ -58,7 +68,7 @@ class AttentionBatch:
         if self.query_starts[0] != 0:
             raise ValueError(f"query_starts must begin with 0, got {self.query_starts[0]}")
         for b, rows in enumerate(self.row_counts):
-            keys = self.prefix_lengths[b] + rows
+            keys = self.key_counts[b]
             if rows < 0 or self.prefix_lengths[b] < 0:
                 raise ValueError(f"sequence {b} has {rows} rows after {self.prefix_lengths[b]} keys")
             if len(self.pages[b]) * self.page_size < keys:
@@ -66,6 +76,10 @@ class AttentionBatch:
             tree = self.parents[b]
             if tree is not None and len(tree) != rows:
                 raise ValueError(f"sequence {b} has {rows} rows and {len(tree)} parents")
+            if self.queries_only and rows and not keys:
+                raise ValueError(f"sequence {b} has {rows} rows without keys, and no keys before them")
+        if self.queries_only and self.common_pages:
+            raise ValueError("common_pages are of rows that have keys")
         if self.common_pages:
             self._check_common()
 

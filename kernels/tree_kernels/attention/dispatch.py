@@ -126,6 +126,8 @@ class TreeAttention(PlannedAttention[_AttentionBackend]):
         for name, one in (("sinks", variant.sinks), ("slopes", variant.slopes)):
             if one is not None and one.shape != (query_heads,):
                 raise ValueError(f"expected {name} [{query_heads}], got {list(one.shape)}")
+        if batch.queries_only and (variant.slopes is not None or variant.chunked or variant.window == 1):
+            raise ValueError("rows without keys take no slopes, no chunks, and a window of two keys at least")
         if rows == 0:
             return query.new_empty(0, query_heads, value_cache.shape[-1])
         return self._implementation.run(plan, query, key_cache, value_cache, scale, variant)

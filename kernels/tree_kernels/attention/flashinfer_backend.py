@@ -41,6 +41,8 @@ class FlashInferAttention:
         raise ValueError("flashinfer takes plain attention alone")
 
     def plan(self, batch: AttentionBatch) -> AttentionPlan:
+        if batch.queries_only:
+            raise ValueError("flashinfer takes rows with keys alone")
         present = [b for b in range(batch.sequences) if batch.row_counts[b]]
         keys = [batch.prefix_lengths[b] + batch.row_counts[b] for b in present]
         pages = [batch.pages[b][: -(-count // batch.page_size)] for b, count in zip(present, keys, strict=True)]

@@ -88,7 +88,7 @@ def attend(
 
 def sequence_slots(batch: AttentionBatch, b: int) -> Tensor:
     """[L] int64: the cache slot (page * page_size + offset) of every key of sequence b, tail included."""
-    keys = torch.arange(batch.prefix_lengths[b] + batch.row_counts[b])
+    keys = torch.arange(batch.key_counts[b])
     pages = torch.tensor(batch.pages[b], dtype=torch.int64)
     return pages[keys // batch.page_size] * batch.page_size + keys % batch.page_size
 
@@ -96,13 +96,14 @@ def sequence_slots(batch: AttentionBatch, b: int) -> Tensor:
 def sequence_mask(batch: AttentionBatch, b: int, variant: AttentionVariant = PLAIN) -> Tensor:
     """[R_b, L] bool: the whole prefix, then the ancestors within the tail; of both what the window holds."""
     rows, prefix = batch.row_counts[b], batch.prefix_lengths[b]
-    ancestors = ancestor_mask(batch.parents[b], rows)
-    mask = torch.cat([torch.ones(rows, prefix, dtype=torch.bool), ancestors], dim=1)
+    mask = torch.ones(rows, prefix, dtype=torch.bool)
+    if not batch.queries_only:
+        mask = torch.cat([mask, ancestor_mask(batch.parents[b], rows)], dim=1)
     window = variant.window
     if window is None:
         return mask
     places = key_positions(batch, b)
-    own = places[prefix:]
+    own = torch.full((rows,), prefix) if batch.queries_only else places[prefix:]
     first = own - own % window if variant.chunked else own - window + 1
     return mask & (places >= first[:, None])
 
@@ -110,6 +111,8 @@ def sequence_mask(batch: AttentionBatch, b: int, variant: AttentionVariant = PLA
 def key_positions(batch: AttentionBatch, b: int) -> Tensor:
     """[L] int64 of every key of sequence b: the prefix's in order, then those of the tail by their depths."""
     prefix = batch.prefix_lengths[b]
+    if batch.queries_only:
+        return torch.arange(prefix)
     depths = ancestor_mask(batch.parents[b], batch.row_counts[b]).sum(dim=1) - 1
     return torch.cat([torch.arange(prefix), prefix + depths])
 

@@ -64,7 +64,7 @@ class TorchPlanner:
     def _plan_one(self, batch: AttentionBatch, b: int, variant: AttentionVariant) -> SequencePlan:
         prefix, rows, size = batch.prefix_lengths[b], batch.row_counts[b], batch.page_size
         # No row stands before the root.
-        first, end = variant.first_key(prefix), prefix + rows
+        first, end = variant.first_key(prefix), batch.key_counts[b]
         # Pages beyond the last key are reserved, not read.
         pages = batch.pages[b][first // size : -(-end // size)]
         # Pages may be any sequence: an array equals no range.
@@ -72,7 +72,8 @@ class TorchPlanner:
         narrow = variant.window is not None and variant.window < rows
         causal = rows > 1 and prefix == 0 and batch.parents[b] is None and not narrow
         mask = None
-        if rows > 1 and not causal:
+        # Rows without keys all see the same ones.
+        if rows > 1 and not causal and not batch.queries_only:
             mask = sequence_mask(batch, b, variant)[:, first:].to(self._device)
         return SequencePlan(
             start=batch.query_starts[b],

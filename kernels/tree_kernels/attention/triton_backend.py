@@ -110,7 +110,7 @@ class TritonAttention(TritonPlanner):
                 FIXED=bool(self._settings.split_keys), APART=tiling.apart and not layout.window, WINDOW=layout.window,
                 CAP=variant.score_cap or 0.0, SINKS=variant.sinks is not None, SLOPES=variant.slopes is not None,
                 MERGE_ROWS=tiling.merge_rows, MERGE_PARTS=tiling.merge_parts(value_block), num_stages=tiling.stages,
-                **sizes,
+                TAIL=not plan.batch.queries_only, **sizes,
             )  # fmt: skip
         if not tiling.merge_rows:
             self.merge(output, schedule, layout, output_lse)
@@ -136,7 +136,7 @@ class TritonAttention(TritonPlanner):
             kv_heads=kv_heads,
             processors=self.processors,
             words=mask_words(batch),
-            specialised=self._is_specialised(key_cache, value_cache, variant),
+            specialised=not batch.queries_only and self._is_specialised(key_cache, value_cache, variant),
         )
         return HeadLayout(group, kv_heads, key_cache.shape[3], value_cache.shape[3], tiling, window)
 

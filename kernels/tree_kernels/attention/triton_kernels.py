@@ -51,7 +51,7 @@ def _tile(  # type: ignore[no-untyped-def]
     prefix, is_causal, scale_log2, depths, position, first_key, slope, KV_HEADS: tl.constexpr, D: tl.constexpr,
     DV: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_DV: tl.constexpr, PAGE_SIZE: tl.constexpr, BLOCK_N: tl.constexpr,
     WORDS: tl.constexpr, FAR: tl.constexpr, WINDOW: tl.constexpr, CAP: tl.constexpr, SLOPES: tl.constexpr,
-    KEYS: tl.constexpr,
+    KEYS: tl.constexpr, TAIL: tl.constexpr,
 ):  # fmt: skip
     """One step of the online softmax over the BLOCK_N keys from `first`."""
     d = tl.arange(0, BLOCK_D)
@@ -59,7 +59,7 @@ def _tile(  # type: ignore[no-untyped-def]
     offsets = first + tl.arange(0, BLOCK_N)
     if KEYS != "open":
         # What lies behind the last key may be NaN, and 0 * NaN is NaN: the last key stands in for it.
-        offsets = tl.minimum(offsets, prefix + rows - 1)
+        offsets = tl.minimum(offsets, prefix + (rows if TAIL else 0) - 1)
     if WINDOW != 0:
         # Likewise before the first key that a row of the block sees, whose pages may have other owners.
         offsets = tl.maximum(offsets, first_key)
@@ -79,9 +79,11 @@ def _tile(  # type: ignore[no-untyped-def]
         between = (position[:, None] - places[None, :]).to(tl.float32)
         scores = scores * scale_log2 - slope[:, None] * between
         scale_log2 = 1.0
-    if KEYS == "tail":
+    if KEYS != "open" and not TAIL:
+        scores = tl.where((first + tl.arange(0, BLOCK_N) < prefix)[None, :], scores, float("-inf"))
+    if KEYS == "tail" and TAIL:
         scores = hide(scores, words, first_word, first - prefix, row, live, is_causal, WORDS)
-    if KEYS == "either":  # noqa: SIM102  one is known to the compiler, the other is not
+    if KEYS == "either" and TAIL:  # noqa: SIM102  one is known to the compiler, the other is not
         if first + BLOCK_N > open_keys:
             scores = hide(scores, words, first_word, first - prefix, row, live, is_causal, WORDS)
     if WINDOW != 0:
@@ -99,7 +101,7 @@ def _attend(  # type: ignore[no-untyped-def]
     page_table, words, depths, sinks, slopes, scale_log2, query_row_stride, query_head_stride, GROUP: tl.constexpr,
     KV_HEADS: tl.constexpr, D: tl.constexpr, DV: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_DV: tl.constexpr,
     PAGE_SIZE: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, WORDS: tl.constexpr, FAR: tl.constexpr,
-    APART: tl.constexpr, FIXED: tl.constexpr, MERGE_ROWS: tl.constexpr, MERGE_PARTS: tl.constexpr,
+    APART: tl.constexpr, FIXED: tl.constexpr, MERGE_ROWS: tl.constexpr, MERGE_PARTS: tl.constexpr, TAIL: tl.constexpr,
     WINDOW: tl.constexpr, CAP: tl.constexpr, SINKS: tl.constexpr, SLOPES: tl.constexpr, LSE: tl.constexpr,
 ):  # fmt: skip
     """One chunk's share of one group."""
@@ -133,7 +135,7 @@ def _attend(  # type: ignore[no-untyped-def]
                 mass += 1.0
         own_depths = depths + row_start
         first_key, first = 0, 0
-        position = row_positions(prefix, row, own_depths, live, is_causal) if WINDOW != 0 or SLOPES else row
+        position = row_positions(prefix, row, own_depths, live, is_causal, TAIL) if WINDOW != 0 or SLOPES else row
         slope = tl.load(slopes + query_head, mask=live, other=0.0) * LOG2_E if SLOPES else row
         if WINDOW != 0:
             first_key = first_seen(prefix + tl.where(is_causal > 0, block * BLOCK_M // GROUP, 0), WINDOW)
@@ -152,14 +154,14 @@ def _attend(  # type: ignore[no-untyped-def]
                 peak, mass, acc = _tile(
                     q, peak, mass, acc, tile * BLOCK_N, open_keys, key_head, value_head, pages, own_words, first_word,
                     row, live, rows, prefix, is_causal, scale_log2, own_depths, position, first_key, slope, KV_HEADS,
-                    D, DV, BLOCK_D, BLOCK_DV, PAGE_SIZE, BLOCK_N, WORDS, FAR, WINDOW, CAP, SLOPES, "open",
+                    D, DV, BLOCK_D, BLOCK_DV, PAGE_SIZE, BLOCK_N, WORDS, FAR, WINDOW, CAP, SLOPES, "open", TAIL,
                 )  # fmt: skip
         for tile in tl.range(middle, high):
             peak, mass, acc = _tile(
                 q, peak, mass, acc, (first + tile) * BLOCK_N, open_keys, key_head, value_head, pages, own_words,
                 first_word, row, live, rows, prefix, is_causal, scale_log2, own_depths, position, first_key, slope,
                 KV_HEADS, D, DV, BLOCK_D, BLOCK_DV, PAGE_SIZE, BLOCK_N, WORDS, FAR, WINDOW, CAP, SLOPES,
-                "tail" if APART else "either",
+                "tail" if APART else "either", TAIL,
             )  # fmt: skip
         acc = acc / tl.where(mass == 0.0, 1.0, mass)[:, None]
         if (low == 0) & (high == tiles):
@@ -184,12 +186,12 @@ def attention_kernel(  # type: ignore[no-untyped-def]
     PAGE_SIZE: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, WORDS: tl.constexpr, FAR: tl.constexpr,
     APART: tl.constexpr, FIXED: tl.constexpr, MERGE_ROWS: tl.constexpr, MERGE_PARTS: tl.constexpr,
     WINDOW: tl.constexpr, CAP: tl.constexpr, SINKS: tl.constexpr, SLOPES: tl.constexpr, LSE: tl.constexpr,
-    DEPENDENT: tl.constexpr,
+    DEPENDENT: tl.constexpr, TAIL: tl.constexpr,
 ):  # fmt: skip
     """Every program takes one chunk (if FIXED, chunks in turn), and of each chunk the groups that lie in it.
 
     WINDOW and CAP are 0, and SINKS and SLOPES false, where the layer has none; see `first_seen`. With a WINDOW, APART
-    is false.
+    is false. Without a TAIL no row has a key, and all see their prefix alone.
 
     With LSE the logarithms of the rows' masses, in base 2, are stored beside the outputs: [R, Hq] fp32.
 
@@ -213,5 +215,5 @@ def attention_kernel(  # type: ignore[no-untyped-def]
                 record, group, chunk, per_chunk, query, key_cache, value_cache, (output, output_lse), partials,
                 partial_lse, arrivals, page_table, words, depths, sinks, slopes, scale_log2, query_row_stride,
                 query_head_stride, GROUP, KV_HEADS, D, DV, BLOCK_D, BLOCK_DV, PAGE_SIZE, BLOCK_M, BLOCK_N, WORDS, FAR,
-                APART, FIXED, MERGE_ROWS, MERGE_PARTS, WINDOW, CAP, SINKS, SLOPES, LSE,
+                APART, FIXED, MERGE_ROWS, MERGE_PARTS, TAIL, WINDOW, CAP, SINKS, SLOPES, LSE,
             )  # fmt: skip

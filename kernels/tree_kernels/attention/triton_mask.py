@@ -48,9 +48,10 @@ def hide(scores, words, first_word, tail, row, live, is_causal, WORDS: tl.conste
 
 
 @triton.jit
-def row_positions(prefix, row, depths, live, is_causal):  # type: ignore[no-untyped-def]
-    """[M] int32: positions of a sequence's rows, by their depths in its tree. depths: of its first row onwards."""
-    depth = tl.load(depths + row, mask=live, other=0)
+def row_positions(prefix, row, depths, live, is_causal, TAIL: tl.constexpr):  # type: ignore[no-untyped-def]
+    """[M] int32: positions of a sequence's rows, by their depths in its tree. depths: of its first row onwards. Without
+    a TAIL all stand behind the prefix."""
+    depth = tl.load(depths + row, mask=live, other=0) if TAIL else 0 * row
     return prefix + tl.where(is_causal > 0, row, depth)
 
 

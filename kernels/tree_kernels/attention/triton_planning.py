@@ -29,6 +29,8 @@ LOG2_E = 1.4426950408889634
 _COMBINED_HEADS = 16
 # Every row of a tail, however long.
 _ALL = (0, 1 << 30)
+# `TritonPlan.causal` of sequences whose rows see the keys before them alone.
+_QUERIES_ONLY = -1
 
 
 @dataclass(frozen=True)
@@ -275,7 +277,7 @@ def _pack(batch: AttentionBatch, pad_rows: int | None = None, *, with_common: bo
     it has some, or as `with_common`."""
     packed = array("i", batch.query_starts)
     packed.extend(batch.prefix_lengths)
-    packed.extend(parents is None for parents in batch.parents)
+    packed.extend(_QUERIES_ONLY if batch.queries_only else parents is None for parents in batch.parents)
     packed.extend(list(accumulate(map(len, batch.pages), initial=0))[:-1])
     if batch.common_pages if with_common is None else with_common:
         packed.extend(batch.common_pages or (0,) * batch.sequences)
@@ -314,7 +316,7 @@ def split(plan: TritonPlan) -> CommonParts:
         query_starts=plan.query_starts[:: batch.sequences].contiguous(),
         prefix_lengths=(most * batch.page_size).view(1),
         # Of rows that see no key but those before them.
-        causal=torch.full_like(plan.causal[:1], -1),
+        causal=torch.full_like(plan.causal[:1], _QUERIES_ONLY),
         page_starts=plan.page_starts.index_select(0, first.view(1)),
         common=None,
         schedules={},

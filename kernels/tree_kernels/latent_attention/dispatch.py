@@ -43,6 +43,8 @@ class LatentAttention(PlannedAttention[_Implementation]):
         """
         batch = plan.batch
         rows, heads, width = query.shape
+        if batch.queries_only:
+            raise ValueError("rows without keys attend to keys and values, not to latents")
         if rows != batch.rows or width != cache.shape[-1] or not 0 < latent < width:
             raise ValueError(f"expected query [{batch.rows}, heads, {cache.shape[-1]}], got {list(query.shape)}")
         if cache.dim() != 3 or cache.shape[1] != batch.page_size:

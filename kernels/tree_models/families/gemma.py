@@ -1,7 +1,9 @@
-"""Gemma 1 to 4 and 3n, VaultGemma, and the text of Muse-Glimmer, whose layers are Gemma 2's with gates."""
+"""Gemma 1 to 4 and 3n, Gemma 4's assistant, VaultGemma, and the text of Muse-Glimmer, whose layers are Gemma 2's with
+gates."""
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import replace
 from statistics import NormalDist
 from typing import Any
@@ -131,6 +133,33 @@ def gemma4(config: Any) -> Description:
         ignored=(*WeightNames().ignored, *_unread(config)),
     )
     return Description(decoder(config, layers, norm, layer_inputs=inputs, **_ends(config)), names)
+
+
+def gemma4_assistant(config: Any, places: Mapping[str, int]) -> Description:
+    """The layers of Gemma 4's assistant, of its own `config`: queries alone, which attend to keys and values in the
+    target's cache, at `places` of it by type of layer. Rows stand behind the last of these keys, and see none of each
+    other. Embedding and head are the assistant's; what makes its rows is not described here."""
+    text = config.get_text_config()
+    if missing := sorted(set(text.layer_types) - places.keys()):
+        raise FamilyRefused(f"the target has no layers of type {', '.join(missing)}, whose keys it reads")
+    description = gemma4(text)
+    layers = []
+    for kind, one in zip(text.layer_types, description.spec.layers, strict=True):
+        attending = one.attention
+        assert isinstance(attending, AttentionSpec), "as Gemma 4's layers are"
+        # transformers shows a row `sliding_window` keys and one more, none of which is its own.
+        window = None if attending.window is None else attending.window + 2
+        layers.append(replace(one, attention=replace(attending, keys_of=None, keys_in=places[kind], window=window)))
+    spec = replace(
+        description.spec,
+        layers=tuple(layers),
+        tied=bool(config.tie_word_embeddings),
+        # The target's embedding makes its rows.
+        embedding_scale=1.0,
+        logits_cap=None,
+    )
+    unread = (*description.names.ignored, r"model\.layers\.\d+\.self_attn\.(k_proj|v_proj|k_norm|v_norm)\..*")
+    return Description(spec, replace(description.names, ignored=unread))
 
 
 def muse_glimmer(config: Any) -> Description:

@@ -263,10 +263,10 @@ def _attention_mixer(attention: HeadAttention) -> AttentionMixer | None:
         gate, qkv, activation = _rows_of(qkv, 0, count), _rows_of(qkv, count), Activation(ActivationKind.SIGMOID)
     if gate is None and (spec.gated or attention.output_gate is not None):
         return None
-    of_layer = attention.cache_layer, spec.head_width, spec.scaling, attention.variant, spec.keys_of is None
+    of_layer = attention.cache_layer, spec.head_width, spec.scaling, attention.variant, spec.has_keys
     # A norm over all queries needs them.
     whole = heads.query_norm is not None and len(heads.query_norm.weight) > spec.head_width
-    cached = qkv if whole or spec.keys_of is not None else _rows_of(qkv, spec.heads * spec.head_width)
+    cached = qkv if whole or not spec.has_keys else _rows_of(qkv, spec.heads * spec.head_width)
     return AttentionMixer(*of_layer, qkv, cached, heads, gate, activation)
 
 

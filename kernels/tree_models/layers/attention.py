@@ -84,7 +84,7 @@ class HeadAttention(nn.Module):
         self.cache_layer = layer if cache_layer is None else cache_layer
         width, values = spec.head_width, spec.width_of_values
         # Of keys of its own.
-        self._keys = spec.kv_heads if spec.keys_of is None else 0
+        self._keys = spec.kv_heads if spec.has_keys else 0
         parts = [(2 * spec.heads if spec.gated else spec.heads) * width]
         if self._keys:
             parts += [self._keys * width] if spec.keys_are_values else [self._keys * width, self._keys * values]

@@ -271,12 +271,16 @@ class Decoder(LayerStack):
         elif any(layer.shared for layer in self.layer_specs):
             vectors = embedded[:, None].expand(-1, len(self.layers), -1)
         hidden = self.compute_layers(self.spread(embedded), self.angles(positions), step, vectors=vectors)
-        hidden = self.joined(hidden)
+        normed = self.normed(self.joined(hidden))
+        for tap in self._taps.get(len(self.layers), ()):
+            tap(normed)
+        return normed
+
+    def normed(self, hidden: Tensor) -> Tensor:
+        """[R, H] after the last norm, of rows [R, H] of the last layer."""
         normed = None if self.final_form is None else self.final_form.norm(hidden)
         if normed is None:
             normed = self.norm(hidden)
-        for tap in self._taps.get(len(self.layers), ()):
-            tap(normed)
         return normed
 
     def spread(self, embedded: Tensor) -> Tensor:

@@ -100,12 +100,13 @@ def expanded_shape(spec: AttentionSpec | LatentSpec) -> CacheShape:
 
 def keeps_own(spec: AttentionSpec | LatentSpec | RecurrentSpec | None) -> TypeGuard[AttentionSpec | LatentSpec]:
     """Whether a layer keeps keys and values, or latents, of its own."""
-    return isinstance(spec, LatentSpec) or (isinstance(spec, AttentionSpec) and spec.keys_of is None)
+    return isinstance(spec, LatentSpec) or (isinstance(spec, AttentionSpec) and spec.has_keys)
 
 
 def kept_places(layers: Sequence[LayerSpec]) -> list[tuple[int, int]]:
     """The place of each layer's keys and values among those that are kept, or of its state among states, and of the
-    state beside its attention, or of it; layers with neither count among neither."""
+    state beside its attention, or of it; layers with neither count among neither, nor do those that read another
+    model's."""
     places: list[tuple[int, int]] = []
     counts = {True: 0, False: 0}
     for layer in layers:
@@ -113,6 +114,8 @@ def kept_places(layers: Sequence[LayerSpec]) -> list[tuple[int, int]]:
         kind = isinstance(spec, RecurrentSpec)
         if isinstance(spec, AttentionSpec) and spec.keys_of is not None:
             own = places[spec.keys_of][0]
+        elif isinstance(spec, AttentionSpec) and spec.keys_in is not None:
+            own = spec.keys_in
         else:
             own = counts[kind]
             counts[kind] += spec is not None

@@ -177,7 +177,7 @@ class _Divider:
         # Each head's query and gate are neighbours.
         width, queries = spec.head_width, spec.head_width * (2 if spec.gated else 1)
         rows = [(spec.heads * queries, _scaled(heads, queries))]
-        if spec.keys_of is None:
+        if spec.has_keys:
             rows.append((spec.kv_heads * width, _scaled(keys, width)))
             values = spec.width_of_values
             rows += [] if spec.keys_are_values else [(spec.kv_heads * values, _scaled(keys, values))]

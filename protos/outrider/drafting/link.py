@@ -39,6 +39,8 @@ from outrider.wire.frames import DraftInfo, OpenSequence, SequenceAdvance, Seque
 INPROCESS_SCHEME = "inprocess:"
 # A drafter that the target's own passes run: there is no link to it.
 IN_PASS_SCHEME = "inpass:"
+# Those of them that also draft where passes are not captured, on a CPU.
+_IN_EAGER_PASSES = ("assistant",)
 LINK_GROUP = "outrider.draft_links"
 
 
@@ -160,6 +162,12 @@ def prepare_in_pass(address: str, model: str) -> Callable[[Any], Any]:
         return extension(address.removeprefix(IN_PASS_SCHEME), model)
     except OutriderError as error:
         raise SettingsError(f"{address}: {error.message}") from None
+
+
+def runs_in_eager_passes(address: str) -> bool:
+    """Whether the drafter of an `inpass:` address also drafts on a CPU, whose passes are not captured."""
+    named = address.removeprefix(IN_PASS_SCHEME).split(maxsplit=1)
+    return named[:1] != [] and named[0] in _IN_EAGER_PASSES
 
 
 def _prepare_listed(path: Path, options: LinkOptions) -> Connect:

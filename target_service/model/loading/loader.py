@@ -50,7 +50,7 @@ from tree_kernels.recurrence import MOST_NODES, RecurrentStates
 from tree_models.building import build
 from tree_models.families import Description
 from tree_models.fused.preparing import LayerOptions
-from tree_models.in_pass import InPassDrafter, MakeDrafter, PassTarget, vocabulary_weights
+from tree_models.in_pass import InPassDrafter, MakeDrafter, pass_target
 from tree_models.layer_comparison import layers_that_differ
 from tree_models.layers.decoder import Decoder
 from tree_models.layers.linear import can_pack
@@ -183,19 +183,7 @@ def _in_pass(config: TargetConfig, network: TargetNetwork, fingerprint: str) -> 
     if not config.drafts_in_passes:
         return None
     make: MakeDrafter = prepare_in_pass(config.draft, config.model)
-    return make(
-        PassTarget(
-            network.layer_count,
-            len(network.cache_shapes),
-            network.latent,
-            network.hidden_size,
-            network.vocabulary_size,
-            fingerprint,
-            network.device,
-            network.dtype,
-            vocabulary_weights(network) if isinstance(network, Decoder) else (),
-        )
-    )
+    return make(pass_target(network, fingerprint))
 
 
 def _network(
