@@ -14,12 +14,10 @@ from outrider.sampling import FinishReason
 from outrider_client.answers import AnswerPart, ContentPart, ReasoningPart
 from outrider_client.results import Chunk, Result, Started
 from outrider_client.terminal.painting import Painter
-from outrider_gateway.chat_json import chat_delta, chat_message
 from outrider_gateway.failures import Refused
 from outrider_gateway.generation_request import GenerationRequest
 from outrider_gateway.http import TEXT, event_bytes, framed_text
-from outrider_gateway.prompt_echo import PromptEcho
-from outrider_gateway.token_texts import TokenTexts, merged
+from outrider_gateway.token_texts import PromptEcho, TokenTexts, merged
 
 
 class ResponseBuilder:
@@ -277,3 +275,37 @@ def _finish(result: Result) -> str | None:
     if result.finish_reason is FinishReason.LENGTH:
         return "length"
     return "tool_calls" if result.tool_calls else "stop"
+
+
+def chat_delta(part: AnswerPart) -> dict[str, Any]:
+    """What an event of a stream adds to the message."""
+    if isinstance(part, ContentPart):
+        return {"content": part.text}
+    if isinstance(part, ReasoningPart):
+        return _reasoning(part.text)
+    called: dict[str, Any] = {"index": part.index}
+    function = {"arguments": part.arguments}
+    if part.name:
+        called |= {"id": part.id, "type": "function"}
+        function = {"name": part.name, **function}
+    return {"tool_calls": [{**called, "function": function}]}
+
+
+def chat_message(result: Result, *, shows_reasoning: bool) -> dict[str, Any]:
+    """The message of a whole answer. It has calls and reasoning where there are any, and no content where there is
+    nothing but calls."""
+    content = result.text if result.text or not result.tool_calls else None
+    message: dict[str, Any] = {"role": "assistant", "content": content, "refusal": None}
+    if result.reasoning and shows_reasoning:
+        message |= _reasoning(result.reasoning)
+    if result.tool_calls:
+        message["tool_calls"] = [
+            {"id": call.id, "type": "function", "function": {"name": call.name, "arguments": call.arguments}}
+            for call in result.tool_calls
+        ]
+    return message
+
+
+def _reasoning(text: str) -> dict[str, str]:
+    """By DeepSeek's name, which most clients read, and by vLLM's."""
+    return {"reasoning_content": text, "reasoning": text}

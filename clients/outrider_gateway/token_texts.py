@@ -133,3 +133,32 @@ def merged(parts: Sequence[Mapping[str, list[Any]]]) -> dict[str, list[Any]]:
 def _visible(chunk: Chunk, hidden: Iterable[int]) -> list[tuple[int, TokenLogprobs]]:
     entries = zip(chunk.token_ids, chunk.logprobs, strict=False)
     return [(token_id, entry) for token_id, entry in entries if token_id not in hidden]
+
+
+class PromptEcho:
+    """What was read of a prompt so far."""
+
+    def __init__(self, texts: TokenTexts, text: str) -> None:
+        """`text` is the prompt's as its caller sent it; empty for token ids, and for a chat."""
+        self._texts, self._sent = texts, text
+        self._tokens: list[PromptToken] = []
+
+    def add(self, chunk: Chunk) -> bool:
+        """Whether a chunk is a piece of the prompt, which is added."""
+        if not chunk.prompt:
+            return False
+        self._texts.note(chunk)
+        self._tokens += chunk.prompt
+        return True
+
+    @property
+    def text(self) -> str:
+        return self._sent or self._texts.prompt_text(self._tokens)
+
+    def lists(self) -> dict[str, list[Any]]:
+        """The tokens as /v1/completions lists them."""
+        return self._texts.prompt(self._tokens, self.text)
+
+    def by_id(self) -> list[dict[str, Any] | None]:
+        """The tokens as vLLM's `prompt_logprobs` lists them."""
+        return self._texts.prompt_by_id(self._tokens)

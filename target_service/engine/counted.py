@@ -2,20 +2,22 @@
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 
 import torch
 
-from outrider.errors import OutriderError
+from outrider.errors import LogitsNotFinite, OutriderError
 from outrider.tree import TokenTree
 from target_service.core.sequence import DevicePass, PromptLogprobs, Sequence
-from target_service.engine.broken import logits_not_finite, may_be_the_drafts
 from target_service.engine.step import Step
 from target_service.execution.batch import StepItem
 from target_service.sampling.verifier import Verified
 from target_service.speculation.policy.live_sequence import LiveSequence
 from tree_kernels.verification import Walk
+
+log = logging.getLogger(__name__)
 
 
 @dataclass
@@ -63,10 +65,10 @@ def _count_broken(counted: CountedOutcomes, item: StepItem, outcome: Verified, d
     sequence = item.sequence
     if outcome.error is not None:
         counted.failed.append((sequence, outcome.error))
-    elif may_be_the_drafts(item, outcome):
+    elif _may_be_the_drafts(item, outcome):
         counted.drafts_broken.append(sequence)
     else:
-        counted.failed.append((sequence, logits_not_finite(sequence, dtype)))
+        counted.failed.append((sequence, _logits_not_finite(sequence, dtype)))
 
 
 def _count_scores(counted: CountedOutcomes, step: Step, lives: Mapping[int, LiveSequence], dtype: torch.dtype) -> None:
@@ -76,7 +78,7 @@ def _count_scores(counted: CountedOutcomes, step: Step, lives: Mapping[int, Live
         if sequence.sequence_id not in lives or sequence.sequence_id in ended:
             continue
         if scores is None:
-            counted.failed.append((sequence, logits_not_finite(sequence, dtype)))
+            counted.failed.append((sequence, _logits_not_finite(sequence, dtype)))
         else:
             counted.scores.append(scores)
 
@@ -96,3 +98,21 @@ def first_tokens(outcome: Verified, tree: TokenTree, count: int) -> Verified:
             left -= accepted + 1
     cut = Verified(walk, outcome.logprobs[:count], following, tuple(passes))
     return cut._replace(lossy=outcome.lossy[: cut.accepted])
+
+
+def _may_be_the_drafts(item: StepItem, outcome: Verified) -> bool:
+    """Whether logits that are not finite may come from drafted rows, and not from the tokens of the sequence itself.
+
+    Attention gives a hidden key no weight, but 0 times a value that is NaN or infinite is NaN: one drafted token with
+    such values reaches every row of its tree. Plain decoding would not read it. A client's own tree is its own affair.
+    """
+    if item.tree is None or item.sequence.request.external:
+        return False
+    return item.tree.drafted > 0 or any(one.drafted for one in outcome.device_passes)
+
+
+def _logits_not_finite(sequence: Sequence, dtype: torch.dtype) -> LogitsNotFinite:
+    """The error that ends a sequence whose own tokens have such logits; it is logged."""
+    length, kind = len(sequence.token_ids), str(dtype).removeprefix("torch.")
+    log.error("request %d ended: logits behind %d tokens are not finite", sequence.sequence_id, length)
+    return LogitsNotFinite(f"the model's logits are not finite numbers in {kind}", tokens=length)

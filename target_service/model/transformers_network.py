@@ -13,7 +13,6 @@ import torch
 from torch import Tensor, nn
 
 from outrider.errors import NotSupported
-from target_service.model.rotary import hold_frequencies
 from target_service.model.support import ModelRefused, kv_shape, longest_context
 from tree_kernels.compiled_layers import compile_layer, uncompiled
 from tree_models.foreign_attention import SeenShapes, attend_foreign
@@ -58,7 +57,7 @@ class TransformersNetwork:
 
     def __init__(self, model: PreTrainedModel) -> None:
         self.model = model.eval()
-        hold_frequencies(model)
+        _hold_frequencies(model)
         # Its import takes seconds, which models with layers of ours do not need.
         from transformers import AttentionInterface
 
@@ -209,3 +208,20 @@ def _slots(module: nn.Module, path: str, ties: Mapping[str, str], copy: Copy) ->
 
 def _tied(spec: TensorSpec, name: str, ties: Mapping[str, str]) -> TensorSpec:
     return TensorSpec(spec.shape, spec.dtype, ties.get(name, ""))
+
+
+def _hold_frequencies(model: PreTrainedModel) -> None:
+    """Keep every rotary module's frequencies as they are now, before any long text was run. transformers looks at the
+    greatest position of every pass to choose some of them, which a captured pass cannot wait for. Within the length for
+    which a model is served (`support.longest_context`) they are always the same."""
+
+    def held(kind: str) -> str:
+        # As transformers names frequencies that a length changes, and those that none does.
+        return "default" if kind in ("dynamic", "longrope") else kind
+
+    for module in model.modules():
+        kind = getattr(module, "rope_type", None)
+        if isinstance(kind, str):
+            module.rope_type = held(kind)
+        elif isinstance(kind, dict):
+            module.rope_type = {layer: held(one) for layer, one in kind.items()}

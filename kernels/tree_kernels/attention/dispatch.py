@@ -104,7 +104,7 @@ class TreeAttention(PlannedAttention[_AttentionBackend]):
 
         A key that a row does not see gets the weight 0. Where it or its value is NaN or infinite, the result may be NaN
         in every row of its sequence, since 0 * NaN is NaN; other sequences, and what lies behind the last key, never
-        matter. A caller with drafted rows has to look at its logits (`target_service.engine.broken`).
+        matter. A caller with drafted rows has to look at its logits (`target_service.engine.counted`).
 
         Args:
             plan: what `plan` of this object returned for this step.
