@@ -110,14 +110,14 @@ def test_every_field_stands_where_kernels_look_for_it() -> None:
     packed = pack_parameters([RowsToVerify(0, 1), asked], 2, 300, V)
     record = packed[records.RECORD : 2 * records.RECORD]
 
-    def at(place: int, kind: str) -> Any:
+    def at(name: str, kind: str) -> Any:
+        place = records.PLACES[name]
         return record[place:].view(kind)[0] if kind == "i4" else record[place : place + 2].view(kind)[0]
 
-    integers = (records.FIRST_ROW, records.ROWS, records.MODE, records.IS_CHAIN, records.TOP_K, records.FILTERED)
-    assert [at(place, "i4") for place in integers] == [3, 4, Mode.REJECTION, 1, 40, 1]
-    assert [at(place, "u8") for place in (records.SEED, records.POSITION)] == [2**63 + 5, 2**33 + 7]
-    floats = (records.TEMPERATURE, records.TOP_P, records.MIN_P)
-    assert [at(place, "f8") for place in floats] == [0.3, 0.95, 0.01]
+    integers = ("first_row", "rows", "mode", "is_chain", "top_k", "filtered")
+    assert [at(name, "i4") for name in integers] == [3, 4, Mode.REJECTION, 1, 40, 1]
+    assert [at(name, "u8") for name in ("seed", "position")] == [2**63 + 5, 2**33 + 7]
+    assert [at(name, "f8") for name in ("temperature", "top_p", "min_p")] == [0.3, 0.95, 0.01]
 
 
 WRONG_ROWS = {

@@ -39,10 +39,11 @@ _RECORD_TYPE = np.dtype([(name, f"<{kind}") for name, kind in _FIELDS.items()])
 # The same for one record. For a few sequences an array of records costs several times as much.
 _RECORD_BYTES = struct.Struct("<" + "".join(_FIELDS.values()))
 # Where each field begins in a record, and where the record ends, in integers.
-*PLACES, RECORD = accumulate((struct.calcsize(kind) // 4 for kind in _FIELDS.values()), initial=0)
-FIRST_ROW, ROWS, MODE, IS_CHAIN, SEED, POSITION, TOP_K, FILTERED = PLACES[:8]
-TEMPERATURE, TOP_P, MIN_P, BEGINS, EPSILON, DELTA, SHAPING, LOGPROBS = PLACES[8:16]
-FOLLOWING, ROOM, DRAFTS = PLACES[16:]
+*_STARTS, RECORD = accumulate((struct.calcsize(kind) // 4 for kind in _FIELDS.values()), initial=0)
+PLACES = dict(zip(_FIELDS, _STARTS, strict=True))
+FIRST_ROW, ROWS, MODE, IS_CHAIN, POSITION = map(
+    PLACES.__getitem__, ("first_row", "rows", "mode", "is_chain", "position")
+)
 
 
 class Mode(IntEnum):

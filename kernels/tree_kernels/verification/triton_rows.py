@@ -13,9 +13,10 @@ import triton.language as tl
 from tree_kernels.verification import records
 
 _RECORD = tl.constexpr(records.RECORD)
-FIRST_ROW, ROWS, MODE, IS_CHAIN, SEED, POSITION, TOP_K, FILTERED = map(tl.constexpr, records.PLACES[:8])
-TEMPERATURE, TOP_P, MIN_P, BEGINS, EPSILON, DELTA, SHAPING, LOGPROBS = map(tl.constexpr, records.PLACES[8:16])
-FOLLOWING, ROOM, DRAFTS = map(tl.constexpr, records.PLACES[16:])
+(
+    FIRST_ROW, ROWS, MODE, IS_CHAIN, SEED, POSITION, TOP_K, FILTERED, TEMPERATURE, TOP_P, MIN_P, BEGINS, EPSILON, DELTA,
+    SHAPING, LOGPROBS, FOLLOWING, ROOM, DRAFTS,
+) = map(tl.constexpr, records.PLACES.values())  # fmt: skip
 GREEDY, COUPLED, REJECTION, TYPICAL = (tl.constexpr(int(mode)) for mode in records.Mode)
 NOT_FINITE = tl.constexpr(records.NOT_FINITE)
 # Parts of equal ratio into which a row's weights are divided before the cut of top_p is searched in one of them.
