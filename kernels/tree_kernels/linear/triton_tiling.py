@@ -67,7 +67,8 @@ _INT8: dict[int, tuple[_Sizes, _Sizes, _Sizes]] = {
     32: _INT8_32,
     # Not tried.
     16: _INT8_32,
-    8: ((128, 256, 1, 4, 4, 8), (64, 256, 1, 4, 4, 8), (64, 256, 4, 4, 4, 8)),
+    # The second as measured in levels of a head on an H200: benchmarks/results/2026-11-30-h200-level-launches.md.
+    8: ((128, 256, 1, 4, 4, 8), (64, 256, 4, 4, 4, 8), (64, 256, 4, 4, 4, 8)),
 }
 
 
