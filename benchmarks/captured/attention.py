@@ -2,7 +2,8 @@
 sequences, rows of each, and contexts; or of steps whose sequences have pages in common, read once and read by each.
 
     python -m benchmarks.captured.attention
-        [--common] [--heads 32] [--kv-heads 8] [--width 128] [--contexts 400,1200] [--seconds 240] [--json FILE]
+        [--common] [--groups 1,4] [--heads 32] [--kv-heads 8] [--width 128] [--contexts 400,1200] [--seconds 240]
+        [--json FILE]
 
 Rows are random trees in bf16 over shuffled pages of 16 tokens. Each tiling's first output is compared with PyTorch's
 backend; times are medians over replays of CUDA graphs of launches over caches in turn.
@@ -52,8 +53,11 @@ _STEPS = (
     *((64, rows) for rows in (1, 4, 6)),
     (128, 2),
 )
-# (sequences, rows of each, sequences of the captured size), and keys in common.
-_COMMON_STEPS = ((8, 16, 64), (16, 8, 64), (32, 4, 64), (32, 8, 64), (64, 1, 64), (64, 4, 64), (128, 2, 256))
+# (sequences, rows of each, sequences of the captured size, groups), and keys that each group has in common.
+_COMMON_STEPS = (
+    *((8, 16, 64, 1), (16, 8, 64, 1), (32, 4, 64, 1), (32, 8, 64, 1), (64, 1, 64, 1), (64, 4, 64, 1), (128, 2, 256, 1)),
+    *((64, 1, 64, 4), (64, 4, 64, 4)),
+)
 _COMMON_KEYS = (512, 1024, 3072, 8192)
 # Keys of each sequence behind those in common.
 _OWN_KEYS = 250
@@ -81,19 +85,20 @@ def tilings() -> Iterator[Tiling]:
     yield from (Tiling(128, 64, 8, 4, 1), Tiling(128, 128, 8, 5, 1), SPECIALISED)
 
 
-def step_of(sequences: int, rows: int, keys: int, common: int = 0) -> AttentionBatch:
-    """Trees of `rows` rows behind about `keys` keys, of which the first `common` are in the same pages."""
+def step_of(sequences: int, rows: int, keys: int, common: int = 0, groups: int = 1) -> AttentionBatch:
+    """Trees of `rows` rows behind about `keys` keys, of which the first `common` are in the same pages in each of the
+    `groups` of as many sequences."""
     rng = random.Random(sequences * rows + keys)
     free = list(range(_TOKENS // PAGE_SIZE))
     rng.shuffle(free)
-    shared = [free.pop() for _ in range(common // PAGE_SIZE)]
+    shared = [[free.pop() for _ in range(common // PAGE_SIZE)] for _ in range(groups)]
     # Of lengths that differ by less than a tile of keys.
     prefixes = tuple(keys + 13 * b % 60 for b in range(sequences))
-    counts = [-(-(prefix + rows) // PAGE_SIZE) - len(shared) for prefix in prefixes]
-    pages = tuple((*shared, *(free.pop() for _ in range(count))) for count in counts)
+    counts = [-(-(prefix + rows) // PAGE_SIZE) - len(shared[0]) for prefix in prefixes]
+    pages = tuple((*shared[b * groups // sequences], *(free.pop() for _ in range(n))) for b, n in enumerate(counts))
     trees = tuple((0, *(rng.randrange(max(0, row - 3), row) for row in range(1, rows))) for _ in range(sequences))
     starts = tuple(range(0, sequences * rows + 1, rows))
-    return AttentionBatch(starts, prefixes, pages, PAGE_SIZE, trees, (len(shared),) * sequences if shared else ())
+    return AttentionBatch(starts, prefixes, pages, PAGE_SIZE, trees, (len(shared[0]),) * sequences if common else ())
 
 
 def measure(caches: Caches, step: AttentionBatch, bucket: Bucket, tiling: Tiling | None = None) -> dict[str, Any]:
@@ -136,9 +141,10 @@ def tiled(caches: Caches, sequences: int, rows: int, context: int) -> dict[str, 
     return {"chosen": measure(caches, step, bucket), "tried": tried}
 
 
-def in_parts(caches: Caches, sequences: int, rows: int, room: int, common: int) -> dict[str, Any]:
-    step, size = step_of(sequences, rows, common + _OWN_KEYS, common), max(16, sequences * rows)
+def in_parts(caches: Caches, sequences: int, rows: int, common: int, room: int, groups: int) -> dict[str, Any]:
+    step, size = step_of(sequences, rows, common + _OWN_KEYS, common, groups), max(16, sequences * rows)
     return {
+        "groups": groups,
         "by_each": measure(caches, replace(step, common_pages=()), Bucket(size, min(size, room))),
         "once": measure(caches, step, Bucket(size, min(size, room), common=True)),
     }
@@ -147,6 +153,7 @@ def in_parts(caches: Caches, sequences: int, rows: int, room: int, common: int) 
 def main() -> int:
     parser = parser_of(__doc__)
     parser.add_argument("--common", action="store_true", help="steps whose sequences have pages in common")
+    parser.add_argument("--groups", type=comma_separated(int), default=[1, 4], help="those in so many groups")
     parser.add_argument("--heads", type=int, default=32)
     parser.add_argument("--kv-heads", type=int, default=8)
     parser.add_argument("--width", type=int, default=128)
@@ -157,19 +164,21 @@ def main() -> int:
     torch.manual_seed(0)
     caches = Caches.draw(options)
     rows: list[dict[str, Any]] = []
-    steps: Iterator[Any] = product(_COMMON_KEYS, _COMMON_STEPS) if options.common else product(options.contexts, _STEPS)
+    common = [step for step in _COMMON_STEPS if step[-1] in options.groups]
+    steps: Iterator[Any] = product(_COMMON_KEYS, common) if options.common else product(options.contexts, _STEPS)
     for keys, (sequences, each, *room) in steps:
         if time.monotonic() - started > options.seconds:
             show("the rest was not started in time")
             break
         if options.common:
-            found = in_parts(caches, sequences, each, room[0], keys)
+            found = in_parts(caches, sequences, each, keys, *room)
             figures = [found["by_each"].get("us"), found["once"].get("us")]
         else:
             found = tiled(caches, sequences, each, keys)
             figures = [found["chosen"].get("us"), min(one["us"] for one in found["tried"] if "us" in one)]
         rows.append({"sequences": sequences, "rows": each, "keys": keys, **found})
-        show(f"{sequences} x {each}, {keys} keys: " + ", ".join(f"{us or float('nan'):.1f}" for us in figures) + " us")
+        of = f"{sequences} x {each}" + (f" in {room[1]} groups" if options.common else "")
+        show(f"{of}, {keys} keys: " + ", ".join(f"{us or float('nan'):.1f}" for us in figures) + " us")
     write_json(options.json, {"machine": describe(), "options": vars(options), "steps": rows})
     return int(any("us" not in one for row in rows for one in row.values() if isinstance(one, dict)))
 

@@ -38,7 +38,8 @@ class SequenceChunk:
 @dataclass(frozen=True)
 class Schedule:
     """One step: sequences that read come first, then those that feed their root alone and may have drafted rows, of
-    these first the ones whose rows the host chooses. Pages for every known token are reserved."""
+    these first the ones whose rows the host chooses. Of each kind, those of a group stand side by side, see
+    `Sequence.common_page`. Pages for every known token are reserved."""
 
     chunks: tuple[SequenceChunk, ...] = ()
     # Only one tenant has had sequences in recent steps, or has this step alone so that its time can be measured.
@@ -66,9 +67,10 @@ class Schedule:
         return sum([chunk.count for chunk in self.chunks[: self.prefilling]])
 
 
-def place_in_step(chunk: SequenceChunk) -> tuple[bool, bool]:
+def place_in_step(chunk: SequenceChunk) -> tuple[bool, bool, int]:
     """The key that brings the chunks of a step in the order of `Schedule`."""
-    return chunk.takes_tree, chunk.takes_tree and chunk.sequence.request.device_rows
+    sequence = chunk.sequence
+    return chunk.takes_tree, chunk.takes_tree and sequence.request.device_rows, sequence.common_page
 
 
 def rows_that_fill(read: int, beside: int, sizes: SequenceOf[int]) -> int:

@@ -312,6 +312,8 @@ class Sequence:
     # How many of the first pages are in the tree of prefixes, and the node of the last of them.
     prefix_pages: int = 0
     prefix: PrefixNode | None = None
+    # The last page of those that its group has in common, see `engine.common_pages`; -1 where it is in none.
+    common_page: int = -1
     # Of its recurrent states, as long as it holds pages; 0 where there are none.
     state_slot: int = 0
     # The tree to verify next, when the client drafts.

@@ -344,6 +344,7 @@ class SequencePages:
             sequence.state_slot = 0
         self._release(sequence, 0)
         sequence.kv_length, sequence.prefix, sequence.prefix_pages, sequence.window_start = 0, None, 0, 0
+        sequence.common_page = -1
 
     def pop_changes(self) -> list[PageChange]:
         """What changed in the tree of prefixes since the last call, where that is recorded."""

@@ -1,10 +1,11 @@
-"""Which leading pages the sequences of a step have in common, so that attention reads their keys once for all rows."""
+"""Which leading pages the sequences of a step have in common, so that attention reads their keys once for the rows of
+all that have them."""
 
 from __future__ import annotations
 
 from array import array
-from collections import Counter
 from collections.abc import Sequence as SequenceOf
+from itertools import pairwise
 
 from target_service.core.sequence import Sequence
 from target_service.model.cuda_graphs import sizes
@@ -16,63 +17,88 @@ _WORTH_KEYS = 48 * 1024
 
 
 class CommonPages:
-    """Looks for them anew only where other sequences are in a step, or one has become twice as long."""
+    """Looks for groups of sequences anew only where other sequences are in a step, or one has become twice as long."""
 
     def __init__(self, page_size: int) -> None:
         self._page_size = page_size
         # Pages that hold the keys of which there must be a multiple.
         self._multiple = max(1, COMMON_STEP // page_size)
-        # Sequences of the last step with the logarithms of their lengths, and what was found.
-        self._seen: tuple[tuple[int, int], ...] = ()
-        self._found: tuple[int, ...] = ()
+        # Sequences of the last step: their ids, and the logarithms of their lengths behind these.
+        self._seen = set[int]()
+        # Keys that the sequences of each group have in common, by `Sequence.common_page`; empty without groups.
+        self._keys: dict[int, int] = {}
 
     def of(self, sequences: SequenceOf[Sequence]) -> tuple[int, ...]:
-        """[B] as `AttentionBatch.common_pages`; empty where it would not pay."""
+        """[B] as `AttentionBatch.common_pages`; empty where it would not pay. Notes the group of each sequence, so that
+        those of a group stand side by side from the next step on."""
         if len(sequences) < sizes.FEWEST_IN_COMMON:
             return ()
-        seen = tuple([(one.sequence_id, one.kv_length.bit_length()) for one in sequences])
+        seen = {one.sequence_id << 6 | one.kv_length.bit_length() for one in sequences}
         if seen != self._seen or not self._holds(sequences):
-            self._seen, self._found = seen, self._find(sequences)
-        return self._found
+            self._seen = seen
+            self._find(sequences)
+        keys, size = self._keys, self._page_size
+        return tuple([keys[one.common_page] // size for one in sequences]) if keys else ()
 
     def _holds(self, sequences: SequenceOf[Sequence]) -> bool:
-        """Whether sequences still begin with what was found: one that gave way to others may have other pages since."""
-        if not self._found:
-            return True
-        most = max(self._found)
-        members = [one for one, count in zip(sequences, self._found, strict=True) if count]
-        if min([one.kv_length for one in members]) < most * self._page_size:
-            return False
-        return len({one.pages[most - 1] for one in members}) == 1
+        """Whether all keys of what was found are computed: a sequence that gave way to others may have fewer since."""
+        keys = self._keys
+        return not keys or all([one.kv_length >= keys[one.common_page] for one in sequences])
 
-    def _find(self, sequences: SequenceOf[Sequence]) -> tuple[int, ...]:
-        firsts = [one.pages[0] if one.kv_length >= self._page_size else -1 for one in sequences]
-        page, count = Counter([first for first in firsts if first >= 0] or [-1]).most_common(1)[0]
-        if page < 0 or count < sizes.FEWEST_IN_COMMON:
-            return ()
-        model = sequences[firsts.index(page)].pages
-        lengths = [
-            _common(model, one.pages, one.kv_length // self._page_size) // self._multiple * self._multiple
-            if first == page
-            else 0
-            for first, one in zip(firsts, sequences, strict=True)
-        ]
-        # As many pages of as many sequences as spare the most.
-        ordered, fewest = sorted(lengths, reverse=True), sizes.FEWEST_IN_COMMON
-        kept, most = max((place * length, length) for place, length in enumerate(ordered[fewest - 1 :], fewest))
-        if kept * self._page_size < _WORTH_KEYS:
-            return ()
-        return tuple([most if length >= most else 0 for length in lengths])
+    def _find(self, sequences: SequenceOf[Sequence]) -> None:
+        # Whole pages that are computed, of which a sequence comes before those that begin with all of its own.
+        held = [one.pages[: one.kv_length // self._page_size] for one in sequences]
+        order = sorted(range(len(held)), key=held.__getitem__)
+        found = _in_groups([_common(held[one], held[other], self._multiple) for one, other in pairwise(order)])
+        pays = sum([pages for _, pages in found]) * self._page_size >= _WORTH_KEYS
+        self._keys = {-1: 0} if pays else {}
+        for place, (_, pages) in zip(order, found, strict=True):
+            sequences[place].common_page = last = held[place][pages - 1] if pages and pays else -1
+            if last >= 0:
+                self._keys[last] = pages * self._page_size
 
 
-def _common(one: array[int], other: array[int], most: int) -> int:
-    """How many pages, at most `most`, both begin with. Pages are shared along a tree of prefixes: where both have one
-    in the same place, all before it are the same too."""
-    low, high = 0, min(most, len(one), len(other))
+def _in_groups(common: SequenceOf[int]) -> list[tuple[int, int]]:
+    """[B] of each sequence the group that it is in and the pages that this has in common, of groups that spare much; 0
+    pages where it is in none.
+
+    `common` [B - 1] are pages that a sequence and the one behind it begin with, of sequences in the order of their
+    pages. So those that begin alike stand side by side, and among these those that do for longer.
+    """
+    found, fewest = [(0, 0)] * (len(common) + 1), sizes.FEWEST_IN_COMMON
+    # First sequence and pages of those that begin alike, as far as sequences have been looked at.
+    alike = [(0, 0)]
+    for end, following in enumerate([*common, 0], 1):
+        first = end - 1
+        while alike[-1][1] > following:
+            together = alike.pop()
+            first = together[0]
+            parts = found[first:end]
+            if len(parts) < fewest:
+                continue
+            whole = [together] * len(parts)
+            # The groups among them may stay, beside one of those that these leave, or all be one.
+            if parts.count((0, 0)) >= fewest:
+                parts = [part if part[1] else together for part in parts]
+            found[first:end] = whole if _spared(whole) >= _spared(parts) else parts
+        if following > alike[-1][1]:
+            alike.append((first, following))
+    return found
+
+
+def _spared(groups: SequenceOf[tuple[int, int]]) -> int:
+    """Pages that sequences in these groups need not read, since one of each group reads them."""
+    return sum([pages for _, pages in groups]) - sum([pages for _, pages in set(groups)])
+
+
+def _common(one: array[int], other: array[int], multiple: int) -> int:
+    """How many pages both begin with, of which there must be a `multiple`. Pages are shared along a tree of prefixes:
+    where both have one in the same place, all before it are the same too."""
+    low, high = 0, min(len(one), len(other)) // multiple
     while low < high:
         middle = (low + high + 1) // 2
-        if one[middle - 1] == other[middle - 1]:
+        if one[middle * multiple - 1] == other[middle * multiple - 1]:
             low = middle
         else:
             high = middle - 1
-    return low
+    return low * multiple

@@ -47,6 +47,14 @@ def check(found: dict[str, Any]) -> None:
     common = found["common_errors"]
     assert {name: error for name, error in common.items() if not error < found["common_tolerance"]} == {}
     assert found["combining"] < 2e-6
+    # In the shared part a group's rows are those of its first sequence, and blocks without keys are none.
+    assert found["shared_parts"] == {
+        "three": [[0, 8, 8, 8, 12, 16, 16, 16, 31, 31, 31], 2 + 1 + 3],
+        "one": [[0, *[7] * 10], 2],
+        "nested": [[0, 2, 7, 8, 12, 15, 16, 16, 24, 24, 31], 1 + 1 + 1 + 1 + 2 + 2],
+        "none": [[0, *[7] * 10], 0],
+        "each by itself": [[0, 2, 7, 8, 12, 15, 16, 16, 18, 24, 31], 1 + 1 + 1 + 1 + 1 + 1 + 2 + 2],
+    }
 
 
 def test_every_case_equals_the_reference(interpreted: dict[str, Any]) -> None:
@@ -170,7 +178,8 @@ def test_fixed_splits_are_merged_alike_in_every_batch(monkeypatch: pytest.Monkey
     nothing = torch.empty(0)
     for groups, chunks in ((1, 132), (8, 132), (64, 132), (8, 4096), (4096, 65536)):
         integers = torch.empty(groups, 8)
-        backend.merge(nothing, PlanWorkspace(integers, nothing, nothing, nothing, nothing, nothing, chunks), layout)
+        schedule = PlanWorkspace(integers, *[nothing] * 5, max_chunks=chunks, parts=chunks // groups)
+        backend.merge(nothing, schedule, layout)
     assert (len(set(merges.sizes)) == 1) == fixed
 
 

@@ -374,12 +374,19 @@ def output_rows_are_as_in_a_whole_pass() -> list[float]:
 
 def with_common_pages(case: Case, keys: int, others: tuple[int, ...] = ()) -> Case:
     """The case with its sequences' first `keys` keys in pages that they have in common, but for `others`."""
-    batch, count = case.batch, keys // case.batch.page_size
-    members = [b for b in range(batch.sequences) if b not in others and batch.row_counts[b]]
-    shared = tuple(batch.pages[members[-1]][:count])
-    pages = tuple((*shared, *held[count:]) if b in members else held for b, held in enumerate(map(tuple, batch.pages)))
-    common = tuple(count if b in members else 0 for b in range(batch.sequences))
-    return replace(case, batch=replace(batch, pages=pages, common_pages=common))
+    batch = case.batch
+    return in_groups(case, {tuple(b for b in range(batch.sequences) if b not in others and batch.row_counts[b]): keys})
+
+
+def in_groups(case: Case, groups: dict[tuple[int, ...], int]) -> Case:
+    """The case with so many of the first keys of each group's sequences in pages that they have in common."""
+    batch = case.batch
+    pages, common = [tuple(held) for held in batch.pages], [0] * batch.sequences
+    for members, keys in groups.items():
+        count = keys // batch.page_size
+        for b in members:
+            pages[b], common[b] = (*pages[members[-1]][:count], *pages[b][count:]), count
+    return replace(case, batch=replace(batch, pages=tuple(pages), common_pages=tuple(common)))
 
 
 def common_pages_are_read_once() -> dict[str, float]:
@@ -419,6 +426,54 @@ def common_pages_are_read_once() -> dict[str, float]:
             output = backend.run(plan, query, case.key_cache, case.value_cache, case.scale)
             found[f"{name}, {of}"] = relative_error(output[: case.batch.rows], reference(case))
     return found
+
+
+def groups_read_their_pages_once() -> tuple[dict[str, float], dict[str, tuple[list[int], int]]]:
+    """Errors of steps with several groups in plans of their own, and in that of a captured size, one after the other;
+    and of the latter where the rows begin that each sequence has in the shared part, and how many blocks of 16 packed
+    rows that has."""
+    trees: list[Spec] = [
+        (141, 2, "tree"), (130, 5, "chain"), (150, 1, "tree"), (64, 4, "tree"), (390, 3, "tree"), (260, 1, "causal"),
+        (0, 0, "tree"), (300, 2, "tree"), (261, 6, "tree"), (256, 7, "causal"),
+    ]  # fmt: skip
+    few: list[Spec] = [(128 + 3 * b, 1, "tree") for b in range(7)] + [(0, 0, "tree")] * 3
+    steps: dict[str, tuple[list[Spec], dict[tuple[int, ...], int]]] = {
+        "three": (trees, {(0, 1, 2): 128, (4, 5): 256, (7, 8, 9): 256}),
+        "one": (few, {(0, 1, 2, 3, 4, 5, 6): 128}),
+        # Two groups that begin alike, of which one has fewer pages; and one whose sequences are apart.
+        "nested": (trees, {(4, 5, 7, 8, 9): 128, (5, 9): 256, (0, 2): 128}),
+        "none": (few, {}),
+        "each by itself": (trees, {(b,): 128 for b in (0, 1, 2, 4, 5, 7, 8, 9)}),
+    }
+    kind = {} if INTERPRETED else {"width": 128, "dtype": torch.bfloat16}
+    arguments = {"width": 16, "kv_heads": 1, "group": 3, "device": DEVICE, **kind}
+    settings = {"small": TritonSettings(tiling=SMALL, processors=7)}
+    settings["apart"] = TritonSettings(tiling=replace(WIDE, merge_rows=0), processors=5)
+    if not INTERPRETED:
+        settings |= {"specialised": TritonSettings(tiling=SPECIALISED), "own": TritonSettings()}
+    errors, parts = {}, {}
+    largest = capacity(Bucket(32, 10, common=True), 16, 30)
+    for of, one in settings.items():
+        backend = TritonAttention(DEVICE, one)
+        plan = backend.plan(largest, torch.zeros(plan_integers(largest), dtype=torch.int32, device=DEVICE))
+        for name, (specs, groups) in steps.items():
+            case = in_groups(make_case(specs, **arguments), groups)
+            expected = reference(case)
+            if of == "small":
+                errors[f"{name}, planned"] = relative_error(run(one, case), expected)
+            packed = torch.frombuffer(backend.pack(plan, case.batch), dtype=torch.int32)
+            plan.integers[: len(packed)] = packed
+            plan.clear_schedules()
+            query = torch.full((largest.rows, *case.query.shape[1:]), torch.nan, device=DEVICE, dtype=case.query.dtype)
+            query[: case.batch.rows] = case.query
+            output = backend.run(plan, query, case.key_cache, case.value_cache, case.scale)
+            errors[f"{name}, {of}"] = relative_error(output[: case.batch.rows], expected)
+            assert plan.parts is not None
+            shared = plan.parts.shared
+            if of == "small":
+                (schedule,) = shared.schedules.values()
+                parts[name] = shared.query_starts.tolist(), int(schedule.totals[2])
+    return errors, parts
 
 
 def combining() -> float:
@@ -471,6 +526,7 @@ def work_of_prompts() -> dict[str, Any]:
 def main() -> None:
     """A regular expression as argument selects cases, for a checker that takes long over each."""
     wanted = re.compile(sys.argv[1] if len(sys.argv) > 1 else "")
+    group_errors, shared_parts = groups_read_their_pages_once()
     found = {
         "errors": {name: error_of(name, *case) for name, *case in cases() if wanted.search(name)},
         "split_invariant": split_results_do_not_depend_on_the_batch(),
@@ -479,7 +535,8 @@ def main() -> None:
         "work": work_of_prompts(),
         "spread_errors": a_captured_step_takes_rows_spread_in_any_way(),
         "output_rows_errors": output_rows_are_as_in_a_whole_pass(),
-        "common_errors": common_pages_are_read_once(),
+        "common_errors": common_pages_are_read_once() | group_errors,
+        "shared_parts": shared_parts,
         "common_tolerance": 2e-6 if INTERPRETED else 1e-2,
         "combining": combining(),
     }

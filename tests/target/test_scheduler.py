@@ -72,6 +72,25 @@ def test_a_prompt_is_read_in_chunks_and_its_last_chunk_yields_a_token() -> None:
     assert [play(scheduled.schedule(), scheduled) for _ in range(4)] == [[(1, 32)], [(1, 32)], [(1, 6)], [(1, 1)]]
 
 
+def test_sequences_with_pages_in_common_stand_side_by_side() -> None:
+    """In a step, and behind those that read: who comes first when rows are too few stays as it is."""
+    scheduled = scheduler(cache(), running=6)
+    for number in range(1, 6):
+        scheduled.add(sequence(number))
+    play(scheduled.schedule(), scheduled)
+    for one in scheduled.running:
+        one.common_page = (-1, 30, 20, 30, 20)[one.sequence_id - 1]
+    late = sequence(6, prompt=3)
+    late.common_page = 20
+    scheduled.add(late)
+    assert play(scheduled.schedule(), scheduled) == [(6, 3), (1, 1), (3, 1), (5, 1), (2, 1), (4, 1)]
+    scheduled.max_step_rows = 3
+    assert [number for number, _ in play(scheduled.schedule(), scheduled)] == [1, 3, 2]
+    # One that gives its pages back has none in common with others.
+    scheduled.preempt(scheduled.running[1])
+    assert [one.common_page for one in scheduled.sequences()] == [-1, 20, 30, 20, 20, -1]
+
+
 @pytest.mark.parametrize("slower", [1.0, 20.0])
 def test_prompts_have_half_of_the_time_however_dear_rows_seem(slower: float) -> None:
     """Costs that were measured while the machine was busy do not keep prompts to crumbs, nor do steps that take long

@@ -27,9 +27,9 @@ class AttentionBatch:
     page_size: int
     # [B] parents of the tail's rows; None is a causal tail (prefill chunk or chain), which may exceed 256 rows.
     parents: tuple[tuple[int, ...] | None, ...]
-    # [B] leading pages that sequences have in common with one another, as many for each of these, whose keys a backend
-    # may read once for all rows; 0 for other sequences. Empty where there are none. They hold a multiple of
-    # `COMMON_STEP` keys.
+    # [B] leading pages that sequences have in common with others, whose keys a backend may read once for the rows of
+    # all of these; 0 for other sequences. Empty where there are none. They hold a multiple of `COMMON_STEP` keys.
+    # Sequences side by side are a group if the last of these pages is the same: then all before it have to be too.
     common_pages: tuple[int, ...] = ()
     # Rows have no keys: each attends to its sequence's prefix alone, from the position behind it. `parents` mean
     # nothing then, and no row may have an empty prefix.
@@ -54,6 +54,11 @@ class AttentionBatch:
         if self.queries_only:
             return self.prefix_lengths
         return tuple(prefix + rows for prefix, rows in zip(self.prefix_lengths, self.row_counts, strict=True))
+
+    @cached_property
+    def present(self) -> int:
+        """Sequences with rows."""
+        return sum(map(bool, self.row_counts))
 
     def check(self) -> None:
         """Raise `ValueError` unless lengths agree and every sequence has rows >= 0 and pages for all its keys. O(B)."""
@@ -84,17 +89,16 @@ class AttentionBatch:
             self._check_common()
 
     def _check_common(self) -> None:
-        most = max(self.common_pages)
-        held = zip(self.common_pages, self.prefix_lengths, strict=False)
+        keys = [pages * self.page_size for pages in self.common_pages]
+        held = zip(keys, self.prefix_lengths, strict=False)
         if (
-            len(self.common_pages) != self.sequences
-            or not set(self.common_pages) <= {0, most}
-            or any(pages * self.page_size > prefix for pages, prefix in held)
-            or most * self.page_size % COMMON_STEP
+            len(keys) != self.sequences
+            or any(common % COMMON_STEP for common in keys)
+            or any(not 0 <= common <= prefix for common, prefix in held)
         ):
             raise ValueError(
-                f"expected common_pages [{self.sequences}] of one number or 0, of {COMMON_STEP} keys or a multiple and "
-                f"at most the prefix, got {list(self.common_pages)}"
+                f"expected common_pages [{self.sequences}] of {COMMON_STEP} keys, a multiple or none, and at most the "
+                f"prefix, got {list(self.common_pages)}"
             )
 
     def in_frames(self, frames: WindowFrames) -> AttentionBatch:

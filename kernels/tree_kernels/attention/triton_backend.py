@@ -132,7 +132,7 @@ class TritonAttention(TritonPlanner):
             key_cache.shape[3],
             query.element_size(),
             keys=sum(min(prefix, most) for prefix in batch.prefix_lengths),
-            sequences=batch.sequences,
+            sequences=batch.present,
             kv_heads=kv_heads,
             processors=self.processors,
             words=mask_words(batch),

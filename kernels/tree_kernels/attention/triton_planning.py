@@ -18,7 +18,7 @@ from torch import Tensor
 from tree_kernels.attention.batch import AttentionBatch, AttentionPlan
 from tree_kernels.attention.tree_mask import WORD_BITS, mask_words, tree_rows
 from tree_kernels.attention.triton_merge import combine_kernel, merge_kernel
-from tree_kernels.attention.triton_schedule import schedule_kernel
+from tree_kernels.attention.triton_schedule import schedule_kernel, split_kernel
 from tree_kernels.attention.triton_tiling import FIXED_MERGING, MERGE_COLUMNS, Merging, Tiling, choose_merging
 from tree_kernels.dependent_launch import dependent_launch
 from tree_kernels.window_frames import WindowFrames
@@ -68,6 +68,7 @@ class PlanWorkspace:
     partials: Tensor  # [2 * chunks, packed rows of a block, Dv] fp32
     partial_lse: Tensor  # [2 * chunks, packed rows of a block] fp32
     max_chunks: int
+    parts: int  # the most partials of a group on average, of a step like the plan's
 
 
 @dataclass
@@ -106,9 +107,9 @@ class TritonPlan(AttentionPlan):
 
 
 class CommonParts(NamedTuple):
-    """The work of a step whose sequences have pages in common."""
+    """The work of a step whose sequences have pages in common, in groups."""
 
-    shared: TritonPlan  # all rows as one sequence, over the common keys alone
+    shared: TritonPlan  # each group's rows as one sequence, over its common keys alone
     own: TritonPlan  # each sequence's rows over its other keys
 
 
@@ -212,8 +213,8 @@ class TritonPlanner:
         max_chunks = self._max_chunks(batch, layout, plan.reserved)
         # As in `_max_chunks`; and one more that begins before `output_rows`.
         rows = batch.rows if plan.output_rows is None else plan.max_output_rows * batch.sequences
-        max_blocks = rows * layout.group // tiling.block_rows + (1 if plan.output_rows is None else 2) * batch.sequences
-        max_groups = max_blocks * layout.kv_heads
+        blocks, more = rows * layout.group // tiling.block_rows, 1 if plan.output_rows is None else 2
+        max_groups = (blocks + more * batch.sequences) * layout.kv_heads
         schedule = PlanWorkspace(
             groups=self._integers(max_groups, 8),
             chunk_table=self._integers(max_chunks, 16),
@@ -222,6 +223,7 @@ class TritonPlanner:
             partials=torch.empty(2 * max_chunks, tiling.block_rows, layout.value_width, device=self._device),
             partial_lse=torch.empty(2 * max_chunks, tiling.block_rows, device=self._device),
             max_chunks=max_chunks,
+            parts=max_chunks // max(1, (blocks + more * batch.present) * layout.kv_heads),
         )
         walk = not plan.schedules and any(parents is not None for parents in batch.parents)
         words = plan.words.shape[1]
@@ -246,7 +248,7 @@ class TritonPlanner:
         fixed, chunks = bool(self._settings.split_keys), schedule.max_chunks
         by_group = fixed or groups <= chunks
         programs = groups if by_group else chunks
-        chosen = FIXED_MERGING if fixed else choose_merging(programs * block_rows, chunks // max(1, groups))
+        chosen = FIXED_MERGING if fixed else choose_merging(programs * block_rows, schedule.parts)
         merging = self._settings.merging or chosen
         columns = triton.next_power_of_2(width) if width % MERGE_COLUMNS else MERGE_COLUMNS
         merge_kernel[(programs, block_rows // merging.rows, triton.cdiv(width, columns))](
@@ -297,31 +299,20 @@ def _pack(batch: AttentionBatch, pad_rows: int | None = None, *, with_common: bo
 def split(plan: TritonPlan) -> CommonParts:
     """The parts of a plan with `common` pages, of the step that its integers hold now: in a captured step this has to
     be captured too."""
-    batch, common = plan.batch, plan.common
+    batch, common, count = plan.batch, plan.common, plan.batch.sequences
     assert common is not None, "only such a plan has parts"
-    most, first = common.max(0)
-    own = replace(
-        plan,
-        batch=_own(batch),
-        prefix_lengths=torch.sub(plan.prefix_lengths, common, alpha=batch.page_size),
-        page_starts=plan.page_starts + common,
-        common=None,
-        schedules={},
-    )
-    keys = max(batch.common_pages) * batch.page_size
-    together = AttentionBatch((0, batch.rows), (keys,), ((),), batch.page_size, (None,))
-    shared = replace(
-        plan,
-        batch=together,
-        query_starts=plan.query_starts[:: batch.sequences].contiguous(),
-        prefix_lengths=(most * batch.page_size).view(1),
-        # Of rows that see no key but those before them.
-        causal=torch.full_like(plan.causal[:1], _QUERIES_ONLY),
-        page_starts=plan.page_starts.index_select(0, first.view(1)),
-        common=None,
-        schedules={},
-    )
-    return CommonParts(shared, own)
+    starts, prefixes, causal, own_prefixes, own_starts = plan.integers.new_empty(5, count + 1).unbind()
+    split_kernel[(count + 1,)](
+        plan.query_starts, plan.prefix_lengths, plan.page_starts, plan.page_table, common, starts, prefixes, causal,
+        own_prefixes, own_starts, count, PAGE_SIZE=batch.page_size, BLOCK_B=triton.next_power_of_2(count),
+        CAUSAL=_QUERIES_ONLY, num_warps=1,
+    )  # fmt: skip
+    # Which groups there are is known on the device alone: it is tiled as if all rows were of one.
+    keys = max(batch.common_pages) * batch.page_size, *(0,) * (count - 1)
+    together = AttentionBatch((0, *(batch.rows,) * count), keys, ((),) * count, batch.page_size, (None,) * count)
+    own = replace(plan, batch=_own(batch), prefix_lengths=own_prefixes, page_starts=own_starts)
+    shared = replace(plan, batch=together, query_starts=starts, prefix_lengths=prefixes, causal=causal)
+    return CommonParts(*(replace(part, common=None, schedules={}) for part in (shared, own)))
 
 
 def _own(batch: AttentionBatch) -> AttentionBatch:

@@ -53,6 +53,37 @@ def _ancestors(start, rows, parents, words, depths, BLOCK_R: tl.constexpr, WORDS
 
 
 @triton.jit
+def _last_common(page_starts, page_table, common, b, sequences):  # type: ignore[no-untyped-def]
+    """The last of the common pages of each sequence `b` [B]; -1 of one without."""
+    count = tl.load(common + b, mask=(b >= 0) & (b < sequences), other=0)
+    start = tl.load(page_starts + b, mask=count > 0, other=0)
+    return tl.load(page_table + start + count - 1, mask=count > 0, other=-1)
+
+
+@triton.jit
+def split_kernel(  # type: ignore[no-untyped-def]
+    query_starts, prefix_lengths, page_starts, page_table, common, shared_starts, shared_prefixes, shared_causal,
+    own_prefixes, own_page_starts, sequences, PAGE_SIZE: tl.constexpr, BLOCK_B: tl.constexpr, CAUSAL: tl.constexpr,
+):  # fmt: skip
+    """Program b writes what sequence b is in both parts of a step, and the last one the end of `shared_starts` [B + 1]:
+    see `triton_planning.CommonParts`. The rows of a group are those of its first sequence there."""
+    own = tl.program_id(0)
+    b = tl.arange(0, BLOCK_B)
+    last = _last_common(page_starts, page_table, common, b, sequences)
+    begins = (last != _last_common(page_starts, page_table, common, b - 1, sequences)) | (b == 0)
+    starts = tl.load(query_starts + b, mask=b < sequences, other=0)
+    # Of the next group for a sequence that does not begin one, so that it has no rows.
+    following = tl.where(begins & (b >= own) & (b < sequences), starts, tl.load(query_starts + sequences))
+    tl.store(shared_starts + own, tl.min(following, 0))
+    if own < sequences:
+        count = tl.load(common + own)
+        tl.store(shared_prefixes + own, count * PAGE_SIZE)
+        tl.store(shared_causal + own, CAUSAL)
+        tl.store(own_prefixes + own, tl.load(prefix_lengths + own) - count * PAGE_SIZE)
+        tl.store(own_page_starts + own, tl.load(page_starts + own) + count)
+
+
+@triton.jit
 def first_seen_tile(  # type: ignore[no-untyped-def]
     prefix, block, causal, GROUP: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, WINDOW: tl.constexpr
 ):
@@ -159,10 +190,11 @@ def schedule_kernel(  # type: ignore[no-untyped-def]
     page_start = tl.load(page_starts + tl.program_id(0))
     first_block = first_row * GROUP // BLOCK_M
     end_blocks = (tl.minimum(rows, end_row) * GROUP + BLOCK_M - 1) // BLOCK_M
-    head_blocks = tl.maximum(end_blocks - first_block, 0)
-    group_counts = head_blocks * KV_HEADS
     kinds = tl.load(causal + b, mask=b < sequences, other=0)
     tiles = (prefix + tl.where(kinds < 0, 0, rows) + BLOCK_N - 1) // BLOCK_N
+    # None of rows that see no key.
+    head_blocks = tl.where(tiles > 0, tl.maximum(end_blocks - first_block, 0), 0)
+    group_counts = head_blocks * KV_HEADS
     if WINDOW != 0 and FIXED_TILES == 0:
         tiles -= first_seen_tile(prefix, first_block, kinds, GROUP, BLOCK_M, BLOCK_N, WINDOW)
         # A chain's block sees no more than the windows of its first and last row hold.
