@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from contextlib import AbstractContextManager
-from typing import Protocol
+from typing import Literal, Protocol
 
 from torch import Tensor
 
@@ -59,34 +59,11 @@ class MoveRows(ProcessMessage, frozen=True):
     targets: list[int]
 
 
-class CopyState(ProcessMessage, frozen=True):
-    """Copy a slot of recurrent states, as `RecurrentStates.copy_slot` does."""
+class ChangeStates(ProcessMessage, frozen=True):
+    """Call a method of `StatesMirror` of the recurrent states."""
 
-    source: int
-    target: int
-
-
-class PairSlots(ProcessMessage, frozen=True):
-    """Give a sequence a second slot of recurrent states, as `RecurrentStates.pair_slots` does."""
-
-    slot: int
-    second: int
-
-
-class PartSlots(ProcessMessage, frozen=True):
-    """Take it away, as `RecurrentStates.part_slots` does."""
-
-    slot: int
-    second: int
-    tokens: int
-
-
-class MoveNodes(ProcessMessage, frozen=True):
-    """Move inputs of nodes, as `RecurrentStates.move_nodes` does."""
-
-    slot: int
-    sources: list[int]
-    targets: list[int]
+    method: Literal["copy_slot", "pair_slots", "part_slots", "move_nodes"]
+    arguments: list[int | list[int]]
 
 
 class MoveAccepted(ProcessMessage, frozen=True):
@@ -144,10 +121,7 @@ class DropWeights(ProcessMessage, frozen=True):
 PassMessage = (
     RunPass
     | MoveRows
-    | CopyState
-    | PairSlots
-    | PartSlots
-    | MoveNodes
+    | ChangeStates
     | MoveAccepted
     | CapturePass
     | ReplayPass
@@ -200,16 +174,16 @@ class LinkedStates:
 
     def copy_slot(self, source: int, target: int) -> None:
         """See `StatesMirror.copy_slot`."""
-        self._link.send(CopyState(source, target))
+        self._link.send(ChangeStates("copy_slot", [source, target]))
 
     def pair_slots(self, slot: int, second: int) -> None:
         """See `StatesMirror.pair_slots`."""
-        self._link.send(PairSlots(slot, second))
+        self._link.send(ChangeStates("pair_slots", [slot, second]))
 
     def part_slots(self, slot: int, second: int, tokens: int) -> None:
         """See `StatesMirror.part_slots`."""
-        self._link.send(PartSlots(slot, second, tokens))
+        self._link.send(ChangeStates("part_slots", [slot, second, tokens]))
 
     def move_nodes(self, slot: int, source_keys: Sequence[int], target_keys: Sequence[int]) -> None:
         """See `StatesMirror.move_nodes`."""
-        self._link.send(MoveNodes(slot, list(source_keys), list(target_keys)))
+        self._link.send(ChangeStates("move_nodes", [slot, list(source_keys), list(target_keys)]))

@@ -16,15 +16,12 @@ from target_service.model.cuda_graphs.sizes import Bucket
 from target_service.model.forward import WrittenRows
 from target_service.model.rank_link import (
     CapturePass,
-    CopyState,
+    ChangeStates,
     CountFreeMemory,
     DropCaptures,
     DropWeights,
     MoveAccepted,
-    MoveNodes,
     MoveRows,
-    PairSlots,
-    PartSlots,
     PassMessage,
     ReplayPass,
     RunPass,
@@ -67,14 +64,8 @@ class FollowedPasses:
                 self._run(message)
             case MoveRows(sources, targets):
                 runner.move_rows(sources, targets)
-            case CopyState(source, target):
-                self._states.copy_slot(source, target)
-            case PairSlots(slot, second):
-                self._states.pair_slots(slot, second)
-            case PartSlots(slot, second, tokens):
-                self._states.part_slots(slot, second, tokens)
-            case MoveNodes(slot, sources, targets):
-                self._states.move_nodes(slot, sources, targets)
+            case ChangeStates(method, arguments):
+                getattr(self._states, method)(*arguments)
             case CapturePass(rows, sequences, common):
                 self._captured.capture([Bucket(rows, sequences, common)])
             case DropCaptures():
