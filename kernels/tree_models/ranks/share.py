@@ -9,6 +9,8 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
+from functools import singledispatchmethod
+from typing import Any
 
 from tree_models.decoder_spec import DecoderSpec
 from tree_models.names import WeightNames
@@ -27,7 +29,6 @@ from tree_models.spec import (
     LightningSpec,
     MatrixMemorySpec,
     MLPSpec,
-    RecurrentSpec,
     SelectiveSpec,
     SharedBlockSpec,
     StateSpaceSpec,
@@ -35,8 +36,6 @@ from tree_models.spec import (
 
 # Cuts by names, of tensors that a checkpoint may have.
 _Cuts = Iterable[tuple[str, Cut]]
-_MixerSpec = AttentionSpec | LatentSpec | RecurrentSpec
-_FeedForwardSpec = MLPSpec | ExpertsSpec | DenseAndExpertsSpec
 
 
 @dataclass(frozen=True, slots=True)
@@ -72,7 +71,7 @@ def share_of(spec: DecoderSpec, names: WeightNames, rank: int, ranks: int) -> Ra
     return RankShare(divided_spec, cuts)
 
 
-def _experts(mlp: _FeedForwardSpec | None, name: str) -> range:
+def _experts(mlp: MLPSpec | ExpertsSpec | DenseAndExpertsSpec | None, name: str) -> range:
     experts = mlp.experts if isinstance(mlp, DenseAndExpertsSpec) else mlp
     return range(experts.count if isinstance(experts, ExpertsSpec) and "{expert}" in name else 1)
 
@@ -93,48 +92,21 @@ class _Divider:
         return rows, Spans(0, (own,), rows - len(own))
 
     def layer(self, layer: LayerSpec) -> tuple[LayerSpec, list[tuple[str, Cut]]]:
-        mixer, mlp, cuts = layer.attention, layer.mlp, list[tuple[str, Cut]]()
-        block = layer.shared
-        if block is not None and isinstance(mixer, AttentionSpec):
-            block, of_block = self._shared_block(block, mixer)
+        parts = {name: getattr(layer, name) for name in ("attention", "beside", "mlp", "ahead")}
+        block, cuts = layer.shared, list[tuple[str, Cut]]()
+        if block is not None and isinstance(layer.attention, AttentionSpec):
+            block, of_block = self._shared_block(block, layer.attention)
             cuts += of_block
-        if mixer is not None:
-            mixer, of_mixer = self._mixer(mixer)
-            cuts += of_mixer
-        beside = layer.beside
-        if beside is not None:
-            beside, of_beside = self._beside(beside)
-            cuts += of_beside
-        if mlp is not None:
-            mlp, of_mlp = self._mlp(mlp)
-            cuts += of_mlp
-        ahead = layer.ahead
-        if ahead is not None:
-            ahead, of_ahead = self._mixture(ahead)
-            cuts += of_ahead
-        return replace(layer, attention=mixer, mlp=mlp, beside=beside, shared=block, ahead=ahead), cuts
+        for name, part in parts.items():
+            if part is not None:
+                parts[name], of_part = self._part(part)
+                cuts += of_part
+        return replace(layer, **parts, shared=block), cuts
 
-    def _mixer(self, spec: _MixerSpec) -> tuple[_MixerSpec, _Cuts]:
-        if isinstance(spec, AttentionSpec):
-            return self._attention(spec)
-        if isinstance(spec, LatentSpec):
-            return self._latent(spec)
-        if isinstance(spec, GatedConvolutionSpec):
-            return self._convolution(spec)
-        if isinstance(spec, LightningSpec):
-            return self._lightning(spec)
-        if isinstance(spec, MatrixMemorySpec):
-            return self._matrix_memory(spec)
-        if isinstance(spec, KimiDeltaSpec):
-            return self._kimi_delta(spec)
-        if isinstance(spec, SelectiveSpec):
-            return self._selective(spec)
-        if isinstance(spec, GriffinSpec):
-            return self._griffin(spec)
-        return self._delta_net(spec) if isinstance(spec, DeltaNetSpec) else self._state_space(spec)
-
-    def _beside(self, spec: StateSpaceSpec | SelectiveSpec) -> tuple[StateSpaceSpec | SelectiveSpec, _Cuts]:
-        return self._selective(spec) if isinstance(spec, SelectiveSpec) else self._state_space(spec)
+    @singledispatchmethod
+    def _part(self, spec: Any) -> tuple[Any, _Cuts]:
+        """The share of a mixer or of what follows it: the method of its kind."""
+        raise NotImplementedError(type(spec))
 
     def _pairs(self, spec: AttentionSpec) -> tuple[AttentionSpec, _Cuts]:
         """Of heads that are pairs: the rank's own of each half."""
@@ -167,6 +139,7 @@ class _Divider:
         cuts += [(names.key_norm, Spans(0, (keys,))), *self._last(names.out, heads, width)]
         return replace(spec, heads=len(heads), kv_heads=len(keys), compressed="sums"), cuts
 
+    @_part.register
     def _attention(self, spec: AttentionSpec) -> tuple[AttentionSpec, _Cuts]:
         if spec.differential is not None:
             return self._pairs(spec)
@@ -220,6 +193,7 @@ class _Divider:
         cuts += [(f"{name}.1.weight", next(_above_another([name], rows))[1]) for name in names.gate_up_adapters]
         return replace(spec, mlp=mlp), cuts
 
+    @_part.register
     def _latent(self, spec: LatentSpec) -> tuple[LatentSpec, _Cuts]:
         names, heads = self.names, self._block(spec.heads, "attention heads")
         rows = Spans(0, (_scaled(heads, spec.query_width),))
@@ -227,12 +201,14 @@ class _Divider:
         cuts.append((f"{names.expanding}.weight", Spans(0, (_scaled(heads, spec.plain + spec.value),))))
         return replace(spec, heads=len(heads)), [*cuts, *self._last(names.out, heads, spec.value)]
 
+    @_part.register
     def _convolution(self, spec: GatedConvolutionSpec) -> tuple[GatedConvolutionSpec, _Cuts]:
         names, own = self.names, self._block(self.hidden_size, "numbers of a convolution")
         rows = _above_another(names.mixer_in, [(self.hidden_size, own)] * 3)
         cuts = _with_bias([*rows, (names.convolution, Spans(0, (own,)))])
         return replace(spec, width=len(own)), [*cuts, *self._last(names.mixer_out, own)]
 
+    @_part.register
     def _delta_net(self, spec: DeltaNetSpec) -> tuple[DeltaNetSpec, _Cuts]:
         # Heads of values stay with their head of keys.
         names, key_heads = self.names, self._block(spec.key_heads, "key heads of a delta net")
@@ -257,6 +233,7 @@ class _Divider:
         cuts += self._last(names.mixer_out, heads, spec.value_width)
         return replace(spec, key_heads=len(key_heads), heads=len(heads)), cuts
 
+    @_part.register
     def _lightning(self, spec: LightningSpec) -> tuple[LightningSpec, _Cuts]:
         names, heads = self.names, self._block(spec.heads, "heads of lightning attention")
         of_heads, of_gate = names.mixer_in
@@ -266,6 +243,7 @@ class _Divider:
         cuts += self._last(names.mixer_out, heads, spec.width)
         return replace(spec, heads=len(heads), first_head=heads.start), cuts
 
+    @_part.register
     def _matrix_memory(self, spec: MatrixMemorySpec) -> tuple[MatrixMemorySpec, _Cuts]:
         names, heads = self.names, self._block(spec.heads, "heads of matrix memories")
         keys = spec.heads * spec.key_width, _scaled(heads, spec.key_width)
@@ -275,6 +253,7 @@ class _Divider:
         cuts = [*_with_bias([*rows, (names.mixer_norm, Spans(0, (values[1],)))])]
         return replace(spec, heads=len(heads)), [*cuts, *self._last(names.mixer_out, heads, spec.value_width)]
 
+    @_part.register
     def _kimi_delta(self, spec: KimiDeltaSpec) -> tuple[KimiDeltaSpec, _Cuts]:
         names, heads = self.names, self._block(spec.heads, "heads of Kimi Delta Attention")
         own, whole = _scaled(heads, spec.width), range(spec.width)
@@ -285,6 +264,7 @@ class _Divider:
         cuts += [(names.decay, Spans(2, (heads,))), (names.decay_bias, Spans(0, (own,)))]
         return replace(spec, heads=len(heads)), [*cuts, *self._last(names.mixer_out, heads, spec.width)]
 
+    @_part.register
     def _selective(self, spec: SelectiveSpec) -> tuple[SelectiveSpec, _Cuts]:
         if spec.heads:
             return self._selective_heads(spec)
@@ -305,6 +285,7 @@ class _Divider:
         cuts += [(name, Spans(0, (heads,))) for name in of_heads]
         return replace(spec, channels=len(own), heads=len(heads)), [*cuts, *self._last(names.mixer_out, own)]
 
+    @_part.register
     def _griffin(self, spec: GriffinSpec) -> tuple[GriffinSpec, _Cuts]:
         names, blocks = self.names, self._block(spec.blocks, "blocks of a recurrence's channels")
         own = _scaled(blocks, spec.channels // spec.blocks)
@@ -314,6 +295,7 @@ class _Divider:
         cuts.append((names.decay, Spans(0, (own,))))
         return replace(spec, channels=len(own), blocks=len(blocks)), [*cuts, *self._last(names.mixer_out, own)]
 
+    @_part.register
     def _state_space(self, spec: StateSpaceSpec) -> tuple[StateSpaceSpec, _Cuts]:
         names, heads = self.names, self._block(spec.heads, "heads of Mamba2")
         groups = self._shared_heads(spec.groups, "groups of Mamba2")
@@ -328,16 +310,17 @@ class _Divider:
         cuts += self._last(names.mixer_out, heads, spec.value_width)
         return replace(spec, groups=len(groups), heads=len(heads)), cuts
 
-    def _mlp(self, spec: _FeedForwardSpec) -> tuple[_FeedForwardSpec, _Cuts]:
-        names = self.names
-        if isinstance(spec, MLPSpec):
-            return self._feed_forward(spec, names.gate_up, names.down, "an MLP")
-        if isinstance(spec, ExpertsSpec):
-            return self._mixture(spec)
-        dense, of_dense = self._feed_forward(spec.dense, names.gate_up, names.down, "an MLP")
+    @_part.register
+    def _mlp(self, spec: MLPSpec) -> tuple[MLPSpec, _Cuts]:
+        return self._feed_forward(spec, self.names.gate_up, self.names.down, "an MLP")
+
+    @_part.register
+    def _dense_and_experts(self, spec: DenseAndExpertsSpec) -> tuple[DenseAndExpertsSpec, _Cuts]:
+        dense, of_dense = self._mlp(spec.dense)
         experts, of_experts = self._mixture(spec.experts)
         return replace(spec, dense=dense, experts=experts), [*of_dense, *of_experts]
 
+    @_part.register
     def _mixture(self, spec: ExpertsSpec) -> tuple[ExpertsSpec, _Cuts]:
         names, own, shared = self.names, self._block(spec.width, "numbers of an expert"), spec.shared
         cuts = list[tuple[str, Cut]]()
