@@ -7,6 +7,8 @@ from dataclasses import replace
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
+import torch
+
 from draft_service.assistant.checkpoint import AssistantCheckpoint
 from draft_service.assistant.config import AssistantConfig
 from draft_service.assistant.drafter import NAME
@@ -146,7 +148,8 @@ class AssistantDrafter(NeuralDrafter[KeylessDrafting]):
     ) -> None:
         config = replace(config, device=str(target.device))
         super().__init__(config, config.tree, target.vocabulary_size, config.max_context)
-        dtype = str(target.dtype).removeprefix("torch.")
+        # What holds the target's numbers as they are.
+        dtype = "bfloat16" if target.dtype is torch.bfloat16 else "float32"
         self.features = FeatureRequest(layers, target.hidden_size, dtype, window=1)
         self._made, self._keys_of = drafting, keys_of
 

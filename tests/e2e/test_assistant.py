@@ -2,18 +2,20 @@
 
 from __future__ import annotations
 
+import copy
 from functools import cache
 from pathlib import Path
 from queue import SimpleQueue
 
 import pytest
+import torch
 from assistants import TARGETS, assisted_runner, make_assistant, teach
 from conftest import make_tiny
 from engine_harness import Outcome, engine_config, plain_each, request, run
 from scripted_service import byte_tokenizer
 from transformers import PreTrainedModel
 from waits import HUNG_SECONDS
-from windowed_models import GREEDY, SEEDED, WINDOWED, windowed_model, windowed_requests
+from windowed_models import GREEDY, MAX_TOKENS, SEEDED, WINDOWED, windowed_model, windowed_requests
 
 from outrider.sampling import SamplingParams, VerificationMode
 from target_service.assembly import assemble, load_model
@@ -86,6 +88,16 @@ def test_rejection_draws_from_its_distributions(taught: tuple[PreTrainedModel, P
     made = [run(assisted_runner(target, folder, FLAGS), wanted) for _ in range(2)]
     assert [one.token_ids for one in made[0]] == [one.token_ids for one in made[1]]
     assert accepted(made[0]) > 0
+
+
+@pytest.mark.parametrize("dtype", ["bfloat16", "float16"])
+def test_types_of_sixteen_bits(taught: tuple[PreTrainedModel, Path], dtype: str) -> None:
+    """Drafts are accepted; equality is that of fp32."""
+    target, folder = taught
+    runner = assisted_runner(copy.deepcopy(target).to(getattr(torch, dtype)), folder, FLAGS)
+    outcomes = run(runner, windowed_requests(GREEDY))
+    assert [len(outcome.token_ids) for outcome in outcomes] == [MAX_TOKENS] * 3
+    assert accepted(outcomes) > 0
 
 
 @pytest.mark.parametrize("page_size", [1, 16])
