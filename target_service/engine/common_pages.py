@@ -24,7 +24,7 @@ class CommonPages:
         # Pages that hold the keys of which there must be a multiple.
         self._multiple = max(1, COMMON_STEP // page_size)
         # Sequences of the last step: their ids, and the logarithms of their lengths behind these.
-        self._seen = set[int]()
+        self._seen = list[int]()
         # Keys that the sequences of each group have in common, by `Sequence.common_page`; empty without groups.
         self._keys: dict[int, int] = {}
 
@@ -33,9 +33,11 @@ class CommonPages:
         those of a group stand side by side from the next step on."""
         if len(sequences) < sizes.FEWEST_IN_COMMON:
             return ()
-        seen = {one.sequence_id << 6 | one.kv_length.bit_length() for one in sequences}
-        if seen != self._seen or not self._holds(sequences):
-            self._seen = seen
+        seen = [one.sequence_id << 6 | one.kv_length.bit_length() for one in sequences]
+        # Groups change the order of the next step.
+        are_others = seen != self._seen and set(seen) != set(self._seen)
+        self._seen = seen
+        if are_others or not self._holds(sequences):
             self._find(sequences)
         keys, size = self._keys, self._page_size
         return tuple([keys[one.common_page] // size for one in sequences]) if keys else ()
