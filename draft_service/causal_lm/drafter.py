@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, cast
+from typing import Any
 
 import numpy as np
 import numpy.typing as npt
@@ -41,7 +41,7 @@ from tree_models.layer_comparison import layers_that_differ
 from tree_models.layers.decoder import Decoder
 from tree_models.layers.paged import CacheShape, PagedPass, UncachedPass
 from tree_models.spec import FamilyRefused
-from tree_models.weights.checkpoint import TensorSource, TextPart, WeightsRefused, WholeNames
+from tree_models.weights.checkpoint import WeightsRefused, text_tensors, whole_names
 
 _ATTENTION = "outrider_draft"
 
@@ -221,10 +221,9 @@ class ModelDrafter(CachingDrafter):
 
     def _decoder(self, checkpoint: Checkpoint, description: Description) -> Decoder:
         """The model of our layers, which are compared with transformers'."""
-        text, source = self._settings.get_text_config(), cast(TensorSource, checkpoint)
-        if text is not self._settings:
-            source = TextPart(source)
-        source = WholeNames(source, description.names)
+        text = self._settings.get_text_config()
+        whole = checkpoint if text is self._settings else text_tensors(checkpoint)
+        source = whole_names(whole, description.names)
         decoder = build(description, source, self._place)
         if differing := layers_that_differ(decoder, text, source):
             raise NotSupported(

@@ -23,7 +23,7 @@ from tree_models.layers.linear import Linear
 from tree_models.layers.placing import Placement
 from tree_models.reference import published_tensors
 from tree_models.spec import FamilyRefused
-from tree_models.weights.checkpoint import TensorsInMemory, TextPart, WeightsRefused, WholeNames
+from tree_models.weights.checkpoint import TensorsInMemory, WeightsRefused, text_tensors, whole_names
 
 CPU = Placement(torch.device("cpu"), torch.float32)
 EXPERTS = {"num_experts": 4, "num_local_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 24}
@@ -150,7 +150,7 @@ def test_a_body_that_was_written_by_itself_has_names_without_its_prefix(model_ty
     bare["layers.2.eh_proj.weight"] = bare["layers.0.self_attn.rotary_emb.inv_freq"] = torch.zeros(6)
 
     def read(found: dict[str, Tensor]) -> Decoder:
-        return build(description, WholeNames(TensorsInMemory(found), description.names), CPU)
+        return build(description, whole_names(TensorsInMemory(found), description.names), CPU)
 
     expected = build(description, TensorsInMemory(tensors), CPU)
     for (name, tensor), own in zip(read(bare).named_parameters(), expected.parameters(), strict=True):
@@ -196,12 +196,12 @@ def test_the_text_part_is_read_alone(prefix: str) -> None:
     whole["multi_modal_projector.linear_1.weight"] = torch.zeros(3)
     description = describe(model.config)
     assert description is not None
-    read = build(description, TextPart(TensorsInMemory(whole)), CPU)
+    read = build(description, text_tensors(TensorsInMemory(whole)), CPU)
     assert torch.equal(read.embedding, text["model.embed_tokens.weight"])
     # Whichever comes first, one of both would be dropped.
     for again in ({**text, **whole}, {**whole, **text}):
         with pytest.raises(WeightsRefused, match=r"under another prefix too: .*model\.embed_tokens\.weight"):
-            TextPart(TensorsInMemory(again))
+            text_tensors(TensorsInMemory(again))
 
 
 @pytest.mark.parametrize(

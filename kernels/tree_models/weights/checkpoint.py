@@ -83,40 +83,37 @@ class TensorsInMemory:
         return self._tensors[name]
 
 
-class TextPart:
-    """The text part of a checkpoint of text and more, under the names of a model of text alone."""
+class _Renamed:
+    """A checkpoint's tensors under other names. A `TensorSource`."""
 
-    def __init__(self, whole: TensorSource) -> None:
-        """Raises `WeightsRefused` for tensors that are there under names with several prefixes."""
-        self._whole = whole
-        names = [name for name in whole.stored if not _OTHER_PARTS.fullmatch(name)]
-        self._own = {text_name(name): name for name in names}
-        if twice := set(names) - set(self._own.values()):
-            raise WeightsRefused(f"tensors are there under another prefix too: {some(twice)}")
-        self.stored = {name: whole.stored[own] for name, own in self._own.items()}
+    def __init__(self, checkpoint: TensorSource, stored_names: Mapping[str, str]) -> None:
+        self._checkpoint, self._names = checkpoint, stored_names
+        self.stored = {name: checkpoint.stored[own] for name, own in stored_names.items()}
 
     def read(self, name: str) -> Tensor:
         """See `TensorSource.read`."""
-        return self._whole.read(self._own[name])
+        return self._checkpoint.read(self._names[name])
 
 
-class WholeNames:
+def text_tensors(checkpoint: TensorSource) -> TensorSource:
+    """The text part of a checkpoint of text and more, under the names of a model of text alone. Raises `WeightsRefused`
+    for tensors that are there under names with several prefixes."""
+    names = [name for name in checkpoint.stored if not _OTHER_PARTS.fullmatch(name)]
+    own = {text_name(name): name for name in names}
+    if twice := set(names) - set(own.values()):
+        raise WeightsRefused(f"tensors are there under another prefix too: {some(twice)}")
+    return _Renamed(checkpoint, own)
+
+
+def whole_names(checkpoint: TensorSource, names: WeightNames) -> TensorSource:
     """A checkpoint with the body's prefix before the names of its body: `layers.0...` is `model.layers.0...`. A body
-    that was written by itself has names without it."""
-
-    def __init__(self, checkpoint: TensorSource, names: WeightNames) -> None:
-        """Raises `WeightsRefused` for tensors that are there with and without the prefix."""
-        self._checkpoint = checkpoint
-        prefix = names.embedding.partition(".")[0] + "."
-        parts = tuple(f"{name.removeprefix(prefix).partition('.')[0]}." for name in names.of_body)
-        if twice := {prefix + name for name in checkpoint.stored if name.startswith(parts)} & checkpoint.stored.keys():
-            raise WeightsRefused(f"tensors are there with and without {prefix!r} before their names: {some(twice)}")
-        self._own = {prefix + name if name.startswith(parts) else name: name for name in checkpoint.stored}
-        self.stored = {name: checkpoint.stored[own] for name, own in self._own.items()}
-
-    def read(self, name: str) -> Tensor:
-        """See `TensorSource.read`."""
-        return self._checkpoint.read(self._own[name])
+    that was written by itself has names without it. Raises `WeightsRefused` for tensors that are there with and without
+    the prefix."""
+    prefix = names.embedding.partition(".")[0] + "."
+    parts = tuple(f"{name.removeprefix(prefix).partition('.')[0]}." for name in names.of_body)
+    if twice := {prefix + name for name in checkpoint.stored if name.startswith(parts)} & checkpoint.stored.keys():
+        raise WeightsRefused(f"tensors are there with and without {prefix!r} before their names: {some(twice)}")
+    return _Renamed(checkpoint, {prefix + name if name.startswith(parts) else name: name for name in checkpoint.stored})
 
 
 def some(names: Iterable[str], most: int = 10) -> str:

@@ -58,7 +58,7 @@ from tree_models.layers.placing import Placement
 from tree_models.rank_group import RankGroup
 from tree_models.ranks.decoder import build_rank
 from tree_models.spec import FamilyRefused
-from tree_models.weights.checkpoint import TensorSource, TextPart, WeightsRefused, WholeNames
+from tree_models.weights.checkpoint import WeightsRefused, text_tensors, whole_names
 from tree_models.weights.mxfp4 import DequantisedExperts
 
 log = logging.getLogger(__name__)
@@ -253,10 +253,7 @@ def _decoder(
     latent = config.latent_cache and not config.batch_invariant and takes_latents(backend)
     place = Placement(device, dtype, can_pack(dtype, device), latent, ranks)
     try:
-        source: TensorSource = checkpoint
-        if is_part:
-            source = TextPart(source)
-        source = WholeNames(source, description.names)
+        source = whole_names(text_tensors(checkpoint) if is_part else checkpoint, description.names)
         if method := quantisation_method(settings):
             log.info("experts in %s are dequantised: passes multiply plain matrices", method)
             source = DequantisedExperts(source)
