@@ -101,7 +101,7 @@ def linears_of(tiling: Tiling) -> TritonLinears:
 
 def vector_tilings(layer: LinearLayer) -> Iterator[VectorTiling]:
     """Tilings of one row for `--sweep`."""
-    for outputs, chunks, warps in itertools.product((1, 2, 4, 8), (1, 2, 4), (4, 8)):
+    for outputs, chunks, warps in itertools.product((1, 2, 4, 8), (1, 2, 4), (2, 4, 8)):
         tiling = VectorTiling(outputs, chunks, warps)
         # Loads of 16 bytes that a thread has in flight: each takes four registers.
         loads = outputs * chunks * (2 if layer.kind == "gated" else 1)

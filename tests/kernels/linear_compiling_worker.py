@@ -170,7 +170,7 @@ def mapped_kernels(
         ("gated", few_rows.activated_kernel, 2 * inner, hidden, {"PARTS": 4, "BLOCK_PARTS": 4}),
         ("heads", few_rows.rotary_kernel, (heads + 2 * kv_heads) * width, hidden, heads_of),
     )
-    for rows, (kind, kernel, outputs, numbers, more) in itertools.product((16, 64), kinds):
+    for rows, (kind, kernel, outputs, numbers, more) in itertools.product((16, 64, 128), kinds):
         of_heads = width if kind == "heads" else None
         tiling = choose_mapped_tiling(rows, outputs, numbers, gated=kind == "gated", head_width=of_heads)
         if tiling is None:

@@ -108,13 +108,14 @@ def test_a_tile_holds_the_rows_and_little_more(rows: int, shape: tuple[int, int]
 
 
 @pytest.mark.parametrize("gated", [False, True], ids=["alone", "gate and up"])
-@pytest.mark.parametrize("rows", [1, 8, 9, 16, 17, 32, 33, 64, 65])
+@pytest.mark.parametrize("rows", [1, 8, 9, 16, 17, 32, 33, 64, 65, 128, 129])
 @pytest.mark.parametrize("shape", SHAPES, ids=str)
 def test_tensor_maps_are_for_blocks_that_fill_the_matrix_units(rows: int, shape: tuple[int, int], gated: bool) -> None:
     tiling = choose_mapped_tiling(rows, *shape, gated=gated)
     if tiling is None:
         return
-    assert 8 < rows <= 64 and tiling.mapped and tiling.block_rows // 2 < rows <= tiling.block_rows
+    assert 8 < rows <= (128 if gated else 64) and tiling.mapped
+    assert tiling.block_rows // 2 < rows <= tiling.block_rows
     assert not gated or tiling.splits == 1
     assert shape[1] % (tiling.splits * tiling.block_inner) == 0
     assert tiling.block_outputs // (2 if gated else 1) >= 64

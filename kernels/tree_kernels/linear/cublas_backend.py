@@ -28,7 +28,8 @@ from tree_kernels.linear.triton_epilogues import gated_epilogue_kernel
 
 
 class CublasLinears(TritonLinears):
-    """See `tree_kernels.linear.RowLinears`. For any number of rows; made for more than a tile of `TritonLinears`.
+    """See `tree_kernels.linear.RowLinears`. For any number of rows; made for more than a tile of `TritonLinears`. Gate
+    and up are multiplied there too where one of its tiles has all rows and reads by tensor maps.
 
     They are not invariant, nor of a given tiling: how a product treats its rows is the library's own matter.
     """
@@ -67,6 +68,8 @@ class CublasLinears(TritonLinears):
     def _activated(
         self, rows: ScaledRows, weight: Weight, bias: Tensor | None, activation: Activation, *, gated: bool
     ) -> Tensor:
+        if gated and rows.squares is None and self._mapped_tiling(rows.rows, weight, gated=True) is not None:
+            return super()._activated(rows, weight, bias, activation, gated=True)
         product = _normed_product(rows, weight)
         if not gated and bias is None and activation.kind is ActivationKind.NONE:
             return product

@@ -266,16 +266,26 @@ class TritonLinears(RowLinears):
     ) -> LinearTiling:
         """The tiling of a product, of heads of a width or not; `mapped` where the kernel can read by tensor maps."""
         check_product(rows, weight)
-        mapped = mapped and _mappable(rows, weight)
         if self._tiling is not None:
-            mapped = mapped and self._tiling.mapped and head_width in (None, self._tiling.block_outputs)
-            return replace(self._tiling, mapped=mapped)
-        found = None
-        # In half precision: in fp32 the blocks would not fit into a processor.
-        if mapped and self._dependent["DEPENDENT"] and not self._invariant and rows.element_size() == 2:
-            found = choose_mapped_tiling(len(rows), *weight.shape, gated=gated, head_width=head_width)
+            mapped = mapped and _mappable(rows, weight) and self._tiling.mapped
+            return replace(self._tiling, mapped=mapped and head_width in (None, self._tiling.block_outputs))
+        found = self._mapped_tiling(rows, weight, gated=gated, head_width=head_width) if mapped else None
         int8 = isinstance(weight, Int8Weight)
         return found or choose_linear_tiling(len(rows), *weight.shape, invariant=self._invariant, int8=int8)
+
+    def _mapped_tiling(
+        self, rows: Tensor, weight: Weight, *, gated: bool, head_width: int | None = None
+    ) -> LinearTiling | None:
+        """The tiling of a product whose factors are read by tensor maps, where that is faster."""
+        # In half precision: in fp32 the blocks would not fit into a processor.
+        if (
+            self._invariant
+            or not self._dependent["DEPENDENT"]
+            or rows.element_size() != 2
+            or not _mappable(rows, weight)
+        ):
+            return None
+        return choose_mapped_tiling(len(rows), *weight.shape, gated=gated, head_width=head_width)
 
     def _launch_norm(self, hidden: Tensor, norm: Norm, output: Tensor, squares: Tensor, *, whole: bool) -> None:
         width = hidden.shape[1]
