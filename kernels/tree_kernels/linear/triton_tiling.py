@@ -51,7 +51,7 @@ class _Mapped(NamedTuple):
 # within a step: benchmarks/results/2026-11-27-h100-64-rows.md. Of 9 to 16 rows on an H200; of 17 to 32 those that are
 # faster alone make a step slower: benchmarks/results/2026-11-28-h200-mapped-products.md.
 # Of 65 to 128 rows on an H200, where gate and up take 67.5 us and cuBLAS with the activation behind it 71.7:
-# benchmarks/results/2026-11-30-h200-many-rows.md.
+# benchmarks/results/2026-11-30-h200-products.md.
 _MAPPED = {
     128: _Mapped((128, 64, 1, 4, 3, 0), None, None, None),
     64: _Mapped((128, 128, 1, 4, 4, 2), (128, 128, 1, 8, 4, 4), (128, 128, 1, 4, 3, 0), (64, 128, 1, 4, 6, 0)),
