@@ -50,7 +50,7 @@ def time_insertion(text: np.ndarray, config: TrieConfig, runs: int, clock: Clock
     """The trie, and microseconds per token of each run. Arrays grow as in service."""
     micros = []
     for _ in range(runs):
-        trie = NgramTrie(config.depth, 1 << 26, config.half_life_log2)
+        trie = NgramTrie(config.depth, 1 << 26)
         begin = clock()
         trie.insert(text, weight=UNIT)
         micros.append((clock() - begin) / len(text) * 1e6)
@@ -63,7 +63,7 @@ def time_drafts(
     """Microseconds of each draft, and the mean number of nodes."""
     rng = np.random.default_rng(0)
     evidence, nothing = config.evidence(), NgramTrie(2, 4).arrays()
-    shape = TreeBounds(16, 16, config.breadth, config.min_score, False, 1.0, 1.0)
+    shape = TreeBounds(16, 16, config.breadth, config.min_score, False, 1.0)
     tree, scores = np.empty((2, 17), np.int32), np.empty(17, np.float64)
     tries, zero = (nothing, trie.arrays(), nothing), np.uint64(0)
     places = np.concatenate(

@@ -33,6 +33,9 @@ ROOT = 0
 MAX_COUNT = 1 << 30
 # The clock is set back before it exceeds this; one more piece of tokens still fits int32.
 MAX_CLOCK = (1 << 31) - (1 << 20)
+# Of the tokens inserted until an old count is halved: of a tenant's trie, and of tries that do not forget with age, a
+# sequence's own and a shared corpus. A sequence ends long before, and the clock has 32 bits.
+HALF_LIFE_LOG2, NEVER_LOG2 = 20, 30
 _MIX = np.uint64(0x9E3779B97F4A7C15)
 _SHIFT = np.uint64(32)
 

@@ -15,7 +15,8 @@ import numpy.typing as npt
 from draft_service.compiling import Numbers, Reals, compiled, inlined, pointer
 from draft_service.drafters.grown import GrownTrees
 from draft_service.drafters.packing import signed
-from draft_service.ngram.arrays import COLUMNS, Tokens, insert
+from draft_service.ngram.arrays import COLUMNS, NEVER_LOG2, Tokens, insert
+from draft_service.ngram.config import TrieConfig
 from draft_service.ngram.growth import TreeBounds, grow
 from draft_service.ngram.prediction import UNIT, Evidence, Trie
 from draft_service.ngram.trie import NgramTrie
@@ -31,9 +32,6 @@ ROWS, ROWS_LENGTH, SLOTS, SLOTS_LENGTH = range(4)
 # bounds of its tree (0 nodes: none is grown here); whether candidates draw, with which seed.
 USED, KNOWN, LENGTH, NODES, DEPTH, COUPLED, SEED = range(4, 11)
 COLUMNS_OF_SEQUENCE = 11
-# Entries of `rules`: least path probability and breadth, depth of the own tries and their half-life, sharpness of
-# draws.
-FLOOR, BREADTH, TRIE_DEPTH, HALF_LIFE, SHARPNESS = range(5)
 
 Asked = tuple[int, int, int, int]
 
@@ -55,7 +53,8 @@ def learn_and_grow(
     windows: Tokens,
     powers: Reals,
     evidence: Evidence,
-    rules: Reals,
+    floor: float,
+    breadth: int,
     trees: Numbers,
     scores: Reals,
     rows: Table,
@@ -70,13 +69,12 @@ def learn_and_grow(
         table: [places, 11], `USED`, `KNOWN` and `LENGTH` are brought up to date.
         windows: [places, longest + ROOM], the last tokens up to column `longest`, and room for fresh ones.
         powers: [places], exponents of draws.
-        rules: [5] float64.
+        floor, breadth: see `TreeBounds`.
         trees: [n, 2, 1 + nodes] tokens and parents, filled.
         scores: [n, 1 + nodes], filled likewise.
         rows: [n, 2], filled: rows of the tree, and of the own trie.
     """
-    depth = int(rules[TRIE_DEPTH])
-    longest, begin = depth - 1, 0
+    longest, begin = windows.shape[1] - ROOM, 0
     for i in range(len(asked)):
         place = asked[i, 0]
         row, window = table[place], windows[place]
@@ -86,15 +84,14 @@ def learn_and_grow(
             window[longest : longest + count] = fresh[begin : begin + count]
             begin += count
             before, new = window[longest - known : longest], window[longest : longest + count]
-            row[USED] = insert(own[0], own[1], row[USED], before, new, depth, UNIT, int(rules[HALF_LIFE]))
+            row[USED] = insert(own[0], own[1], row[USED], before, new, longest + 1, UNIT, NEVER_LOG2)
             for k in range(longest):
                 window[k] = window[k + count]
             row[KNOWN], row[LENGTH] = min(longest, known + count), row[LENGTH] + count
         rows[i, 0], rows[i, 1] = 1, row[USED]
         trees[i, 0, 0], trees[i, 1, 0], scores[i, 0] = window[longest - 1], 0, 1.0
         if row[NODES] > 0:
-            breadth, coupled = int(rules[BREADTH]), row[COUPLED] != 0
-            shape = TreeBounds(row[NODES], row[DEPTH], breadth, rules[FLOOR], coupled, powers[place], rules[SHARPNESS])
+            shape = TreeBounds(row[NODES], row[DEPTH], breadth, floor, row[COUPLED] != 0, powers[place])
             three = own, _trie_at(tries, asked[i, 1]), _trie_at(tries, asked[i, 2])
             context = window[longest - row[KNOWN] : longest]
             seed, position = np.uint64(row[SEED]), np.uint64(row[LENGTH])
@@ -104,16 +101,15 @@ def learn_and_grow(
 class TrieBatch:
     """The tables of all followed sequences. One thread at a time."""
 
-    def __init__(self, evidence: Evidence, rules: Reals, nodes: int) -> None:
-        """`rules`: see `learn_and_grow`; `nodes`: the most that a tree has."""
+    def __init__(self, config: TrieConfig, evidence: Evidence) -> None:
         self._evidence = evidence
-        self._rules = rules
-        self._longest = int(rules[TRIE_DEPTH]) - 1
+        self._bounds = float(config.min_score), config.breadth
+        self._longest = config.max_match
         self._free: list[int] = []
         self._table: Table = np.zeros((0, COLUMNS_OF_SEQUENCE), np.int64)
         self._windows: Tokens = np.zeros((0, self._longest + ROOM), np.int32)
         self._powers: Reals = np.zeros(0)
-        self._rows = nodes + 1
+        self._rows = 1 + config.num_draft_tokens
         self._trees: Numbers = np.empty((0, 2, self._rows), np.int32)
         self._scores: Reals = np.empty((0, self._rows), np.float64)
         # Addresses of the tries of the last call, which are often the same again.
@@ -169,7 +165,7 @@ class TrieBatch:
             self._windows,
             self._powers,
             self._evidence,
-            self._rules,
+            *self._bounds,
             self._trees,
             self._scores,
             rows,

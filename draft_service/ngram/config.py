@@ -6,7 +6,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from draft_service.ngram.prediction import ESCAPE, HALF_LIFE, MAX_SIBLINGS, PRECEDENCE, RECENCY, SOURCES, Evidence
+from draft_service.ngram.prediction import ESCAPE, MAX_SIBLINGS, PRECEDENCE, RECENCY, SOURCES, Evidence
 from outrider.settings import Settings, SettingsError, setting
 from outrider.tree import MAX_ROWS
 from outrider.wire.frames import TreeLimits
@@ -19,7 +19,6 @@ class TrieConfig(Settings):
     num_draft_tokens: int = setting(32, "nodes of a tree, the root not counted", ge=1, le=MAX_ROWS - 1)
     branch_length: int = setting(32, "longest path below the root", ge=1)
     breadth: int = setting(8, "most children of a node; 1 drafts a single branch", ge=1, le=MAX_ROWS - 1)
-    min_match: int = setting(1, "shortest context, in tokens, that predicts", ge=1)
     max_match: int = setting(8, "longest context, in tokens; memory per token grows with it", le=32, ge=1)
     # Where the device chooses rows, one pass behind, trees with this floor make up to 1 % more tokens than with 0.01,
     # and take 33 us instead of 18 (`benchmarks/results/2026-11-25-cpu-table-sizes.md`).
@@ -27,10 +26,6 @@ class TrieConfig(Settings):
 
     learn_prompts: bool = setting(True, "teach prompts to the tenant's trie")
     learn_outputs: bool = setting(True, "teach committed output to the tenant's trie")
-    output_weight: int = setting(2, "occurrences that one in an output counts as, against one in a prompt", ge=1)
-    half_life_tokens: int = setting(
-        1 << 20, "tokens inserted until an old count is halved; a power of two", ge=1, le=1 << 30
-    )
 
     capacity: int = setting(16_000_000, "nodes over all tenants and corpora, at about 50 bytes", ge=1, le=2**31 - 1)
     tenant_capacity: int = setting(4_000_000, "nodes of one tenant's trie; the least useful go first", ge=128)
@@ -48,10 +43,6 @@ class TrieConfig(Settings):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        if self.min_match > self.max_match:
-            raise SettingsError("min_match must not be above max_match")
-        if self.half_life_tokens & (self.half_life_tokens - 1):
-            raise SettingsError("half_life_tokens must be a power of two")
         if self.capacity < max(self.tenant_capacity, self.corpus_capacity):
             raise SettingsError("capacity must not be below tenant_capacity or corpus_capacity")
 
@@ -61,17 +52,13 @@ class TrieConfig(Settings):
         return self.max_match + 1
 
     @property
-    def half_life_log2(self) -> int:
-        return self.half_life_tokens.bit_length() - 1
-
-    @property
     def limits(self) -> TreeLimits:
         return TreeLimits(self.num_draft_tokens, self.branch_length)
 
     def evidence(self) -> Evidence:
         """Weights of the sources: the sequence's own trie, its tenant's, and a shared corpus's.
 
-        All but half-lives were fitted together by random search with `benchmarks/drafters/draft_quality.py` on half of
+        They were fitted together by random search with `benchmarks/drafters/draft_quality.py` on half of
         its traces, for tokens per step at 8 and 16 rows and with the rows that pay;
         benchmarks/results/2026-11-22-notes.md has those of the other half.
         """
@@ -80,18 +67,10 @@ class TrieConfig(Settings):
         trust[:, RECENCY] = (1.1, 0.45, 0.0)
         # Tokens that are added to the match length of a source when sources compete.
         trust[:, PRECEDENCE] = (1.0, 0.0, 0.0)
-        trust[:, HALF_LIFE] = (NEVER_LOG2, self.half_life_log2, NEVER_LOG2)
         lengths = np.arange(1, self.max_match + 1)
         # Of unseen tokens after a context of so many tokens, in occurrences.
         for source, (scale, power, least) in enumerate(((2.8, 0.85, 0.02), (18.0, 1.7, 0.01), (18.0, 1.7, 0.01))):
             trust[source, ESCAPE + 1 :] = scale * lengths**-power + least
         # That weight grows with the number of different continuations to this power.
         spread = np.arange(1 + MAX_SIBLINGS, dtype=np.float64) ** 1.25
-        return Evidence(trust, spread, np.array([self.min_match, self.max_match], np.int64))
-
-
-# The half-life of tries that do not forget with age, a sequence's own and a shared corpus: counts halve every 2**30
-# tokens. A sequence ends long before, and the clock has 32 bits.
-NEVER_LOG2 = 30
-# How far the Gumbel-max draw over relative frequencies is trusted to be the target's. Fitted as the weights of sources.
-GUMBEL_SHARPNESS = 0.5
+        return Evidence(trust, spread)

@@ -12,8 +12,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from draft_service.drafters.base import CorpusGrowth
-from draft_service.ngram.arrays import Rows, Tokens
-from draft_service.ngram.config import NEVER_LOG2, TrieConfig
+from draft_service.ngram.arrays import HALF_LIFE_LOG2, NEVER_LOG2, Rows, Tokens
+from draft_service.ngram.config import TrieConfig
 from draft_service.ngram.prediction import UNIT
 from draft_service.ngram.trie import NgramTrie
 from outrider.errors import PermissionDenied, QuotaExceeded, UnknownCorpus
@@ -126,7 +126,7 @@ class Corpora:
         """The tenant's trie, made when missing."""
         with self._lock:
             if name not in self._tenants:
-                self._tenants[name] = self._made(name, self._config.tenant_capacity, self._config.half_life_log2)
+                self._tenants[name] = self._made(name, self._config.tenant_capacity, HALF_LIFE_LOG2)
             self._tenants.move_to_end(name)
             return self._tenants[name]
 
@@ -202,7 +202,7 @@ class Corpora:
         unsound: list[tuple[str, str]] = []
         for item in stored:
             capacity = config.corpus_capacity if item.corpus else config.tenant_capacity
-            half_life = NEVER_LOG2 if item.corpus else config.half_life_log2
+            half_life = NEVER_LOG2 if item.corpus else HALF_LIFE_LOG2
             try:
                 trie = NgramTrie.restored(item.rows, config.depth, capacity, half_life)
             except ValueError:

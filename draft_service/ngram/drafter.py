@@ -10,13 +10,13 @@ from pathlib import Path
 
 import numpy as np
 
-from draft_service.compiling import LOOPS, Reals
+from draft_service.compiling import LOOPS
 from draft_service.drafters.base import CorpusGrowth, Drafter, DrafterSpec, DraftSequence, tree_limits
 from draft_service.drafters.grown import GrownTrees, Pending, in_order
 from draft_service.ngram import snapshot
-from draft_service.ngram.arrays import Tokens
-from draft_service.ngram.batch import BREADTH, FLOOR, HALF_LIFE, ROOM, SHARPNESS, TRIE_DEPTH, Asked, TrieBatch
-from draft_service.ngram.config import GUMBEL_SHARPNESS, NEVER_LOG2, TrieConfig
+from draft_service.ngram.arrays import HALF_LIFE_LOG2, Tokens
+from draft_service.ngram.batch import ROOM, Asked, TrieBatch
+from draft_service.ngram.config import TrieConfig
 from draft_service.ngram.corpora import Corpora
 from draft_service.ngram.drawn_growth import draw_tree
 from draft_service.ngram.growth import TreeBounds
@@ -60,10 +60,10 @@ class NgramDrafter(Drafter):
         self._corpora = Corpora(config)
         self._worker = TrieWorker(config.max_backlog, self._save if config.snapshot else None, config.snapshot_seconds)
         # That a snapshot must have been written with.
-        self._settings = {"depth": config.depth, "unit": UNIT, "half_life_log2": config.half_life_log2}
+        self._settings = {"depth": config.depth, "unit": UNIT, "half_life_log2": HALF_LIFE_LOG2}
         self._nothing = NgramTrie(2, 4)
         self._own_rows = OwnRows(config)
-        self._batch = TrieBatch(self._evidence, self._rules(), self.limits.max_nodes)
+        self._batch = TrieBatch(config, self._evidence)
 
     def start(self) -> None:
         """Compile (seconds once per machine, then cached) and restore the snapshot."""
@@ -219,20 +219,15 @@ class NgramDrafter(Drafter):
         """A tree whose nodes are drawn, with the fresh tokens inserted already."""
         limits = tree_limits(self.limits, sequence.limits)
         bounds = limits.max_nodes, limits.max_depth, self._config.breadth, self._config.min_score
-        shape = TreeBounds(*bounds, coupled=False, power=_gumbel_max_power(sequence), sharpness=GUMBEL_SHARPNESS)
+        shape = TreeBounds(*bounds, coupled=False, power=_gumbel_max_power(sequence))
         return draw_tree((own.arrays(), tenant.arrays(), shared.arrays()), sequence, self._evidence, shape)
-
-    def _rules(self) -> Reals:
-        rules, config = np.zeros(5), self._config
-        rules[[FLOOR, BREADTH, TRIE_DEPTH]] = config.min_score, config.breadth, config.depth
-        rules[[HALF_LIFE, SHARPNESS]] = NEVER_LOG2, GUMBEL_SHARPNESS
-        return rules
 
     def _insert_new(self, sequence: DraftSequence) -> None:
         """Queue new tokens for the tenant's trie, prompt and output each with its weight."""
         config, known, followed = self._config, sequence.token_ids, sequence.state
         outputs_end = len(known) if config.learn_outputs else 0
-        for end, weight in ((sequence.prompt_length, UNIT), (outputs_end, UNIT * config.output_weight)):
+        # An occurrence in an output counts as two in a prompt. Chosen.
+        for end, weight in ((sequence.prompt_length, UNIT), (outputs_end, 2 * UNIT)):
             begin = followed.inserted
             if begin < end:
                 context, tokens = _as_tokens(known[max(0, begin - config.depth) : begin]), _as_tokens(known[begin:end])

@@ -17,12 +17,12 @@ from draft_service.ngram.arrays import Tokens
 from draft_service.ngram.growth import OPEN_FLOOR, TreeBounds
 from draft_service.ngram.prediction import (
     MAX_CANDIDATES,
-    MAX_MATCH,
     SOURCES,
     UNKNOWN,
     Evidence,
     Scratch,
     Tries,
+    longest_match,
     make_scratch,
     predict,
     resolve_states,
@@ -81,7 +81,7 @@ def _open_row(
     if rows.depths[row] >= shape.depth:
         return
     if row > 0:
-        resolve_states(tries, rows.states, row, tree[1, row], tree[0, row], evidence.rules[MAX_MATCH])
+        resolve_states(tries, rows.states, row, tree[1, row], tree[0, row], longest_match(evidence.trust))
     known = predict((tries[0][0], tries[1][0], tries[2][0]), rows.states, row, evidence, OPEN_FLOOR, scratch)
     if known == 0:
         return
@@ -124,7 +124,7 @@ def grow_drawn(
         np.zeros(limit),
         np.zeros(limit),
     )
-    start_states(tries, context, rows.states, scratch.state, evidence.rules[MAX_MATCH])
+    start_states(tries, context, rows.states, scratch.state, longest_match(evidence.trust))
     for row in range(1, limit):
         _open_row(tries, evidence, shape, row - 1, tree, distributions, rows, scratch)
         parent = largest(rows.path_probs, row)
@@ -146,7 +146,7 @@ def grow_drawn(
 
 def draw_tree(tries: Tries, sequence: DraftSequence, evidence: Evidence, shape: TreeBounds) -> TokenTree:
     """Draw the tree of one sequence from its tries (own, tenant's, shared)."""
-    context = np.array(sequence.token_ids[-int(evidence.rules[MAX_MATCH]) :], dtype=np.int32)
+    context = np.array(sequence.token_ids[-longest_match(evidence.trust) :], dtype=np.int32)
     room = shape.nodes + 1
     tree, scores = np.zeros((2, room), np.int32), np.ones(room)
     drawn = Distributions(

@@ -14,10 +14,10 @@ import numpy as np
 from draft_service.compiling import Numbers, Reals, compiled, inlined
 from draft_service.ngram.arrays import Tokens
 from draft_service.ngram.prediction import (
-    MAX_MATCH,
     SOURCES,
     Evidence,
     Tries,
+    longest_match,
     make_scratch,
     predict,
     resolve_states,
@@ -27,14 +27,15 @@ from draft_service.noise import exponential
 
 # Open probability below which further windows no longer change the result of a Gumbel-max or plain draw.
 OPEN_FLOOR = 0.1
+# How far the Gumbel-max draw over relative frequencies is trusted to be the target's. Fitted as the weights of sources.
+_SHARPNESS = 0.5
 
 
 class TreeBounds(NamedTuple):
     """Bounds of the tree, and how its candidates are drawn.
 
     Nodes, depth and breadth bound it; `floor` is the least path probability of a node; `coupled` turns on the
-    Gumbel-max draw, in which `power` (1 / temperature) is the exponent on probabilities and `sharpness` how far that
-    draw is trusted.
+    Gumbel-max draw, in which `power` (1 / temperature) is the exponent on probabilities.
     """
 
     nodes: int
@@ -43,7 +44,6 @@ class TreeBounds(NamedTuple):
     floor: float
     coupled: bool
     power: float
-    sharpness: float
 
 
 @compiled
@@ -51,14 +51,14 @@ def _gumbel_max(
     known: int, shape: TreeBounds, seed: np.uint64, position: np.uint64, candidates: Numbers, weights: Reals
 ) -> None:
     """Turn probabilities into chances of winning the shared Gumbel-max draw, given its noise. Token x has the weight
-    (p(x)**power / E(x))**sharpness; all other tokens take part with their expected noise."""
+    (p(x)**power / E(x))**_SHARPNESS; all other tokens take part with their expected noise."""
     rest = 1.0
     for i in range(known):
         rest -= weights[i, 0]
-    total = max(rest, 1e-3) ** (shape.power * shape.sharpness)
+    total = max(rest, 1e-3) ** (shape.power * _SHARPNESS)
     for i in range(known):
         noise = exponential(seed, position, np.uint64(candidates[i, 0]))
-        weights[i, 0] = (weights[i, 0] ** shape.power / noise) ** shape.sharpness
+        weights[i, 0] = (weights[i, 0] ** shape.power / noise) ** _SHARPNESS
         total += weights[i, 0]
     for i in range(known):
         weights[i, 0] /= total
@@ -150,7 +150,7 @@ def grow(
         tree: [2, 1 + nodes], tokens and parents, filled; row 0, the root, is left to the caller.
         scores: [1 + nodes], filled likewise.
     """
-    longest = evidence.rules[MAX_MATCH]
+    longest = longest_match(evidence.trust)
     rows, scratch = (tries[0][0], tries[1][0], tries[2][0]), make_scratch()
     candidates, weights = scratch.candidates, scratch.weights
     # Possible nodes: parent row and candidate; path probability and score. `order` ranks the best of them.

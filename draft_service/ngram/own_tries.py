@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+from draft_service.ngram.arrays import NEVER_LOG2
 from draft_service.ngram.batch import ROOM
-from draft_service.ngram.config import NEVER_LOG2, TrieConfig
+from draft_service.ngram.config import TrieConfig
 from draft_service.ngram.trie import NgramTrie
 
 

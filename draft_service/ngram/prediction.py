@@ -13,13 +13,14 @@ from __future__ import annotations
 from typing import NamedTuple
 
 import numpy as np
-import numpy.typing as npt
 
 from draft_service.compiling import Numbers, Reals, compiled, inlined
 from draft_service.ngram.arrays import (
     COUNT,
     FIRST_CHILD,
+    HALF_LIFE_LOG2,
     LINK,
+    NEVER_LOG2,
     NEXT,
     ROOT,
     TOKEN,
@@ -41,11 +42,8 @@ UNIT = 16
 # The window of a candidate or row in one source was not computed.
 UNKNOWN = -1
 # Columns of `Evidence.trust` before the escape weights.
-RECENCY, PRECEDENCE, HALF_LIFE, ESCAPE = range(4)
-# Entries of `Evidence.rules`.
-MIN_MATCH, MAX_MATCH = range(2)
+RECENCY, PRECEDENCE, ESCAPE = range(3)
 
-Rules = npt.NDArray[np.int64]
 Trie = tuple[Rows, Slots]
 Tries = tuple[Trie, Trie, Trie]
 
@@ -54,15 +52,12 @@ class Evidence(NamedTuple):
     """How much each source is trusted.
 
     `trust` is [SOURCES, ESCAPE + longest + 1]: occurrences that the most recent continuation gets on top, tokens by
-    which the source's windows count as longer, base-2 logarithm of its half-life, and from column ESCAPE on the
-    occurrences that the unseen is worth, by window length. `spread` is [1 + MAX_SIBLINGS]: by how much that grows
-    with the number of different continuations. `rules` is int64 [2]: shortest and longest context.
-    Three arrays, since numba takes them from Python in a quarter of the time that scalars in a tuple need.
+    which the source's windows count as longer, and from column ESCAPE on the occurrences that the unseen is worth, by
+    window length. `spread` is [1 + MAX_SIBLINGS]: by how much that grows with the number of different continuations.
     """
 
     trust: Reals
     spread: Reals
-    rules: Rules
 
 
 class Scratch(NamedTuple):
@@ -78,6 +73,12 @@ class Scratch(NamedTuple):
     candidates: Numbers
     # [MAX_CANDIDATES, 1 + SOURCES], the result: probability, then occurrences that were counted already.
     weights: Reals
+
+
+@compiled
+def longest_match(trust: Reals) -> int:
+    """Tokens of the longest context, by `Evidence.trust`."""
+    return len(trust[0]) - ESCAPE - 1
 
 
 @compiled
@@ -173,12 +174,12 @@ def _share_out(
 
 
 @inlined
-def _longest(state: Numbers, trust: Reals, min_match: int) -> int:
-    """The source whose window is longest, or -1 when none is long enough."""
+def _longest(state: Numbers, trust: Reals) -> int:
+    """The source whose window is longest, or -1 when none is left."""
     source, longest = -1, -1.0
     for i in range(SOURCES):
         length = state[SOURCES + i]
-        if length >= min_match and length + trust[i, PRECEDENCE] > longest:
+        if length > 0 and length + trust[i, PRECEDENCE] > longest:
             source, longest = i, length + trust[i, PRECEDENCE]
     return source
 
@@ -195,13 +196,13 @@ def predict(
         floor: shorter windows are not read once less probability than this is open.
     """
     own, tenant, shared = rows_of
-    trust, spread, rules = evidence
+    trust, spread = evidence
     state, places, fresh, candidates, weights = scratch
     for i in range(SOURCES):
         state[i], state[SOURCES + i], state[2 * SOURCES + i] = states[row, i], states[row, SOURCES + i], -1
     open_mass, known = 1.0, 0
     while open_mass > floor:
-        source = _longest(state, trust, rules[MIN_MATCH])
+        source = _longest(state, trust)
         if source < 0:
             break
         rows = own if source == OWN else tenant if source == TENANT else shared
@@ -209,8 +210,8 @@ def predict(
         # As many occurrences as the longer window had are the same ones.
         if rows[node, COUNT] != state[2 * SOURCES + source]:
             state[2 * SOURCES + source] = rows[node, COUNT]
-            half_life = int(trust[source, HALF_LIFE])
-            longest = rules[MAX_MATCH]
+            half_life = HALF_LIFE_LOG2 if source == TENANT else NEVER_LOG2
+            longest = longest_match(trust)
             found, known, new, total = _gather(
                 rows, node, length, source, half_life, longest, state, places, fresh, candidates, weights, known
             )

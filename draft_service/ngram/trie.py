@@ -7,7 +7,18 @@ import threading
 
 import numpy as np
 
-from draft_service.ngram.arrays import COLUMNS, MAX_CLOCK, ROOT, SEEN, Rows, Slots, Tokens, insert, set_clock_back
+from draft_service.ngram.arrays import (
+    COLUMNS,
+    HALF_LIFE_LOG2,
+    MAX_CLOCK,
+    ROOT,
+    SEEN,
+    Rows,
+    Slots,
+    Tokens,
+    insert,
+    set_clock_back,
+)
 from draft_service.ngram.eviction import copy_survivors, enter_all, slots_for, sound, survivors
 
 # A full trie is cut to this share, so that cuts are rare.
@@ -23,7 +34,7 @@ class NgramTrie:
     fresh arrays outside the lock, so a reader waits for one chunk of insertion at most.
     """
 
-    def __init__(self, depth: int, capacity: int, half_life_log2: int = 20, first_rows: int = 256) -> None:
+    def __init__(self, depth: int, capacity: int, half_life_log2: int = HALF_LIFE_LOG2, first_rows: int = 256) -> None:
         """`capacity`: most nodes (rows) held; `half_life_log2`: of the tokens inserted until counts halve."""
         if not 2 <= depth <= 64:
             raise ValueError(f"depth must be 2..64, is {depth}")

@@ -259,10 +259,8 @@ def test_a_snapshot_that_cannot_be_written_harms_nothing(tmp_path: Path, caplog:
     [
         {"num_draft_tokens": 0},
         {"num_draft_tokens": 256},
-        {"min_match": 0},
         {"breadth": 0},
         {"min_score": 0.0},
-        {"half_life_tokens": 1000},
         {"tenant_capacity": 1},
         {"capacity": 1000},
     ],

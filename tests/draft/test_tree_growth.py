@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 from collections import Counter
 from collections.abc import Sequence
 
@@ -215,8 +214,3 @@ def test_rejection_over_drawn_trees_keeps_the_targets_distribution() -> None:
     observed = np.array([outputs[token] for token in range(VOCABULARY)])
     pooled = [*observed[likely], observed[~likely].sum()], [*expected[likely], expected[~likely].sum()]
     assert chi_squared(*(part if pooled[1][-1] > 0 else part[:-1] for part in pooled)) > 1e-4
-
-
-def test_limits_of_the_configuration_are_checked() -> None:
-    with pytest.raises(ValueError, match="min_match"):
-        dataclasses.replace(TrieConfig(), min_match=9, max_match=8)

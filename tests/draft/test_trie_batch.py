@@ -13,8 +13,9 @@ from trie_checks import check_integrity
 from trie_trees import build_tree
 
 from draft_service.drafters.base import DraftSequence, tree_limits
+from draft_service.ngram.arrays import HALF_LIFE_LOG2, NEVER_LOG2
 from draft_service.ngram.batch import ROOM
-from draft_service.ngram.config import NEVER_LOG2, TrieConfig
+from draft_service.ngram.config import TrieConfig
 from draft_service.ngram.drafter import NgramDrafter
 from draft_service.ngram.prediction import UNIT
 from draft_service.ngram.trie import NgramTrie
@@ -54,7 +55,7 @@ class Plain:
 
 def drafter() -> tuple[NgramDrafter, NgramTrie]:
     """A drafter whose one tenant knows a text, and a trie that knows the same."""
-    made, tenant = NgramDrafter(CONFIG), NgramTrie(CONFIG.depth, CONFIG.tenant_capacity, CONFIG.half_life_log2)
+    made, tenant = NgramDrafter(CONFIG), NgramTrie(CONFIG.depth, CONFIG.tenant_capacity, HALF_LIFE_LOG2)
     made.add_corpus("default", "", TEACHING)
     tenant.insert(np.array(TEACHING, np.int32), weight=UNIT)
     return made, tenant
