@@ -15,7 +15,6 @@ from outrider import noise
 # Typed constants, since numba turns uint64 mixed with a plain int into a float.
 _M0, _M1 = np.uint64(noise.PHILOX_M0), np.uint64(noise.PHILOX_M1)
 _W0, _W1 = np.uint64(noise.PHILOX_W0), np.uint64(noise.PHILOX_W1)
-_ROUNDS = noise.PHILOX_ROUNDS
 _LOW, _SHIFT = np.uint64(0xFFFFFFFF), np.uint64(32)
 GOLDEN = np.uint64(0x9E3779B97F4A7C15)
 
@@ -25,7 +24,7 @@ def noise_word(seed: np.uint64, position: np.uint64, token: np.uint64) -> np.uin
     """The Philox4x32-10 word of one token at one position, below 2**32. All arguments are uint64."""
     c0, c1, c2, c3 = token >> np.uint64(2), position & _LOW, position >> _SHIFT, np.uint64(0)
     k0, k1 = seed & _LOW, seed >> _SHIFT
-    for _ in range(_ROUNDS):
+    for _ in range(noise.PHILOX_ROUNDS):
         product0, product1 = c0 * _M0, c2 * _M1
         c0, c1, c2, c3 = (
             (product1 >> _SHIFT) ^ c1 ^ k0,

@@ -17,7 +17,7 @@ from starlette.types import ASGIApp, Receive, Scope, Send
 import outrider
 from outrider_gateway.admission import GatewayAdmission
 from outrider_gateway.caller import caller_from
-from outrider_gateway.config import ANY_ORIGIN, GatewayConfig
+from outrider_gateway.config import GatewayConfig
 from outrider_gateway.endpoints import GenerationEndpoint
 from outrider_gateway.failures import Refused
 from outrider_gateway.hosts import host_check
@@ -146,7 +146,7 @@ def _cross_origin(app: ASGIApp, origins: Sequence[str]) -> ASGIApp:
         # How long a browser may go by one answer to "may I?", in seconds: Chromium's own limit.
         max_age=7200,
         # Chromium asks this for a gateway on the reader's own machine or network. Not for just any page.
-        allow_private_network=ANY_ORIGIN not in origins,
+        allow_private_network="*" not in origins,
     )
 
 

@@ -12,12 +12,10 @@ from outrider.pem import check_pair
 from outrider.settings import ServerSettings, SettingsError, comma_words, setting
 from outrider_gateway.discovery import target_name
 
-ANY_ORIGIN = "*"
 # A name as DNS has it, without a port; with a dot before it, every name below it too.
 _LABEL = r"[a-z0-9_]([a-z0-9_-]{0,61}[a-z0-9_])?"
 # Of a name by RFC 1035.
 MAX_HOST = 253
-ANY_HOST = "*"
 # Whether connections can be handed to another process, as everywhere but on Windows.
 CAN_SHARE = hasattr(socket, "send_fds")
 
@@ -80,16 +78,16 @@ class GatewayConfig(ServerSettings):
             # As browsers write the origin of a page: in lower case, without a path.
             known = re.fullmatch(r"https?://(\[[0-9a-f:.]+\]|[a-z0-9._-]+)(:\d{1,5})?", origin)
             _need(
-                origin == ANY_ORIGIN or known is not None,
+                origin == "*" or known is not None,
                 "allow_origin",
                 f"{origin!r} is not SCHEME://HOST[:PORT] in lower case, nor *",
             )
-        _need(ANY_ORIGIN not in self.origins or len(self.origins) == 1, "allow_origin", "* stands alone")
+        _need("*" not in self.origins or len(self.origins) == 1, "allow_origin", "* stands alone")
         for host in self.hosts:
             named = len(host) <= MAX_HOST and re.fullmatch(rf"\.?{_LABEL}(\.{_LABEL})*", host) is not None
             problem = f"{host!r} is not a name in lower case without port, nor .DOMAIN, nor *"
-            _need(host == ANY_HOST or named, "allow_host", problem)
-        _need(ANY_HOST not in self.hosts or len(self.hosts) == 1, "allow_host", "* stands alone")
+            _need(host == "*" or named, "allow_host", problem)
+        _need("*" not in self.hosts or len(self.hosts) == 1, "allow_host", "* stands alone")
         _need(bool(self.tls_certificate) == bool(self.tls_key), "tls_certificate", "needs --tls-key, and the other way")
         if self.tls_certificate:
             check_pair(self.tls_certificate, self.tls_key)
@@ -109,12 +107,12 @@ class GatewayConfig(ServerSettings):
 
     @property
     def hosts(self) -> tuple[str, ...]:
-        """The names that clients may use beside this machine's own; `ANY_HOST` alone for all."""
+        """The names that clients may use beside this machine's own; "*" alone for all."""
         return comma_words(self.allow_host)
 
     @property
     def origins(self) -> tuple[str, ...]:
-        """The origin of every other page that may call; `ANY_ORIGIN` alone for all."""
+        """The origin of every other page that may call; "*" alone for all."""
         return comma_words(self.allow_origin)
 
 

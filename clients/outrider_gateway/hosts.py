@@ -9,7 +9,7 @@ from starlette.types import ASGIApp, Receive, Scope, Send
 
 from outrider.host_names import HostNames, is_loopback
 from outrider.log_limit import LogLimit
-from outrider_gateway.config import ANY_HOST, MAX_HOST, GatewayConfig, host_and_port
+from outrider_gateway.config import MAX_HOST, GatewayConfig, host_and_port
 from outrider_gateway.failures import Refused
 from outrider_gateway.http import send_json
 
@@ -44,7 +44,7 @@ def host_check(app: ASGIApp, config: GatewayConfig) -> ASGIApp:
     """`app` behind the check, where one is wanted. A page cannot show a certificate for its own name, so TLS needs
     none. A gateway that others reach by its address, and that lists no names, may have any."""
     listen, _ = host_and_port(config.listen)
-    if ANY_HOST in config.hosts or config.tls_certificate or not (config.hosts or is_loopback(listen)):
+    if "*" in config.hosts or config.tls_certificate or not (config.hosts or is_loopback(listen)):
         return app
     return HostCheck(app, HostNames.of_listener(listen, *config.hosts))
 

@@ -13,7 +13,6 @@ from starlette.types import Receive, Scope, Send
 from outrider_gateway.failures import Refused, TooLarge
 from outrider_gateway.http_versions import BodyAtOnce
 
-JSON_TYPE = "application/json"
 _EVENTS = (
     (b"content-type", b"text/event-stream; charset=utf-8"),
     (b"cache-control", b"no-cache"),
@@ -33,8 +32,8 @@ async def read_body(
     refuse them. Raises `Refused`, or `ClientGone`."""
     headers = dict(scope["headers"])
     # Browsers ask before they send JSON to another origin, and send plain text without asking.
-    if headers.get(b"content-type", b"").partition(b";")[0].strip().lower() != JSON_TYPE.encode():
-        raise Refused(415, f"the body must be {JSON_TYPE}")
+    if headers.get(b"content-type", b"").partition(b";")[0].strip().lower() != b"application/json":
+        raise Refused(415, "the body must be application/json")
     if (coding := headers.get(b"content-encoding", b"identity").strip().lower()) != b"identity":
         raise Refused(
             415, f"the body must not be compressed, and its content-encoding is {coding[:40].decode('latin-1')}"
@@ -185,7 +184,7 @@ async def send_json(
 ) -> None:
     """A whole answer."""
     data = orjson.dumps(body)
-    pairs = {"content-type": JSON_TYPE, "content-length": str(len(data)), "x-request-id": request_id, **(headers or {})}
-    raw = [(name.encode(), value.encode()) for name, value in pairs.items()]
+    pairs = {"content-length": str(len(data)), "x-request-id": request_id, **(headers or {})}
+    raw = [(b"content-type", b"application/json"), *((name.encode(), value.encode()) for name, value in pairs.items())]
     await send({"type": "http.response.start", "status": status, "headers": raw})
     await send({"type": "http.response.body", "body": data})

@@ -18,16 +18,10 @@ import numpy.typing as npt
 import torch
 from torch import Tensor
 
-PHILOX_M0 = 0xD2511F53
-PHILOX_M1 = 0xCD9E8D57
-PHILOX_W0 = 0x9E3779B9
-PHILOX_W1 = 0xBB67AE85
-PHILOX_ROUNDS = 10
+_MULTIPLIERS = 0xD2511F53, 0xCD9E8D57
 _LOW = 0xFFFFFFFF
-_MULTIPLIERS = np.array([[PHILOX_M0], [PHILOX_M1]], np.uint64)
+_HOST_MULTIPLIERS = np.array(_MULTIPLIERS, np.uint64)[:, None]
 _HALF, _LOW_WORD = np.uint64(32), np.uint64(_LOW)
-_RACE = 0
-_COINS = 1
 _Word = TypeVar("_Word", int, Tensor)
 
 
@@ -52,7 +46,7 @@ def _rounds(even: Tensor, odd: Tensor, keys: Iterable[Tensor]) -> Tensor:
     [2, ..., 1]. Waits for no device and copies nothing to one."""
     # Both halves side by side make each round a handful of operations. The products wrap around int64, which keeps
     # their bits; the arithmetic shift's copies of the sign are masked away.
-    multipliers = torch.stack([torch.full_like(odd[0], PHILOX_M0), torch.full_like(odd[0], PHILOX_M1)])
+    multipliers = torch.stack([torch.full_like(odd[0], multiplier) for multiplier in _MULTIPLIERS])
     for key in keys:
         product = (even * multipliers).flip(0)
         even = (product >> 32).bitwise_and_(_LOW).bitwise_xor_(odd).bitwise_xor_(key)
@@ -66,25 +60,25 @@ def _philox_on_host(blocks: npt.NDArray[np.int64], middle: int, domain: int, see
     even[0], even[1] = blocks, middle >> 32
     odd = np.array([[middle & _LOW], [domain]], np.uint64)
     for key in np.array(_round_keys(seed & _LOW, seed >> 32), np.uint64)[..., None]:
-        product = (even * _MULTIPLIERS)[::-1]
+        product = (even * _HOST_MULTIPLIERS)[::-1]
         even, odd = product >> _HALF ^ odd ^ key, product & _LOW_WORD
     return np.stack([even[0], odd[0], even[1], odd[1]]).view(np.int64)
 
 
 def _round_keys(low: _Word, high: _Word) -> list[tuple[_Word, _Word]]:
     """Both words of each round's key, from those of the seed."""
-    return [((low + i * PHILOX_W0) & _LOW, (high + i * PHILOX_W1) & _LOW) for i in range(PHILOX_ROUNDS)]
+    return [((low + i * 0x9E3779B9) & _LOW, (high + i * 0xBB67AE85) & _LOW) for i in range(10)]
 
 
 def gumbel_words(seed: int, position: int, vocabulary_size: int, device: torch.device | str = "cpu") -> Tensor:
     """[V] int64: the word x of every token at one position. Costs V / 4 Philox blocks."""
     blocks = torch.arange((vocabulary_size + 3) // 4, device=device)
-    return philox(blocks, position, _RACE, seed).t().reshape(-1)[:vocabulary_size]
+    return philox(blocks, position, 0, seed).t().reshape(-1)[:vocabulary_size]
 
 
 def gumbel_words_of(seed: int, position: int, token_ids: Tensor) -> Tensor:
     """[n] int64: the word x of the given tokens at one position. token_ids: [n] int64."""
-    words = philox(token_ids >> 2, position, _RACE, seed)
+    words = philox(token_ids >> 2, position, 0, seed)
     return words.gather(0, (token_ids & 3)[None])[0]
 
 
@@ -92,7 +86,7 @@ def gumbel_words_by_sequence(seeds: Tensor, positions: Tensor, token_ids: Tensor
     """[B, n] int64: `gumbel_words_of` for every sequence with its own seed [B] int64 (of the same 64 bits) and position
     [B] int64, good in a captured graph. token_ids: [B, n] int64."""
     even = torch.stack([token_ids >> 2, (positions >> 32 & _LOW)[:, None].expand_as(token_ids)])
-    odd = torch.stack([positions & _LOW, torch.full_like(positions, _RACE)])[..., None]
+    odd = torch.stack([positions & _LOW, torch.zeros_like(positions)])[..., None]
     keys = _round_keys(seeds & _LOW, seeds >> 32 & _LOW)
     words = _rounds(even, odd, [torch.stack(key)[..., None] for key in keys])
     return words.gather(0, (token_ids & 3)[None])[0]
@@ -106,7 +100,7 @@ def exponentials(words: Tensor) -> Tensor:
 def uniforms(seed: int, stream: int, count: int) -> Tensor:
     """[count] float64 in [0, 1), multiples of 2**-53: coins of one request that no draft ever sees. `stream` is a
     64-bit number that differs for every use, such as the absolute position of the root."""
-    words = philox(torch.arange((count + 1) // 2), stream, _COINS, seed)
+    words = philox(torch.arange((count + 1) // 2), stream, 1, seed)
     # 53 bits from each pair of words, as in numpy's Generator.random.
     high, low = words[0::2], words[1::2]
     return ((high >> 5 << 26) + (low >> 6)).t().reshape(-1)[:count].double() * 2.0**-53

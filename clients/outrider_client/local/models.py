@@ -9,7 +9,6 @@ from outrider.model_store import model_source
 
 # The default of the target's own setting, which cannot be imported here.
 DEFAULT_MODEL = "smollm2-135m-instruct"
-_TOKENIZER = "tokenizer.json"
 
 
 class ModelMissing(Exception):
@@ -40,7 +39,7 @@ def model_path(model: str) -> Path:
         return folder
     from huggingface_hub import try_to_load_from_cache
 
-    found = try_to_load_from_cache(model, _TOKENIZER)
+    found = try_to_load_from_cache(model, "tokenizer.json")
     if not isinstance(found, str):
         raise ModelMissing(f"{model} is not in the hub's cache on this machine")
     return Path(found).parent
@@ -48,7 +47,7 @@ def model_path(model: str) -> Path:
 
 def load_tokenizer(model: str) -> Tokenizer:
     """The tokenizer of a model or model folder. Raises `ModelMissing`."""
-    path = model_path(model) / _TOKENIZER
+    path = model_path(model) / "tokenizer.json"
     if not path.is_file():
-        raise ModelMissing(f"{path.parent} has no {_TOKENIZER}")
+        raise ModelMissing(f"{path.parent} has no {path.name}")
     return Tokenizer(path)

@@ -12,7 +12,6 @@ from outrider_client.results import Chunk
 
 DRAFTED_STYLE = "green"
 OWN_STYLE = "yellow"
-_REPLACEMENT = "\ufffd"
 
 
 def legend() -> Text:
@@ -88,10 +87,10 @@ class Painter:
         known, whole = decoded(self._ids[: self._read], texts), decoded(self._ids, texts)
         self._pending = whole[len(known) :]
         start = self._shown + len(self._text)
-        waiting = not self._pending or self._pending.endswith(_REPLACEMENT)
+        waiting = not self._pending or self._pending.endswith("\ufffd")
         # As many tokens wait for a character to be complete as in the target, whose texts are compared.
         if waiting and len(self._ids) - self._read < 32:
-            return max(start + len(self._pending.rstrip(_REPLACEMENT)), self._ends[-1][0] if self._ends else 0)
+            return max(start + len(self._pending.rstrip("\ufffd")), self._ends[-1][0] if self._ends else 0)
         self._take_pending()
         return self._shown + len(self._text)
 
