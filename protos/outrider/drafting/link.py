@@ -12,7 +12,7 @@ import random
 import socket
 import threading
 from collections import deque
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -136,32 +136,24 @@ def prepare_draft(address: str, options: LinkOptions = USUAL) -> Connect:
     if address.startswith(INPROCESS_SCHEME):
         return _prepare_in_process(address)
     if address.startswith(FILE_SCHEME):
-        return _prepare_listed(Path(address.removeprefix(FILE_SCHEME)), options)
+        path = Path(address.removeprefix(FILE_SCHEME))
+        # Refused now rather than behind the loading of a model.
+        listed_addresses(path)
+        return _prepare_several(partial(ListedDrafts, path), options)
     if "," not in address:
         return partial(GrpcDraftLink, address, options=options)
     addresses = comma_words(address)
     if len(set(addresses)) < len(addresses) or any(part.startswith(INPROCESS_SCHEME) for part in addresses):
         raise SettingsError(f"{address}: several drafts are services of their own, each named once")
-
-    def connect(events: DraftEvents, vocabulary_size: int, fingerprint: str) -> StoppableLink:
-        return SeveralDrafts(
-            addresses, lambda one, member: GrpcDraftLink(one, member, vocabulary_size, fingerprint, options), events
-        )
-
-    return connect
+    return _prepare_several(partial(SeveralDrafts, addresses), options)
 
 
 def prepare_in_pass(address: str, model: str) -> Callable[[Any], Any]:
     """The function that loads the drafter of an `inpass:` address for a target, a `tree_models.in_pass.MakeDrafter`,
     found as drafters in this process are. `model` is the target as `--model` names it. Raises `SettingsError` for what
     can be refused without the target."""
-    extension: Callable[[str, str], Callable[[Any], Any]] | None = find_extension(LINK_GROUP, IN_PASS_SCHEME[:-1])
-    if extension is None:
-        raise SettingsError(f"{address}: no draft service is installed in this environment")
-    try:
-        return extension(address.removeprefix(IN_PASS_SCHEME), model)
-    except OutriderError as error:
-        raise SettingsError(f"{address}: {error.message}") from None
+    prepared: Callable[[Any], Any] = _made_here(IN_PASS_SCHEME, address, model)
+    return prepared
 
 
 def runs_in_eager_passes(address: str) -> bool:
@@ -170,34 +162,39 @@ def runs_in_eager_passes(address: str) -> bool:
     return named[:1] != [] and named[0] in _IN_EAGER_PASSES
 
 
-def _prepare_listed(path: Path, options: LinkOptions) -> Connect:
-    # Refused now rather than behind the loading of a model.
-    listed_addresses(path)
-
+def _prepare_several(drafts: Callable[..., StoppableLink], options: LinkOptions) -> Connect:
     def connect(events: DraftEvents, vocabulary_size: int, fingerprint: str) -> StoppableLink:
-        return ListedDrafts(
-            path, lambda one, member: GrpcDraftLink(one, member, vocabulary_size, fingerprint, options), events
-        )
+        return drafts(lambda one, member: GrpcDraftLink(one, member, vocabulary_size, fingerprint, options), events)
 
     return connect
 
 
 def _prepare_in_process(address: str) -> Connect:
-    extension: Callable[[str], Connect] | None = find_extension(LINK_GROUP, INPROCESS_SCHEME.rstrip(":"))
-    if extension is None:
-        raise SettingsError(f"{address}: no draft service is installed in this environment")
-    try:
-        prepared = extension(address.removeprefix(INPROCESS_SCHEME))
-    except OutriderError as error:
-        raise SettingsError(f"{address}: {error.message}") from None
+    prepared: Connect = _made_here(INPROCESS_SCHEME, address)
 
     def connect(events: DraftEvents, vocabulary_size: int, fingerprint: str) -> StoppableLink:
-        try:
+        with _naming(address):
             return prepared(events, vocabulary_size, fingerprint)
-        except OutriderError as error:
-            raise SettingsError(f"{address}: {error.message}") from None
 
     return connect
+
+
+def _made_here(scheme: str, address: str, *more: str) -> Any:
+    """What the draft service in this environment makes of an address of the scheme."""
+    extension = find_extension(LINK_GROUP, scheme.removesuffix(":"))
+    if extension is None:
+        raise SettingsError(f"{address}: no draft service is installed in this environment")
+    with _naming(address):
+        return extension(address.removeprefix(scheme), *more)
+
+
+@contextlib.contextmanager
+def _naming(address: str) -> Iterator[None]:
+    """Raise errors of the block as `SettingsError`, with the address."""
+    try:
+        yield
+    except OutriderError as error:
+        raise SettingsError(f"{address}: {error.message}") from None
 
 
 class GrpcDraftLink:
