@@ -35,7 +35,7 @@ from typing import Any
 from benchmarks.shared.engine_events import EngineEvents
 from benchmarks.shared.machine import describe
 from benchmarks.shared.report import comma_separated, parser_of, settings_of, show, write_json
-from benchmarks.shared.workload import Prompt, read_prompts
+from benchmarks.shared.workload import Prompt, form_schema, read_prompts
 from outrider.sampling import SamplingParams, VerificationMode
 from outrider.structured_output import StructuredOutput
 from target_service.assembly import load_model
@@ -48,20 +48,11 @@ from target_service.speculation.policy.step_cost import measure_step_cost
 
 PARTS = ("all", "beside", "forms", "first")
 FREE = SamplingParams(ignore_eos=True)
-_FIELDS = {
-    "name": {"type": "string", "maxLength": 30}, "age": {"type": "integer", "minimum": 0, "maximum": 120},
-    "email": {"type": "string", "maxLength": 30}, "is_customer": {"type": "boolean"},
-    "country_of_residence": {"enum": ["Germany", "France", "Spain", "Italy"]},
-    "preferred_contact_method": {"enum": ["email", "telephone", "letter"]},
-    "number_of_previous_orders": {"type": "integer", "minimum": 0, "maximum": 999},
-}  # fmt: skip
 
 
 def form_of(number: int = 0) -> SamplingParams:
     """The form of seven fields; with another number one that was not compiled yet."""
-    fields = {f"{name}_{number}" if number else name: each for name, each in _FIELDS.items()}
-    schema = {"type": "object", "properties": fields, "required": list(fields), "additionalProperties": False}
-    return SamplingParams(structured_output=StructuredOutput(json_schema=json.dumps(schema)))
+    return SamplingParams(structured_output=StructuredOutput(json_schema=json.dumps(form_schema(number))))
 
 
 FORM = form_of()

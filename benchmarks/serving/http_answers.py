@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import json
 import time
-from collections.abc import AsyncIterator, Sequence
+from collections.abc import AsyncIterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 from urllib.parse import urlsplit
@@ -37,13 +37,18 @@ class CompletionsClient:
         self._host, self._port = parts.hostname or "127.0.0.1", parts.port or 80
         self._path, self._model = parts.path.rstrip("/") + "/v1/completions", model
 
-    async def ask(self, prompt: Sequence[int], max_tokens: int) -> HttpAnswer:
-        """An answer of exactly `max_tokens`. Raises `RuntimeError` with what the server said where it refuses, or
-        ends an answer by an error, and for fewer or more tokens: no figure may be made of that."""
+    async def ask(self, prompt: Sequence[int], max_tokens: int, schema: Mapping[str, Any] | None = None) -> HttpAnswer:
+        """An answer of exactly `max_tokens`, or a form by a JSON Schema that ends within them. Raises `RuntimeError`
+        with what the server said where it refuses, or ends an answer by an error, for fewer or more tokens, and for a
+        form that is not whole: no figure may be made of that."""
+        wanted: dict[str, Any] = {"ignore_eos": True}
+        if schema is not None:
+            form = {"name": "form", "schema": schema, "strict": True}
+            wanted = {"response_format": {"type": "json_schema", "json_schema": form}}
         body = json.dumps(
             {
                 "model": self._model, "prompt": list(prompt), "max_tokens": max_tokens, "temperature": 0,
-                "ignore_eos": True, "stream": True, "stream_options": {"include_usage": True},
+                "stream": True, "stream_options": {"include_usage": True}, **wanted,
             }
         ).encode()  # fmt: skip
         answer, asked = HttpAnswer(), time.perf_counter()
@@ -73,9 +78,21 @@ class CompletionsClient:
         finally:
             writer.close()
         answer.seconds = time.perf_counter() - asked
-        if answer.tokens != max_tokens:
+        if schema is not None:
+            _check_form(answer.text, schema)
+        elif answer.tokens != max_tokens:
             raise RuntimeError(f"asked for {max_tokens} tokens, got {answer.tokens}")
         return answer
+
+
+def _check_form(text: str, schema: Mapping[str, Any]) -> None:
+    """Raise `RuntimeError` unless a text has all fields of a form."""
+    try:
+        found = json.loads(text)
+    except ValueError:
+        found = None
+    if not isinstance(found, dict) or list(found) != schema["required"]:
+        raise RuntimeError(f"asked for a form, got {text[:200]!r}")
 
 
 async def _events(reader: asyncio.StreamReader) -> AsyncIterator[dict[str, Any]]:

@@ -13,9 +13,11 @@ ids, answers greedy and of a fixed length. Before the loads a server answers som
     longC    the same with prompts of 6,000 tokens, 32 to answer
     turnsC   C conversations of four turns, each of which sends all before it, 96 to answer
     rateR    R requests a second for twelve seconds, by Poisson, a fifth of them of 2,500 tokens, 128 to answer
+    formsC   C streams, each with a short prompt of a chat and a form of seven fields to fill in by its JSON Schema
 
-Tokens a second are those of all answers over the time of the load, prompts included. Servers keep prompts: a second run
-of the same services needs another `--seed`, which gives the last four loads other texts, and not the first.
+Tokens a second are those of all answers over the time of the load, prompts included. Forms without white space have
+fewer tokens, so `answers_per_second` compares two servers there. Servers keep prompts: a second run of the same
+services needs another `--seed`, which gives other texts to all loads but `loop` and `forms`.
 """
 
 from __future__ import annotations
@@ -25,18 +27,22 @@ import random
 import re
 import time
 from collections.abc import Awaitable, Callable, Sequence
+from functools import partial
 from typing import Any
 
 from benchmarks.serving.http_answers import CompletionsClient, HttpAnswer
 from benchmarks.shared.report import comma_separated, parser_of, percentile, provenance, record_table, show, write_json
-from benchmarks.shared.workload import Prompt, chat_tokens, first_turn_tokens, read_conversations
+from benchmarks.shared.workload import Prompt, chat_tokens, first_turn_tokens, form_schema, read_conversations
 
 # Tokens of a short prompt at most. Chosen: long ones are loads of their own.
 _SHORT = 1500
 _RATE_SECONDS = 12.0
 _TURNS, _TURN_CHARACTERS = 4, 300
+# Tokens of a form at most. Chosen: twice what its longest values take.
+_FORM_TOKENS = 256
 
-Ask = Callable[[Prompt, int], Awaitable[HttpAnswer]]
+# A prompt, its tokens to answer, and for a form its JSON Schema.
+Ask = Callable[..., Awaitable[HttpAnswer]]
 
 
 class WholeAnswers:
@@ -66,6 +72,9 @@ class WholeAnswers:
         kind, count = parsed(load)
         if kind == "loop":
             return await self._loop(ask, count, self._prompts(max(8, 3 * count), 7 * count), 128)
+        if kind == "forms":
+            filled = partial(ask, schema=form_schema())
+            return await self._loop(filled, count, self._prompts(max(8, 3 * count), 7 * count), _FORM_TOKENS)
         if kind == "shared":
             before = self.passage(3000, 7)
             return await self._loop(ask, count, [before + own for own in self._prompts(max(12, 4 * count))], 64)
@@ -111,9 +120,9 @@ class WholeAnswers:
 
 def parsed(load: str) -> tuple[str, int]:
     """The kind of a load, and its number. Raises `ValueError` for a load that is none."""
-    found = re.fullmatch(r"(loop|shared|long|turns|rate)([1-9][0-9]*)", load)
+    found = re.fullmatch(r"(loop|shared|long|turns|rate|forms)([1-9][0-9]*)", load)
     if found is None:
-        raise ValueError(f"expected loopC, sharedC, longC, turnsC or rateR, got {load!r}")
+        raise ValueError(f"expected loopC, sharedC, longC, turnsC, rateR or formsC, got {load!r}")
     return found[1], int(found[2])
 
 
@@ -125,6 +134,7 @@ def figures(answers: Sequence[HttpAnswer], seconds: float) -> dict[str, float]:
     return {
         "answers": len(answers),
         "tokens_per_second": round(sum(one.tokens for one in answers) / seconds, 1),
+        "answers_per_second": round(len(answers) / seconds, 2),
         "first_p50_ms": round(percentile(firsts, 0.5), 2),
         "first_p99_ms": round(percentile(firsts, 0.99), 2),
         "ms_a_token_p50": round(percentile(each, 0.5), 2),

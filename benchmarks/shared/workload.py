@@ -20,6 +20,14 @@ LONGEST_PROMPT = 3500
 _LOWEST_ID, _HIGHEST_ID = 1000, 30000
 
 Prompt = tuple[int, ...]
+# Of the form that requests with structured output fill in.
+_FIELDS = {
+    "name": {"type": "string", "maxLength": 30}, "age": {"type": "integer", "minimum": 0, "maximum": 120},
+    "email": {"type": "string", "maxLength": 30}, "is_customer": {"type": "boolean"},
+    "country_of_residence": {"enum": ["Germany", "France", "Spain", "Italy"]},
+    "preferred_contact_method": {"enum": ["email", "telephone", "letter"]},
+    "number_of_previous_orders": {"type": "integer", "minimum": 0, "maximum": 999},
+}  # fmt: skip
 
 
 @dataclass(frozen=True, slots=True)
@@ -122,3 +130,9 @@ def closed_requests(prompts: Sequence[Prompt], concurrency: int, max_tokens: int
     lengths = [max(1, max_tokens * (place + 1) // concurrency) for place in range(concurrency)]
     lengths += [max_tokens] * (count - concurrency)
     return [(prompts[place % len(prompts)], tokens) for place, tokens in enumerate(lengths)]
+
+
+def form_schema(number: int = 0) -> dict[str, Any]:
+    """A JSON Schema of seven fields; with another number one that was not compiled yet."""
+    fields = {f"{name}_{number}" if number else name: each for name, each in _FIELDS.items()}
+    return {"type": "object", "properties": fields, "required": list(fields), "additionalProperties": False}

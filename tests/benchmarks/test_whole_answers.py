@@ -13,6 +13,7 @@ import pytest
 from benchmarks.serving import whole_answers
 from benchmarks.serving.http_answers import CompletionsClient, HttpAnswer
 from benchmarks.serving.whole_answers import Prompt, WholeAnswers, compare, figures, parsed
+from benchmarks.shared.workload import form_schema
 
 
 class Letters:
@@ -31,10 +32,12 @@ class Server:
 
     def __init__(self) -> None:
         self.asked: list[tuple[Prompt, int]] = []
+        self.schemas: list[dict[str, Any]] = []
         self.most = self._now = 0
 
-    async def ask(self, prompt: Prompt, tokens: int) -> HttpAnswer:
+    async def ask(self, prompt: Prompt, tokens: int, schema: dict[str, Any] | None = None) -> HttpAnswer:
         self.asked.append((prompt, tokens))
+        self.schemas += [] if schema is None else [schema]
         self._now += 1
         self.most = max(self.most, self._now)
         for _ in range(3):
@@ -56,6 +59,14 @@ def test_a_closed_loop_has_so_many_streams(answers: WholeAnswers, load: str, cou
     assert server.most == parsed(load)[1]
     starts = {prompt[:3000] for prompt, _ in server.asked}
     assert (len(starts) == 1) is load.startswith("shared")
+
+
+def test_forms_are_asked_for_by_one_schema(answers: WholeAnswers) -> None:
+    server, plain = Server(), Server()
+    asyncio.run(answers.run("forms4", server.ask))
+    asyncio.run(answers.run("loop4", plain.ask))
+    assert [prompt for prompt, _ in server.asked] == [prompt for prompt, _ in plain.asked] and server.most == 4
+    assert server.schemas == [form_schema()] * 12 and not plain.schemas
 
 
 def test_long_prompts_have_nothing_in_common(answers: WholeAnswers) -> None:
@@ -164,6 +175,30 @@ def test_a_refusal_says_why() -> None:
 
     with pytest.raises(RuntimeError, match="404: no such model"):
         with_server(handle, lambda url: CompletionsClient(url, "m").ask([1], 1))
+
+
+FILLED = json.dumps(dict.fromkeys(form_schema()["required"], 1))
+
+
+@pytest.mark.parametrize("text", [FILLED, FILLED[:-1], "[1]", '{"name": 1}'])
+def test_a_form_is_asked_for_by_its_schema_and_is_whole(text: str) -> None:
+    asked: list[dict[str, Any]] = []
+
+    async def handle(request: bytes, writer: asyncio.StreamWriter) -> None:
+        asked.append(json.loads(request))
+        event = {"choices": [{"text": text}], "usage": {"completion_tokens": 7}}
+        writer.write(b"HTTP/1.1 200 OK\r\n\r\n" + f"data: {json.dumps(event)}\n\n".encode())
+        await writer.drain()
+
+    def ask(url: str) -> Awaitable[HttpAnswer]:
+        return CompletionsClient(url, "m").ask([1], 9, form_schema())
+
+    if text is FILLED:
+        assert with_server(handle, ask).tokens == 7
+    else:
+        with pytest.raises(RuntimeError, match="asked for a form, got"):
+            with_server(handle, ask)
+    assert asked[0]["response_format"]["json_schema"]["schema"] == form_schema() and "ignore_eos" not in asked[0]
 
 
 @pytest.mark.parametrize(
