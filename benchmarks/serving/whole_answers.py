@@ -14,6 +14,8 @@ ids, answers greedy and of a fixed length. Before the loads a server answers som
     turnsC   C conversations of four turns, each of which sends all before it, 96 to answer
     rateR    R requests a second for twelve seconds, by Poisson, a fifth of them of 2,500 tokens, 128 to answer
     formsC   C streams, each with a short prompt of a chat and a form of seven fields to fill in by its JSON Schema
+    coldN    N prompts of 6,000 tokens, one after the other, 8 to answer
+    keptN    those of coldN again, with 32 tokens more behind each: behind that load, what kept prompts spare
 
 Tokens a second are those of all answers over the time of the load, prompts included. Forms without white space have
 fewer tokens, so `answers_per_second` compares two servers there. Servers keep prompts: a second run of the same
@@ -81,6 +83,10 @@ class WholeAnswers:
         if kind == "long":
             prompts = [self.passage(6000, 1000 * count + i) for i in range(max(6, 2 * count))]
             return await self._loop(ask, count, prompts, 32)
+        if kind in ("cold", "kept"):
+            more = [self.passage(32, 71_000 + i) if kind == "kept" else () for i in range(count)]
+            prompts = [self.passage(6000, 70_000 + i) + behind for i, behind in enumerate(more)]
+            return await self._loop(ask, 1, prompts, 8)
         if kind == "turns":
             talks = await asyncio.gather(*(self._talk(ask, number) for number in range(count)))
             return [answer for answers in talks for answer in answers]
@@ -120,9 +126,9 @@ class WholeAnswers:
 
 def parsed(load: str) -> tuple[str, int]:
     """The kind of a load, and its number. Raises `ValueError` for a load that is none."""
-    found = re.fullmatch(r"(loop|shared|long|turns|rate|forms)([1-9][0-9]*)", load)
+    found = re.fullmatch(r"(loop|shared|long|turns|rate|forms|cold|kept)([1-9][0-9]*)", load)
     if found is None:
-        raise ValueError(f"expected loopC, sharedC, longC, turnsC, rateR or formsC, got {load!r}")
+        raise ValueError(f"expected loopC, sharedC, longC, turnsC, rateR, formsC, coldN or keptN, got {load!r}")
     return found[1], int(found[2])
 
 

@@ -75,6 +75,16 @@ def test_long_prompts_have_nothing_in_common(answers: WholeAnswers) -> None:
     assert [len(prompt) for prompt, _ in server.asked] == [6000] * 6 and len(set(server.asked)) == 6
 
 
+def test_kept_prompts_are_those_that_were_cold_and_more(answers: WholeAnswers) -> None:
+    server = Server()
+    for load in ("cold3", "kept3"):
+        asyncio.run(answers.run(load, server.ask))
+    prompts = [prompt for prompt, _ in server.asked]
+    cold, kept = prompts[:3], prompts[3:]
+    assert server.most == 1 and len(set(cold)) == 3 and [len(prompt) for prompt in kept] == [6032] * 3
+    assert [prompt[:6000] for prompt in kept] == cold
+
+
 def test_another_seed_has_other_texts(answers: WholeAnswers) -> None:
     server = Server()
     asyncio.run(answers.run("long2", server.ask))
