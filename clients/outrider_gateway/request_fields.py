@@ -1,7 +1,7 @@
 """The fields of a request's body, each once: where it goes, why it has no effect, or why it is refused.
 
 Those that are taken are fields of `bodies`; `Fields.end` disposes of the others by this table. The tables of
-docs/gateway.md are made of both: `python -m outrider_gateway.request_fields docs/gateway.md`.
+docs/gateway.md are made of both: `python tests/page_tables.py`.
 """
 
 from __future__ import annotations
@@ -12,7 +12,6 @@ from dataclasses import dataclass
 from enum import Enum
 from typing import Any, get_type_hints
 
-from outrider.page_tables import rendered, table, write_pages
 from outrider_gateway.bodies import (
     ChatFields,
     CompletionFields,
@@ -69,7 +68,7 @@ def _fields(table: str, *kinds: type[Any]) -> tuple[RequestField, ...]:
 
 
 # By where they belong, in the order of the page.
-_TABLES = {
+TABLES = {
     "both": _fields("""
 ignored metadata safety_identifier prompt_cache_retention: for a provider's own books
 ignored service_tier: there is one tier
@@ -173,36 +172,9 @@ refused mm_processor_kwargs={} media_io_kwargs={}: prompts are texts and message
 
 def _by_name(*tables: str) -> Mapping[str, RequestField]:
     """The fields of these tables, of two with one name the later."""
-    return {field.name: field for table in tables for field in _TABLES[table]}
+    return {field.name: field for table in tables for field in TABLES[table]}
 
 
 TOKENIZE_FIELDS, DETOKENIZE_FIELDS = _by_name("/tokenize"), _by_name("/detokenize")
 CHAT_FIELDS, COMPLETION_FIELDS = _by_name("chat", "both"), _by_name("completions", "both")
 RESPONSES_FIELDS, MESSAGES_FIELDS = _by_name("both", "responses"), _by_name("both", "messages")
-_HEADS = {Use.TAKEN: "what it does", Use.IGNORED: "why it has no effect", Use.REFUSED: "why it is refused"}
-
-
-def render(page: str) -> str:
-    """The page with every marked table of fields replaced. Raises `ValueError` for a mark of another use."""
-    return rendered(page, "fields", lambda name: _table(Use(name)))
-
-
-def _table(use: Use) -> str:
-    rows = []
-    for where, fields in _TABLES.items():
-        # Fields of one note stand together.
-        notes: dict[str, list[str]] = {}
-        for field in fields:
-            if field.use is use:
-                notes.setdefault(field.note, []).append(_shown(field))
-        rows += [(", ".join(names), where, note) for note, names in notes.items()]
-    return table(("field", "of", _HEADS[use]), rows)
-
-
-def _shown(field: RequestField) -> str:
-    values = ", ".join(f"`{json.dumps(value)}`" for value in field.harmless)
-    return f"`{field.name}`" + (f" (but {values})" if values else "")
-
-
-if __name__ == "__main__":
-    write_pages(render)

@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from page_tables import rendered
 
 from outrider.errors import InvalidField, QuotaExceeded
 from outrider.sampling import SamplingParams, VerificationMode
@@ -17,7 +18,7 @@ from outrider_client.messages import ChatOptions, ChatTurn, ToolChoice, ToolOpti
 from outrider_gateway.failures import Refused, refusal
 from outrider_gateway.generation_request import CHAT_NAMES, GenerationRequest, Prompt
 from outrider_gateway.messages_request import messages_request
-from outrider_gateway.request_fields import CHAT_FIELDS, COMPLETION_FIELDS, Use, render
+from outrider_gateway.request_fields import CHAT_FIELDS, COMPLETION_FIELDS, Use
 from outrider_gateway.responses_request import responses_request
 from outrider_gateway.translation import chat_request, completion_request
 
@@ -274,7 +275,7 @@ def test_every_other_field_is_ignored_or_refused_with_a_reason(table: Any) -> No
 
 def test_the_page_lists_every_field() -> None:
     page = (Path(__file__).parents[2] / "docs/gateway.md").read_text()
-    assert render(page) == page, "run: python -m outrider_gateway.request_fields docs/gateway.md"
+    assert rendered(page) == page, "run: python tests/page_tables.py"
     assert page.count("<!-- fields: ") == len(Use)
 
 

@@ -11,8 +11,8 @@ import pytest
 import yaml
 from opentelemetry.semconv._incubating.attributes import gen_ai_attributes, rpc_attributes
 from opentelemetry.semconv.attributes import error_attributes, server_attributes
+from page_tables import rendered
 
-from outrider.telemetry.docs import render
 from outrider.telemetry.names import ATTRIBUTES, SPANS
 from outrider.telemetry.table import DRAFT, FINE_SECONDS, GATEWAY, METRICS, RPC, TARGET, MetricSpec
 
@@ -94,7 +94,7 @@ def test_latency_bounds_resolve_a_tenth_of_a_millisecond_to_a_hundred() -> None:
 
 def test_the_document_is_what_the_code_writes() -> None:
     page = DOCUMENT.read_text()
-    assert render(page) == page, "run: python -m outrider.telemetry.docs docs/observability.md"
+    assert rendered(page) == page, "run: python tests/page_tables.py"
 
 
 def test_the_document_lists_everything() -> None:
