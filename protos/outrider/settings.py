@@ -121,6 +121,7 @@ class ServiceSettings(ServerSettings):
         FIRST_MESSAGE_SECONDS, "time that a stream has for its first message", gt=0, le=3600, rare=True
     )
     reflection: bool = setting(False, "serve gRPC reflection", rare=True)
+    admin_listen: str = setting("", "loopback HOST:PORT for channelz; off when empty", rare=True)
     tls_client_ca: str = setting("", "PEM roots for client certificates; required of clients when set")
 
 

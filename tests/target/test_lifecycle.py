@@ -195,8 +195,9 @@ class TestEnds:
             ({"listen": "nowhere"}, "cannot listen: 'nowhere' is not HOST:PORT"),
             ({"draft": "inprocess:absent"}, "absent"),
             ({"metrics_listen": "nowhere:x"}, "cannot serve metrics"),
+            ({"admin_listen": "0.0.0.0:0"}, "loopback"),
         ],
-        ids=["address", "drafter", "metrics"],
+        ids=["address", "drafter", "metrics", "admin"],
     )
     async def test_settings_that_cannot_work(self, running: Any, settings: Any, message: str) -> None:
         with pytest.raises(Exception, match=message) as caught:

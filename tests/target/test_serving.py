@@ -9,6 +9,7 @@ from typing import Any
 
 import grpc
 import pytest
+from grpc_channelz.v1 import channelz_pb2, channelz_pb2_grpc
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 from grpc_reflection.v1alpha import reflection_pb2, reflection_pb2_grpc
 from waits import HUNG_SECONDS
@@ -114,19 +115,29 @@ class TestTenants:
             assert await echo.call(channel, "Unary", metadata=(("authorization", f"Bearer {TOKEN}"),)) == b"acme"
 
     async def test_every_method_of_every_service_wants_a_token(self, echo: Any) -> None:
-        """Reflection is a door too. Health is for probes, which have none."""
+        """Reflection and channelz are doors too. Health is for probes, which have none."""
         options: dict[str, Any] = {
             "authenticator": Authenticator({TOKEN: Caller("acme")}),
             "reflection": True,
+            "admin_listen": "127.0.0.1:0",
         }
         async with echo.serving(echo.Echo(), **options) as server:
-            paths = [f"/{echo.name}/{method}" for method in echo.methods]
-            paths.append("/grpc.reflection.v1alpha.ServerReflection/ServerReflectionInfo")
-            async with grpc.aio.insecure_channel(server.address) as channel:
-                for path in paths:
-                    with pytest.raises(grpc.aio.AioRpcError) as caught:
-                        await channel.stream_unary(path)(iter([b""]), timeout=HUNG_SECONDS)
-                    assert caught.value.code() is grpc.StatusCode.UNAUTHENTICATED, path
+            served = {
+                server.address: [
+                    *(f"/{echo.name}/{method}" for method in echo.methods),
+                    "/grpc.reflection.v1alpha.ServerReflection/ServerReflectionInfo",
+                ],
+                server.admin_address: [
+                    f"/{channelz_pb2.DESCRIPTOR.services_by_name['Channelz'].full_name}/{method.name}"
+                    for method in channelz_pb2.DESCRIPTOR.services_by_name["Channelz"].methods
+                ],
+            }
+            for address, paths in served.items():
+                async with grpc.aio.insecure_channel(address) as channel:
+                    for path in paths:
+                        with pytest.raises(grpc.aio.AioRpcError) as caught:
+                            await channel.stream_unary(path)(iter([b""]), timeout=HUNG_SECONDS)
+                        assert caught.value.code() is grpc.StatusCode.UNAUTHENTICATED, path
 
     @pytest.mark.parametrize("bearer", [(), (("authorization", "Bearer wrong"),)], ids=["none", "wrong"])
     async def test_health_answers_without_a_token_and_nothing_else_does(self, echo: Any, bearer: Any) -> None:
@@ -189,6 +200,21 @@ class TestServer:
             answer = await stream.read()
             assert echo.name in {service.name for service in answer.list_services_response.service}
             stream.cancel()
+
+    async def test_channelz_on_the_admin_port_only(self, echo: Any) -> None:
+        async with echo.serving(echo.Echo(), admin_listen="127.0.0.1:0") as server:
+            async with grpc.aio.insecure_channel(server.admin_address) as channel:
+                answer = await channelz_pb2_grpc.ChannelzStub(channel).GetServers(channelz_pb2.GetServersRequest())
+                assert len(answer.server) >= 2
+            async with grpc.aio.insecure_channel(server.address) as channel:
+                with pytest.raises(grpc.aio.AioRpcError) as caught:
+                    await channelz_pb2_grpc.ChannelzStub(channel).GetServers(channelz_pb2.GetServersRequest())
+                assert caught.value.code() is grpc.StatusCode.UNIMPLEMENTED
+
+    @pytest.mark.parametrize("address", ["0.0.0.0:0", "[::]:0", "example.org:1"])
+    async def test_admin_port_must_be_local(self, address: str) -> None:
+        with pytest.raises(SettingsError, match="loopback"):
+            GrpcServer(ServingOptions(admin_listen=address), [])
 
     async def test_port_in_use_is_an_error(self, echo: Any) -> None:
         async with echo.serving(echo.Echo()) as server:

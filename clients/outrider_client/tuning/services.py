@@ -22,7 +22,7 @@ from outrider_client.tuning.candidates import Candidate, known_candidates, parse
 
 # Flags for other clients and operators of a service, and of a target for its draft: they are left empty here.
 _PRIVATE = (
-    *("metrics-listen", "otlp-endpoint"),
+    *("metrics-listen", "admin-listen", "otlp-endpoint"),
     *("auth-tokens", "tls-certificate", "tls-key", "tls-client-ca"),
 )
 # A stored trie may contain the prompts, and would be overwritten by what is learnt here.

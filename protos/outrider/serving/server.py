@@ -1,4 +1,4 @@
-"""The gRPC server that both services run: limits, security, and health."""
+"""The gRPC server that both services run: limits, security, health, and the optional admin port."""
 
 from __future__ import annotations
 
@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Any
 
 import grpc
+from grpc_channelz.v1 import channelz, channelz_pb2_grpc
 from grpc_health.v1 import health_pb2_grpc
 from grpc_reflection.v1alpha import reflection
 
@@ -53,6 +54,7 @@ class ServingOptions:
     read_tokens: Callable[[], Authenticator] | None = None  # reads the tokens again, for `GrpcServer.reload`
     tls: TlsFiles = field(default_factory=TlsFiles)
     reflection: bool = False
+    admin_listen: str = ""
     ping_strikes: int = 2  # pings in too quick succession before a client is disconnected; 0 allows any number
 
     @classmethod
@@ -63,11 +65,11 @@ class ServingOptions:
         seconds, size = settings.first_message_seconds, settings.max_message_bytes
         limits = CallLimits(calls, first_message_seconds=seconds, message_bytes=size)
         tls = TlsFiles(settings.tls_certificate, settings.tls_key, settings.tls_client_ca)
-        return cls(listen, limits, read_tokens(), read_tokens, tls, settings.reflection)
+        return cls(listen, limits, read_tokens(), read_tokens, tls, settings.reflection, settings.admin_listen)
 
 
 class GrpcServer:
-    """A server with its services, health and reflection. NOT_SERVING until health is set."""
+    """A server with its services, health, reflection and admin port. NOT_SERVING until health is set."""
 
     def __init__(
         self,
@@ -80,11 +82,12 @@ class GrpcServer:
         self.options = options
         self.health = HealthServicer(service.name for service in services)
         self.address = ""
+        self.admin_address = ""
         limits = options.limits
         self._auth = AuthInterceptor(options.authenticator, Calls(limits, by_tenant=options.authenticator.required))
         self._errors = ErrorInterceptor()
         self._carrying = CarryingInterceptor([*interceptors, self._errors, self._auth], limits.per_connection)
-        self._server = self._make(limits)
+        self._server = self._make(limits.backstop, limits.per_connection)
         self._pending: dict[str, PendingService] = {}
         for service in services:
             if service.add is None:
@@ -96,16 +99,24 @@ class GrpcServer:
         if options.reflection:
             names = [service.name for service in services]
             reflection.enable_server_reflection([*names, health.SERVICE_NAME, reflection.SERVICE_NAME], self._server)
+        self._admin: grpc.aio.Server | None = None
+        if options.admin_listen:
+            if not is_local(options.admin_listen):
+                raise SettingsError(
+                    f"the admin port {options.admin_listen} must be a loopback address or a unix socket"
+                )
+            self._admin = self._make(16, limits.per_connection)
+            channelz_pb2_grpc.add_ChannelzServicer_to_server(channelz.aio.ChannelzServicer(), self._admin)
 
-    def _make(self, limits: CallLimits) -> grpc.aio.Server:
+    def _make(self, max_calls: int, max_streams: int) -> grpc.aio.Server:
         # Keepalive alone does not notice a frozen peer; the ping timeout does.
         options = [
-            ("grpc.max_receive_message_length", limits.message_bytes),
+            ("grpc.max_receive_message_length", self.options.limits.message_bytes),
             ("grpc.max_send_message_length", -1),
             # Both the same: between them gRPC refuses by chance.
             ("grpc.max_metadata_size", MAX_METADATA_BYTES),
             ("grpc.absolute_max_metadata_size", MAX_METADATA_BYTES),
-            ("grpc.max_concurrent_streams", limits.per_connection),
+            ("grpc.max_concurrent_streams", max_streams),
             ("grpc.keepalive_time_ms", 20_000),
             ("grpc.keepalive_timeout_ms", 5_000),
             ("grpc.http2.ping_timeout_ms", 5_000),
@@ -115,13 +126,15 @@ class GrpcServer:
             # A second server on the same port must fail, not share its traffic.
             ("grpc.so_reuseport", 0),
         ]
-        backstop = limits.backstop
-        return grpc.aio.server(interceptors=[self._carrying], options=options, maximum_concurrent_rpcs=backstop)
+        return grpc.aio.server(interceptors=[self._carrying], options=options, maximum_concurrent_rpcs=max_calls)
 
     async def start(self) -> None:
         """Bind and serve; `address` then has the port chosen for port 0. Raises `SettingsError`."""
         credentials = self.options.tls.server_credentials()
         self.address = _bind(self._server, self.options.listen, credentials)
+        if self._admin is not None:
+            self.admin_address = _bind(self._admin, self.options.admin_listen, credentials)
+            await self._admin.start()
         await self._server.start()
         if credentials is None and not self.options.authenticator.required and not is_local(self.options.listen):
             logger.warning("%s is reachable from elsewhere without TLS and without tokens", self.address)
@@ -154,6 +167,8 @@ class GrpcServer:
             if not stopped.done():
                 self._errors.end_calls(reason or Draining("the service has stopped"))
             await asyncio.shield(stopped)
+        if self._admin is not None:
+            await self._admin.stop(0)
 
 
 def check_free(address: str) -> None:
