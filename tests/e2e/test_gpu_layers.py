@@ -18,10 +18,10 @@ from target_service.model.runner import ModelRunner
 from tree_kernels.attention import AttentionBatch
 
 pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")]
-# Of an 8B Llama's heads and proportions.
+# Of an 8B Llama's heads and proportions, so wide that gate and up of up to 128 rows are read by tensor maps.
 SIZES = {
-    "hidden_size": 1024, "intermediate_size": 3584, "num_hidden_layers": 3, "num_attention_heads": 8,
-    "num_key_value_heads": 2, "head_dim": 128, "vocab_size": 512, "max_position_embeddings": 1024,
+    "hidden_size": 2048, "intermediate_size": 7168, "num_hidden_layers": 3, "num_attention_heads": 16,
+    "num_key_value_heads": 4, "head_dim": 128, "vocab_size": 512, "max_position_embeddings": 1024,
 }  # fmt: skip
 PAGE_SIZE, PREFIX, SEQUENCES = 16, 40, 8
 # The last is more than what is captured.
