@@ -5,7 +5,8 @@ launch has the effect that it has in a step.
 
     python -m benchmarks.kernels.linear [--sweep] [--int8] --json FILE
 
-Every layer is first compared with its definition in fp32.
+Every layer is first compared with its definition in fp32. Ours of more than 64 rows are cuBLAS's products with what
+follows them, but for gate and up.
 
 With `--int8` our weights are in int8, as in draft heads, and the floor is computed for them.
 """
@@ -30,6 +31,7 @@ from benchmarks.shared.gpu_timing import captured_us, copied_bytes_per_us
 from benchmarks.shared.machine import describe
 from benchmarks.shared.report import parser_of, show, write_json
 from tree_kernels.linear import HeadForm, HeadRows, Int8Weight, Norm, RowLinears, ScaledRows, Weight
+from tree_kernels.linear.cublas_backend import CublasLinears
 from tree_kernels.linear.triton_backend import TritonLinears
 from tree_kernels.linear.triton_tiling import MAX_BLOCK_ROWS, LinearTiling, choose_linear_tiling
 from tree_kernels.linear.vector_backend import VectorLinears
@@ -38,6 +40,8 @@ from tree_kernels.linear.vector_tiling import MIN_INNER, VectorTiling
 # Relative error in bf16: one rounding, and sums in another order.
 TOLERANCE = 1e-2
 ROTATED_BYTES = 2.4e8
+# Rows that one tile holds at most, read by tensor maps.
+_MAPPED_ROWS = 128
 # Of one program, on Hopper.
 SHARED_BYTES = 227_000
 # For each byte of a weight's number: the least that a launch must have in flight, or the memory idles. Memory of
@@ -130,8 +134,8 @@ def tilings(layer: LinearLayer, rows: int, weight_bytes: int = 2) -> Iterator[Ti
     elif layer.inner < 2048:
         outputs, splits = (16, 32, 64), (1, 3)
         blocks = ((64, 5), (64, 9), (128, 5), (256, 3), (512, 3))
-    if 32 < rows <= MAX_BLOCK_ROWS and weight_bytes == 2 and layer.inner >= 2048:
-        yield from mapped_tilings(layer)
+    if 32 < rows <= _MAPPED_ROWS and weight_bytes == 2 and layer.inner >= 2048:
+        yield from mapped_tilings(layer, 1 << (rows - 1).bit_length())
         return
     warps = (4, 8) if layer.inner >= 2048 else (2 if rows < 64 else 4,)
     for block_outputs, split, (inner, stages), group in itertools.product(outputs, splits, blocks, warps):
@@ -140,14 +144,14 @@ def tilings(layer: LinearLayer, rows: int, weight_bytes: int = 2) -> Iterator[Ti
             yield tiling
 
 
-def mapped_tilings(layer: LinearLayer) -> Iterator[LinearTiling]:
+def mapped_tilings(layer: LinearLayer, block_rows: int) -> Iterator[LinearTiling]:
     """Those that read by tensor maps, for `--sweep`. Half of a block of gate and up is one of either."""
     outputs = {"rotary": (layer.width,), "gated": (128, 256)}.get(layer.kind, (64, 128, 256))
     splits = (1,) if layer.kind == "gated" or layer.outputs >= 8192 else (1, 2, 4)
     # `block_inner` and `stages`.
-    blocks = ((64, 4), (64, 6), (128, 3), (128, 4), (256, 2))
+    blocks = ((64, 3), (64, 4), (64, 6), (128, 3), (128, 4), (256, 2))
     for block_outputs, split, (inner, stages), warps in itertools.product(outputs, splits, blocks, (4, 8)):
-        tiling = LinearTiling(MAX_BLOCK_ROWS, block_outputs, inner, split, warps, stages, 0, mapped=True)
+        tiling = LinearTiling(block_rows, block_outputs, inner, split, warps, stages, 0, mapped=True)
         # Groups of four warps have 64 outputs each, and no more than 128.
         if fits(tiling, layer, 2) and 16 * warps <= block_outputs <= 32 * warps:
             yield tiling
@@ -199,7 +203,9 @@ class LinearChain:
         self.input = self._random(rows, layer.inner)
         self.residual = self._random(rows, layer.outputs)
         self.norm = Norm(self._random(layer.outputs), 1e-5)
-        self.scaled = ScaledRows(self.input, self._random(rows, 128).square().float(), 1e-5)
+        # What norms rows whole is before the product where there are many.
+        squares = None if rows > MAX_BLOCK_ROWS else self._random(rows, 128).square().float()
+        self.scaled = ScaledRows(self.input, squares, 1e-5)
         keys, values = (self._random(rows, 1, layer.kv_heads, layer.width) for _ in range(2))
         cosines, sines = (self._random(rows, layer.width) for _ in range(2))
         self.heads = HeadRows(cosines, sines, torch.arange(rows, dtype=torch.int32, device="cuda"), keys, values)
@@ -256,7 +262,8 @@ def measure(layer: LinearLayer, rows: int, tried: list[Tiling], int8: bool, byte
     floor = ((1 if int8 else 2) * layer.outputs * layer.inner) / bytes_per_us
     result: dict[str, Any] = {"layer": layer.name, "rows": rows, "floor_us": floor, "tilings": []}
     result["cublas"] = chain.time(lambda weight: functional.linear(chain.input, weight), chain.plain)
-    chosen = VectorLinears(DEVICE) if rows == 1 else TritonLinears(DEVICE)
+    many = CublasLinears(DEVICE) if rows > MAX_BLOCK_ROWS and not int8 else TritonLinears(DEVICE)
+    chosen = VectorLinears(DEVICE) if rows == 1 else many
     if rows == 1:
         by_units = partial(chain.launch, linears=TritonLinears(DEVICE))
         result["matrix_units"] = chain.time(by_units, chain.weights)
