@@ -1,10 +1,11 @@
-"""Writes the tables of pages that are made of the code: `python tests/page_tables.py`. They stand between
+"""Writes the tables of pages that are made of the code: `python tests/page_tables.py PAGE..`. They stand between
 `<!-- KIND: NAME -->` and `<!-- end -->`."""
 
 from __future__ import annotations
 
 import json
 import re
+import sys
 from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 
@@ -12,8 +13,6 @@ from outrider.telemetry.names import ATTRIBUTES, SPANS
 from outrider.telemetry.table import DRAFT, GATEWAY, RPC, TARGET, MetricSpec
 from outrider_gateway.request_fields import TABLES, RequestField, Use
 
-_DOCS = Path(__file__).parents[1] / "docs"
-PAGES = _DOCS / "observability.md", _DOCS / "gateway.md"
 _HEADS = {Use.TAKEN: "what it does", Use.IGNORED: "why it has no effect", Use.REFUSED: "why it is refused"}
 
 
@@ -77,5 +76,5 @@ def rendered(page: str) -> str:
 
 
 if __name__ == "__main__":
-    for path in PAGES:
+    for path in map(Path, sys.argv[1:]):
         path.write_text(rendered(path.read_text()))

@@ -1,7 +1,7 @@
 """The fields of a request's body, each once: where it goes, why it has no effect, or why it is refused.
 
 Those that are taken are fields of `bodies`; `Fields.end` disposes of the others by this table. The tables of
-docs/gateway.md are made of both: `python tests/page_tables.py`.
+docs/gateway.md are made of both: `python tests/page_tables.py docs/gateway.md`.
 """
 
 from __future__ import annotations

@@ -157,6 +157,7 @@ RULES = {
     r"(?<= )/checkpoints": "{folder}",
     r"benchmarks/prompts\.jsonl": "prompts.jsonl",
     r"docs/(observability|gateway)\.md": r"\1.md",
+    r"tests/page_tables\.py": f"{ROOT}/tests/page_tables.py",
     # Sizes.
     r"--max-tokens \d\d\d?\b(?<!32)": "--max-tokens 8",
     r"--concurrency 1,\d+": "--concurrency 1,2",

@@ -275,7 +275,7 @@ def test_every_other_field_is_ignored_or_refused_with_a_reason(table: Any) -> No
 
 def test_the_page_lists_every_field() -> None:
     page = (Path(__file__).parents[2] / "docs/gateway.md").read_text()
-    assert rendered(page) == page, "run: python tests/page_tables.py"
+    assert rendered(page) == page, "run: python tests/page_tables.py docs/gateway.md"
     assert page.count("<!-- fields: ") == len(Use)
 
 

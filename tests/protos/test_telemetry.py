@@ -94,7 +94,7 @@ def test_latency_bounds_resolve_a_tenth_of_a_millisecond_to_a_hundred() -> None:
 
 def test_the_document_is_what_the_code_writes() -> None:
     page = DOCUMENT.read_text()
-    assert rendered(page) == page, "run: python tests/page_tables.py"
+    assert rendered(page) == page, "run: python tests/page_tables.py docs/observability.md"
 
 
 def test_the_document_lists_everything() -> None:
