@@ -96,7 +96,7 @@ async def run_demo(options: DemoOptions, console: Console) -> bool:
                 await stack.stop("draft")
                 both = ("--drafter", "merged", "--merged-drafters", "eagle,trie", "--head", head.name)
                 await stack.start("draft", "draft_service", *both)
-                await _warm_up(client.address, "merged")
+                await _warm_up(client.address, "merged", options.max_tokens)
             drafted["trie and EAGLE head"] = await answer("the same prompt, drafted by trie and EAGLE head together")
         console.print()
         console.print(totals_table(drafted, plain))
@@ -129,18 +129,19 @@ async def _services(options: DemoOptions, console: Console) -> AsyncIterator[tup
         # A new tenant, so that no trie holds the prompt from an earlier run.
         tenant = f"demo-{secrets.token_hex(4)}"
         with waiting(console, "warming up"):
-            await _warm_up(target, "trie")
+            await _warm_up(target, "trie", options.max_tokens)
         tracing = set_up_tracing(telemetry.CLIENT, sink.endpoint)
         client = await leave.enter_async_context(Client.connect(target, tenant=tenant, tracing=tracing))
         yield stack, client, sink, tracing
 
 
-async def _warm_up(target: str, drafter: str) -> None:
+async def _warm_up(target: str, drafter: str, most_tokens: int) -> None:
+    """Answer with and without drafts, in no more tokens than the answers that are shown. Raises `ServiceFailed`."""
     async with Client.connect(target, tenant="warm-up") as client:
         if not await wait_for_drafter(client, drafter):
             problem = f"the target did not reach its draft service, or cannot use its drafter ({drafter})"
             raise ServiceFailed(LookupError(problem))
+        sampling = SamplingParams(max_tokens=min(24, most_tokens))
         for enabled in (None, False):
-            await client.generate(
-                messages=WARM_UP, sampling=SamplingParams(max_tokens=24), speculation=Speculation(enabled=enabled)
-            ).result()
+            speculation = Speculation(enabled=enabled)
+            await client.generate(messages=WARM_UP, sampling=sampling, speculation=speculation).result()
