@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import atexit
 import contextlib
+import logging
 import os
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -134,6 +135,10 @@ atexit.register(_until_the_end.close)
 
 def pytest_collection_finish() -> None:
     """Tests and libraries stay: the collector need not look at them again, nor where services of tests end."""
+    # PyTorch has 56 that do not, and pytest would attach two handlers to each of them three times a test.
+    for logger in logging.root.manager.loggerDict.values():
+        if isinstance(logger, logging.Logger):
+            logger.propagate = True
     _until_the_end.enter_context(settled())
     collect_seldom()
 
