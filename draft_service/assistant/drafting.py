@@ -16,12 +16,10 @@ from torch import Tensor
 
 from draft_service.compiling import Numbers
 from draft_service.drafters.base import DraftSequence
-from draft_service.drafters.grown import Pending, computed
 from draft_service.neural.level_growth import Forest, Rules
 from draft_service.neural.network import Network, RowOutput
 from draft_service.neural.tree_config import TreeShape
-from draft_service.neural.tree_drafting import best_items, grow_forest, grown_trees, rules_of
-from outrider.tree import TokenTree
+from draft_service.neural.tree_drafting import HostGrowth, grow_forest, rules_of
 from tree_kernels.attention import AttentionBatch, TreeAttention
 from tree_models.in_pass import SequenceKeys
 from tree_models.layers.paged import PagedPass
@@ -34,22 +32,12 @@ class Known(NamedTuple):
     keys: SequenceKeys  # of all tokens before the root
 
 
-class KeylessDrafting:
+class KeylessDrafting(HostGrowth):
     """See `draft_service.neural_drafter.Drafting`. A sequence's state is a `Known`."""
 
     def __init__(self, network: Network, shape: TreeShape, attention: TreeAttention, cache: Any) -> None:
         """`cache` is the target's, as in `PagedPass`."""
         self._network, self._shape, self._attention, self._cache = network, shape, attention, cache
-
-    @torch.inference_mode()
-    def trees(self, sequences: Sequence[DraftSequence]) -> list[TokenTree]:
-        """The best trees, in any mode."""
-        return grown_trees(*self._grow(sequences), sequences)
-
-    @torch.inference_mode()
-    def start_trees(self, sequences: Sequence[DraftSequence]) -> Pending:
-        """As `trees`, without REJECTION requests."""
-        return computed(best_items(*self._grow(sequences), sequences))
 
     def _grow(self, sequences: Sequence[DraftSequence]) -> tuple[Forest, Rules]:
         shape = self._shape.for_sequences(len(sequences))

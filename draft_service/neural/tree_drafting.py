@@ -5,6 +5,7 @@ Symbols: B sequences, R rows of a pass, C and H the widths of `RowOutput`.
 
 from __future__ import annotations
 
+from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from functools import partial
@@ -54,7 +55,25 @@ class Extension(NamedTuple):
     position: int
 
 
-class TreeDrafting:
+class HostGrowth(ABC):
+    """Trees that the host grows, level by level, of a network's passes. Called from one thread."""
+
+    @torch.inference_mode()
+    def trees(self, sequences: Sequence[DraftSequence]) -> list[TokenTree]:
+        """The best trees, of requests in any mode."""
+        return grown_trees(*self._grow(sequences), sequences)
+
+    @torch.inference_mode()
+    def start_trees(self, sequences: Sequence[DraftSequence]) -> Pending:
+        """Start drafting trees, none of them for a REJECTION request. A GPU's are fetched before the next call."""
+        return computed(best_items(*self._grow(sequences), sequences))
+
+    @abstractmethod
+    def _grow(self, sequences: Sequence[DraftSequence]) -> tuple[Forest, Rules]:
+        """Grow the trees of all sequences together, with one pass per level."""
+
+
+class TreeDrafting(HostGrowth):
     """A network, its cache, and the growth of trees. Called from one thread.
 
     Passes over committed rows go through `_commit`, and levels of trees through `_read`. `CapturedDrafting` in
@@ -131,18 +150,7 @@ class TreeDrafting:
         if pieces:
             self._extend(pieces, None if carried is None else carried[begin:])
 
-    @torch.inference_mode()
-    def trees(self, sequences: Sequence[DraftSequence]) -> list[TokenTree]:
-        """The best trees, of requests in any mode."""
-        return grown_trees(*self._grow(sequences), sequences)
-
-    @torch.inference_mode()
-    def start_trees(self, sequences: Sequence[DraftSequence]) -> Pending:
-        """Start drafting trees, none of them for a REJECTION request. A GPU's are fetched before the next call."""
-        return computed(best_items(*self._grow(sequences), sequences))
-
     def _grow(self, sequences: Sequence[DraftSequence]) -> tuple[Forest, Rules]:
-        """Grow the trees of all sequences together, with one pass per level."""
         shape = self.shape.for_sequences(len(sequences))
         entries = [one.state for one in sequences]
         roots = self.states.read_of([entry.slot for entry in entries])
