@@ -176,6 +176,7 @@ def test_no_state_is_taken_that_is_behind_an_answer_s_end(passes: int) -> None:
     whole = plain(made("qwen3_next"), request(PROMPT, 30, sampling=kind))
     ends = [place for place in range(20, 28) if whole.index(whole[place]) == place]
     assert len(ends) > 5
+    found = []
     for number, end in enumerate(ends):
         sampling = replace(kind, stop_token_ids=(whole[end],))
         wanted = request(PROMPT, 30, sampling=sampling, tenant=str(number))
@@ -183,7 +184,10 @@ def test_no_state_is_taken_that_is_behind_an_answer_s_end(passes: int) -> None:
         following = replace(wanted, token_ids=(*PROMPT, *whole[: end + 1], 4, 5), max_tokens=4)
         said, (cached,) = talk.answer(following)
         assert said == [plain(made("qwen3_next"), replace(following, sampling=kind))]
-        assert cached == (len(PROMPT) + end) // PAGE_SIZE * PAGE_SIZE or (cached == 0 and passes > 1)
+        # A pass that was launched with the last one or behind it may have gone past the page end.
+        assert cached in (0, (len(PROMPT) + end) // PAGE_SIZE * PAGE_SIZE)
+        found.append(cached)
+    assert any(found) or passes > 1
 
 
 class Branching:
