@@ -55,13 +55,13 @@ def sizes_of(outputs: int, inner: int) -> Iterator[Sizes]:
 
 
 @contextmanager
-def tiled_as(product: tuple[int, int], sizes: Sizes | None) -> Iterator[None]:
+def tiled_as(product: tuple[int, int], sizes: Sizes) -> Iterator[None]:
     """Have int8 products of so many outputs and numbers tiled so, whatever their rows."""
 
     def choose(rows: int, outputs: int, inner: int, *, invariant: bool = False, int8: bool = False) -> LinearTiling:
         chosen = choose_linear_tiling(rows, outputs, inner, invariant=invariant, int8=int8)
-        tried = sizes is not None and int8 and (outputs, inner) == product
-        return LinearTiling(chosen.block_rows, *sizes) if tried and sizes is not None else chosen
+        tried = int8 and (outputs, inner) == product
+        return LinearTiling(chosen.block_rows, *sizes) if tried else chosen
 
     with patch.object(triton_backend, "choose_linear_tiling", choose):
         yield
