@@ -1,8 +1,10 @@
-"""Linear layers of many rows: cuBLAS's products, with one launch of ours behind each.
+"""Linear layers of many rows: cuBLAS's products, with one launch of ours behind each; and gate and up of up to 128 rows
+in one launch.
 
 Meaning, shapes and errors are those of `tree_kernels.linear.RowLinears`. A product is rounded to the rows' dtype, as
-`nn.Linear` does, before what follows is computed in fp32. Kernels of few rows do not round there: in half precision
-that is one rounding more, in fp32 none. So that products fit float16, a norm is done whole before its product.
+`nn.Linear` does, before what follows is computed in fp32. Kernels that also multiply do not round there: in half
+precision that is one rounding more, in fp32 none. So that products fit float16, a norm is done whole before its
+product.
 """
 
 from __future__ import annotations
