@@ -187,7 +187,7 @@ def walk(texts: Sequence[Ranks], streams: int, rows: int, limit: Limit, cost: Pa
 
 
 @dataclass(frozen=True, slots=True)
-class Case:
+class TreeCase:
     """Sequences of a pass, rows of each, nodes that a level of each expands, and times."""
 
     streams: int
@@ -203,18 +203,18 @@ ADAPTIVE = [Limit(levels, mass) for levels in (5, 6, 7, 8, 10, 12) for mass in _
 # `2026-11-30-h200-level-launches.md`): passes by rows, levels by the nodes that all sequences expand. A level that is
 # left out still has its launches; nothing skips one yet, so that time is a guess.
 _VERIFIED = {24: 4.55, 32: 4.55, 48: 4.7, 64: 4.8}
-_DEEP = [Case(1, rows, 8, PassCost(verified, 0.155, 0.035)) for rows, verified in _VERIFIED.items()]
-_DEEP += [Case(1, 32, 8, PassCost(4.55, 0.11, 0.03)), Case(8, 16, 4, PassCost(6.9, 0.19, 0.045))]
+_DEEP = [TreeCase(1, rows, 8, PassCost(verified, 0.155, 0.035)) for rows, verified in _VERIFIED.items()]
+_DEEP += [TreeCase(1, 32, 8, PassCost(4.55, 0.11, 0.03)), TreeCase(8, 16, 4, PassCost(6.9, 0.19, 0.045))]
 # The same level for all widths.
-_WIDE = [Case(1, rows, width, PassCost(_VERIFIED[rows], 0.155, 0.035)) for width in WIDTHS for rows in _VERIFIED]
-_WIDE += [Case(8, 16, 8, PassCost(6.9, 0.215, 0.045))]
+_WIDE = [TreeCase(1, rows, width, PassCost(_VERIFIED[rows], 0.155, 0.035)) for width in WIDTHS for rows in _VERIFIED]
+_WIDE += [TreeCase(8, 16, 8, PassCost(6.9, 0.215, 0.045))]
 CASES = [(case, FIXED + ADAPTIVE) for case in _DEEP] + [(case, FIXED) for case in _WIDE if case not in _DEEP]
 # For several streams every text comes so many times, in an order that is drawn.
 _TIMES = 8
 _HALVES = 1000
 
 
-def figures_of(texts: Sequence[Ranks], case: Case, limits: Sequence[Limit]) -> dict[str, Any]:
+def figures_of(texts: Sequence[Ranks], case: TreeCase, limits: Sequence[Limit]) -> dict[str, Any]:
     """Walks with each limit; `texts` are of the case's width."""
     if case.streams > 1:
         texts = random.Random(1).sample(list(texts) * _TIMES, len(texts) * _TIMES)
@@ -223,7 +223,7 @@ def figures_of(texts: Sequence[Ranks], case: Case, limits: Sequence[Limit]) -> d
 
 
 def held_out_gains(
-    texts: Sequence[Ranks], case: Case, fixed: Sequence[Limit], adaptive: Sequence[Limit]
+    texts: Sequence[Ranks], case: TreeCase, fixed: Sequence[Limit], adaptive: Sequence[Limit]
 ) -> list[float]:
     """The best adaptive limit beside the best fixed one with one stream, each chosen on one half of the texts: ratios
     less 1 of tokens a second in the other half, for several halves."""

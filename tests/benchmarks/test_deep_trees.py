@@ -10,11 +10,11 @@ from eagle_heads import beginning
 from benchmarks.running_ahead.deep_trees import (
     FLOOR,
     UNRANKED,
-    Case,
     FlooredTrees,
     Limit,
     PassCost,
     Ranks,
+    TreeCase,
     figures_of,
     held_out_gains,
     narrowed,
@@ -160,7 +160,7 @@ def test_sequences_of_a_pass_share_its_levels() -> None:
 def test_a_case_has_figures_of_every_limit_and_counts_all_its_sequences() -> None:
     texts = [a_text([[1, 2]] * 6, [[0.9, 0.9]] * 6)] * 4
     alone, together = (
-        figures_of(texts, Case(streams, 2, 8, COST), [Limit(1), Limit(2)])["walks"] for streams in (1, 4)
+        figures_of(texts, TreeCase(streams, 2, 8, COST), [Limit(1), Limit(2)])["walks"] for streams in (1, 4)
     )
     assert [one["levels"] for one in alone] == [1, 2]
     for one, four in zip(alone, together, strict=True):
@@ -169,7 +169,7 @@ def test_a_case_has_figures_of_every_limit_and_counts_all_its_sequences() -> Non
 
 
 def test_gains_are_those_of_a_limit_in_texts_that_did_not_choose_it() -> None:
-    case, flat, deep = Case(1, 2, 8, COST), Limit(1), Limit(2)
+    case, flat, deep = TreeCase(1, 2, 8, COST), Limit(1), Limit(2)
     one, two = a_text([[1, 1]] * 6, [[0.9, 0.9]] * 6), a_text([[0, 2]] * 6, [[0.9, 0.9]] * 6)
     gains = held_out_gains([one, two], case, [deep], [flat, deep])
     # The first text chooses one level, which the second loses by: six passes of 5 ms for two of 6. That chooses two.
@@ -181,6 +181,6 @@ def test_gains_are_beside_the_best_fixed_depth() -> None:
     text = a_text([[0, 0], [0, 0], [1, 2]] * 6, [[0.1, 0.9], [0.1, 0.9], [0.9, 0.9]] * 6)
     flat, deep, least = (walk([text], 1, 2, limit, COST) for limit in (Limit(1), Limit(2), Limit(2, 0.5)))
     assert least.tokens == deep.tokens == flat.tokens and least.levels < deep.levels
-    gains = held_out_gains([text] * 4, Case(1, 2, 8, COST), [Limit(1), Limit(2)], [Limit(2, 0.5)])
+    gains = held_out_gains([text] * 4, TreeCase(1, 2, 8, COST), [Limit(1), Limit(2)], [Limit(2, 0.5)])
     fixed = min(flat.milliseconds, deep.milliseconds)
     assert gains == pytest.approx([fixed / least.milliseconds - 1] * len(gains))
