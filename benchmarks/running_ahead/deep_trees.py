@@ -201,7 +201,7 @@ _MASSES = (0.02, 0.04, 0.05, 0.06, 0.08, 0.1, 0.12, 0.15, 0.2, 0.3)
 ADAPTIVE = [Limit(levels, mass) for levels in (5, 6, 7, 8, 10, 12) for mass in _MASSES]
 # Assumed from measurements of an 8B shape on H200s (`2026-11-29-h200-heads-behind-passes.md`,
 # `2026-11-30-h200-level-launches.md`): passes by rows, levels by the nodes that all sequences expand. A level that is
-# left out still has its launches; nothing skips one yet, so that time is a guess.
+# left out still has its launches; their time was not measured.
 _VERIFIED = {24: 4.55, 32: 4.55, 48: 4.7, 64: 4.8}
 _DEEP = [TreeCase(1, rows, 8, PassCost(verified, 0.155, 0.035)) for rows, verified in _VERIFIED.items()]
 _DEEP += [TreeCase(1, 32, 8, PassCost(4.55, 0.11, 0.03)), TreeCase(8, 16, 4, PassCost(6.9, 0.19, 0.045))]
