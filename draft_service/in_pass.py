@@ -134,6 +134,7 @@ class InPassHead(PassDrafter):
         self.layers = layers
         self._head, self._network = head, HeadNetwork(head)
         self.cache_shapes, self.latent = self._network.cache_shapes, head.latent
+        self.leaves_out = head.ends_at_once
         self._last_position = shape.max_positions - 1
         super().__init__(config.tree)
 

@@ -25,7 +25,7 @@ from tree_models.layers.paged import PagedPass, UncachedPass
 from tree_models.layers.placing import Placement
 from tree_models.layers.rotary import Angles
 from tree_models.slots import Copy, WeightSlot, in_place, published
-from tree_models.spec import AttentionSpec
+from tree_models.spec import AttentionSpec, MLPSpec
 
 # How heads are made, trained and saved.
 IN_FP32 = Placement(torch.device("cpu"), torch.float32)
@@ -139,6 +139,13 @@ class EagleHead(LayerStack):
         frequencies = torch.tensor(turning.frequencies * 2, dtype=torch.float32, device=weight.device)
         inputs = HeadInputs(weight.detach(), token_norm, feature_norm, frequencies, turning.scaling)
         self._launched = row_linears(weight.device), inputs
+
+    @property
+    def ends_at_once(self) -> bool:
+        """Whether a pass of few rows over a cache may be of launches that do nothing
+        (`tree_kernels.conditional_launch`): no other launch of it takes an index from what they leave unwritten, as
+        the choice of experts would."""
+        return self._launched is not None and all(isinstance(spec.mlp, MLPSpec) for spec in self.layer_specs)
 
     def project(self, states: Tensor) -> Tensor:
         """Captured hidden states [.., F * W], layers side by side, to features [.., H]."""

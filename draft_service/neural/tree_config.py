@@ -28,6 +28,9 @@ class TreeShape:
     gumbel_sharpness: float  # how far the Gumbel-max draw over the drafter's distribution is taken for the target's
     frontier: int = 0  # nodes that a level expands; 0 is topk
     rows_per_level: int = 0  # most rows of a level over all sequences, see `for_sequences`; 0 is no bound
+    # Path probabilities of the nodes that a level would expand, below whose sum it is left out with all behind it; 0
+    # leaves none out.
+    least_mass: float = 0.0
     early_levels: int = 0  # levels that are sent while the others are grown, for one sequence; 0 sends whole trees only
 
     def __post_init__(self) -> None:

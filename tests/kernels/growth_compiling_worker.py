@@ -23,7 +23,7 @@ POINTERS = {
     **dict.fromkeys(("sharpness", "floor"), "fp32"),
     **dict.fromkeys(
         ("item_tokens", "item_parents", "frontier", "next_frontier", "next_tokens", "tokens", "parents", "limits",
-         "tail_parents", "token_ids", "places", "coupled", "top_k", "kept"), "*i32",
+         "tail_parents", "token_ids", "condition", "worth", "places", "coupled", "top_k", "kept"), "*i32",
     ),
     "logits": "*bf16",
 }  # fmt: skip
@@ -31,7 +31,7 @@ POINTERS = {
 GUMBEL_MAX = {"values": "*bf16", "places": "*i64", "scores": "*fp64"}
 
 # As on Hopper, where launches wait by themselves.
-SCAN = {"CHUNK": 1024, "DEPENDENT": True}
+SCAN = {"CHUNK": 1024, "CONDITIONAL": True, "DEPENDENT": True}
 
 
 def kernels() -> Iterator[tuple[str, Any, dict[str, str], dict[str, Any], int]]:
@@ -42,7 +42,7 @@ def kernels() -> Iterator[tuple[str, Any, dict[str, str], dict[str, Any], int]]:
         block_width = 1 << (width - 1).bit_length()
         scan = SCAN | {"BEST": width, "BLOCK_BEST": block_width}
         yield f"scan, {name}", _triton_children._scan_kernel, {}, scan, 4
-        mapped = {"WIDTH": width, "MAPPED": True, "BLOCK_CHUNKS": block_chunks}
+        mapped = {"WIDTH": width, "MAPPED": True, "CONDITIONAL": True, "BLOCK_CHUNKS": block_chunks}
         likeliest = mapped | {"BLOCK": best, "BLOCK_WIDTH": block_width, "DEPENDENT": True}
         yield f"likeliest, {name}", _triton_children._likeliest_kernel, {"scores": "*fp64"}, likeliest, 4
         # Of a race the width is but how often a loop goes round: the widest has the code of the others of its chunks.
@@ -53,7 +53,14 @@ def kernels() -> Iterator[tuple[str, Any, dict[str, str], dict[str, Any], int]]:
     for width, breadth in ((1, 1), (4, 4), (10, 10), (2, 8), (24, 8)):
         for places, deep, last in ((1, False, False), (width, True, False), (width, True, True)):
             block = max(16, min(64, 1 << (places * breadth - 1).bit_length()))
-            constants = {"PLACES": places, "WIDTH": width, "BREADTH": breadth, "LAST": last, "DEEP": deep}
+            constants = {
+                "PLACES": places,
+                "WIDTH": width,
+                "BREADTH": breadth,
+                "LAST": last,
+                "DEEP": deep,
+                "WEIGHED": True,
+            }
             constants |= {"BLOCK": block, "BLOCK_J": block, "BLOCK_W": 1 << (width - 1).bit_length(), "DEPENDENT": True}
             warps = 4 if block == 64 else 1
             name = f"grow {places} of {width} x {breadth}, {deep} {last}"

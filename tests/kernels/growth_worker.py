@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import json
 import sys
+from contextlib import nullcontext
 from typing import Any
 
 import torch
 from torch import Tensor
 
+from tree_kernels.conditional_launch import launched_if_positive
 from tree_kernels.growth import Children, Growth, GumbelMax
 from tree_kernels.growth import dispatch as growth
 from tree_kernels.growth import triton_backend as _triton_growth
@@ -38,6 +40,20 @@ CASES: list[dict[str, Any]] = [
     },
     {"sequences": 3, "levels": 3, "width": 4, "vocabulary": 1300, "floor": 0.0, "entrants": 50, "sharpness": 1.0},
     {"sequences": 3, "levels": 2, "width": 3, "vocabulary": 40, "floor": 0.01, "entrants": 128, "sharpness": 0.6},
+    # The second tree may grow two levels; the third level is left out, or the fourth.
+    {"sequences": 2, "levels": 5, "width": 4, "vocabulary": 1500, "floor": 0.0, "least_mass": 0.2},
+    {"sequences": 1, "levels": 5, "width": 4, "vocabulary": 1500, "floor": 0.0, "least_mass": 0.02},
+    {"sequences": 2, "levels": 4, "width": 70, "breadth": 2, "vocabulary": 1500, "floor": 0.0, "least_mass": 0.9},
+    {
+        "sequences": 3,
+        "levels": 4,
+        "width": 4,
+        "vocabulary": 1300,
+        "floor": 0.0,
+        "entrants": 50,
+        "sharpness": 1.0,
+        "least_mass": 0.3,
+    },
     {"sequences": 2, "levels": 2, "width": 9, "vocabulary": 5, "floor": 0.0, "entrants": 128, "sharpness": 2.0},
 ]
 
@@ -52,11 +68,12 @@ def grown(case: dict[str, Any], device: torch.device | None) -> dict[str, Any]:
     sequences, levels, width = case["sequences"], case["levels"], case["width"]
     breadth = case.get("breadth", width)
     to = torch.device("cpu") if device is None else device
-    trees = growth.make_growth(sequences, levels, width, breadth, to)
+    trees = growth.make_growth(sequences, levels, width, breadth, to, least_mass=case.get("least_mass", 0.0))
     limits = torch.tensor([[2 + 3 * b for b in range(sequences)], [levels - b % 2 for b in range(sequences)]]).int()
     tail = torch.zeros(sequences, 1 + (levels - 1) * width, dtype=torch.int32, device=to)
     passes = []
-    for level in range(1, levels + 1):
+    # Of trees whose levels may be left out twice, since the first leaves sums behind.
+    for level in list(range(1, levels + 1)) * (2 if trees.least_mass else 1):
         rows = sequences * (1 if level == 1 else width)
         logits = torch.randn(rows, case["vocabulary"], generator=generator) * 3.0
         # A row of no numbers, a token that is forbidden, and a whole chunk of them.
@@ -64,12 +81,19 @@ def grown(case: dict[str, Any], device: torch.device | None) -> dict[str, Any]:
         logits[-1, 1024:2048] = float("-inf")
         if level == 2:
             logits[0] = float("nan")
-        children = children_of(case, logits.to(to), level, to, kernels=device is not None)
+        wanted = level == 1 or not trees.least_mass or int(trees.worth[level]) > 0
+        condition = trees.worth[level : level + 1] if trees.least_mass and level > 1 else None
+        with nullcontext() if condition is None else launched_if_positive(condition):
+            children = children_of(case, logits.to(to), level, to, kernels=device is not None)
+        if not wanted:
+            # Whatever lies there.
+            children.tokens.fill_(-7)
+            children.scores.fill_(float("nan"))
         step = _triton_growth if device is not None else growth
         step.grow(trees, children, limits.to(to), level, case["floor"], tail)
         expanded = trees.frontier_path_probs[(level + 1) % 2] > 0
         next_tokens = torch.where(expanded, trees.next_tokens, -1)
-        passes.append([next_tokens.tolist(), trees.sources.tolist(), *scores_of(children)])
+        passes.append([next_tokens.tolist(), trees.sources.tolist(), *scores_of(children), wanted])
     kept = growth.make_kept(trees, 12)
     (_triton_growth if device is not None else growth).keep(trees, kept)
     return {"passes": passes, "tail": tail.tolist(), "kept": rows_of(kept), **written(trees)}

@@ -25,16 +25,17 @@ HALF = (
     "query", "key_cache", "row", "value_cache", "norm_bias", "post_weight", "post_bias", "query_norm", "key_norm",
 )  # fmt: skip
 OTHERS = {
-    "slots": "*i32", "counters": "*i32", "weight": "*i16", "row_scales": "*fp32", "squares": "*fp32",
-    "partials": "*fp32", "epsilon": "fp32", "count": "i32", "row_stride": "i32", "rows_map": "*i16",
-    "weight_map": "*i16", "parameters": "*fp32", "post_epsilon": "fp32", "query_epsilon": "fp32", "key_epsilon": "fp32",
+    "slots": "*i32", "condition": "*i32", "counters": "*i32", "weight": "*i16", "row_scales": "*fp32",
+    "squares": "*fp32", "partials": "*fp32", "epsilon": "fp32", "count": "i32", "row_stride": "i32",
+    "rows_map": "*i16", "weight_map": "*i16", "parameters": "*fp32", "post_epsilon": "fp32",
+    "query_epsilon": "fp32", "key_epsilon": "fp32",
 }  # fmt: skip
 # Llama's form.
 PLAIN: dict[str, Any] = {
     "MULTIPLIER": 1.0, "POST_NORMS": False, "POST_CENTERED": False, "HAS_POST_BIAS": False, "CENTERED": False,
     "HAS_NORM_BIAS": False, "HAS_BIAS": False, "GATED": True, "ACTIVATION": "silu", "INTERLEAVED": False, "PARTS": 0,
     "VALUE_EPSILON": 0.0,
-    "BLOCK_PARTS": 1, "INNER": 1, "NORMS": False,
+    "BLOCK_PARTS": 1, "INNER": 1, "NORMS": False, "CONDITIONAL": False,
 }  # fmt: skip
 SHAPES = {"smollm2": (576, 9, 3, 64, 1536), "llama": (4096, 32, 8, 128, 14336), "width 96": (3072, 32, 32, 96, 8192)}
 
@@ -110,8 +111,8 @@ def int8_kernels(
             "SPLITS": tiling.splits if numbers % (tiling.splits * tiling.block_inner) == 0 else 1,
             "AHEAD": tiling.ahead,
         }
-        sizes |= {"INT8": True, "INNER": numbers}
-        sizes["MAPPED"] = False
+        # Of few rows as in the levels of a tree, which may be left out.
+        sizes |= {"INT8": True, "INNER": numbers, "MAPPED": False, "CONDITIONAL": rows == 8}
         if kind != "rotary":
             sizes["OUTPUTS"] = outputs // 2 if kind == "gated" else outputs
         options = {"num_warps": tiling.warps, "num_stages": tiling.stages}

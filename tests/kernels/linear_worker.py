@@ -18,6 +18,7 @@ from examples import is_full
 from torch import Tensor
 
 from tree_kernels import linear
+from tree_kernels.conditional_launch import launched_if_positive
 from tree_kernels.linear.cublas_backend import CublasLinears
 from tree_kernels.linear.triton_backend import TritonLinears
 from tree_kernels.linear.triton_tiling import LinearTiling
@@ -29,6 +30,8 @@ DEVICE = torch.device("cpu" if INTERPRETED else "cuda")
 EPSILON = 1e-5
 SMALL = LinearTiling(block_rows=16, block_outputs=16, block_inner=32, splits=1, warps=4, stages=3, ahead=2)
 TORCH = linear.RowLinears()
+# Cases whose launches are made conditional too.
+CONDITIONAL = ("15 rows", "parts", "parts, int8", "tensor maps, few rows, parts")
 
 
 @dataclass(frozen=True)
@@ -436,6 +439,21 @@ def rows_without_a_slot_are_not_written(sizes: Sizes) -> bool:
     return all(bool((one[untouched] == 7.0).all() and (one[written] != 7.0).all()) for one in caches)
 
 
+def conditions_are_kept(sizes: Sizes) -> bool:
+    """Whether launches write the same as without a condition where it holds, and nothing where it does not."""
+    inputs = Inputs(sizes)
+    plain, condition = kernels(inputs), torch.ones(1, dtype=torch.int32, device=DEVICE)
+    with launched_if_positive(condition):
+        same = kernels(inputs)
+        condition.zero_()
+        heads, into = inputs.heads(), torch.full_like(inputs.hidden, 7.0)
+        triton = sizes.linears()
+        triton.rotary_linear(triton.scale_rows(inputs.hidden, inputs.norm), inputs.qkv, None, heads)
+        triton.add_linear(inputs.attended, inputs.out, residual=inputs.hidden, into=into)
+    untouched = all(bool((one == 7.0).all()) for one in (heads.key_cache, heads.value_cache, into))
+    return untouched and all(torch.equal(same[name], plain[name]) for name in plain)
+
+
 def main() -> None:
     chosen = cases()
     invariant = {"own tiling": replace(chosen["own tiling"], invariant=True)}
@@ -446,6 +464,7 @@ def main() -> None:
         "errors": {name: errors_of(sizes) for name, sizes in chosen.items()},
         "changed": changed,
         "empty": {name: shapes_without_rows(chosen[name]) for name in ("15 rows", "parts", "cublas 67 rows")},
+        "conditional": {name: conditions_are_kept(chosen[name]) for name in CONDITIONAL},
         "unslotted": all(rows_without_a_slot_are_not_written(chosen[name]) for name in ("15 rows", "cublas 67 rows")),
     }
     json.dump(found, sys.stdout)

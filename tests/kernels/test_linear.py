@@ -64,6 +64,7 @@ def check(found: dict[str, Any], bf16: float = 1e-2) -> None:
     }
     assert not wrong
     assert found["unslotted"]
+    assert found["conditional"] and all(found["conditional"].values())
     assert len(found["empty"]) == 3
     assert all(shape[0] == 0 for shapes in found["empty"].values() for shape in shapes.values())
 

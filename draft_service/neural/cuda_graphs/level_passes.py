@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from contextlib import AbstractContextManager, nullcontext
 from typing import TYPE_CHECKING, NamedTuple
 
 from torch import Tensor
@@ -9,6 +10,7 @@ from torch import Tensor
 from draft_service.neural.network import Network, RowOutput
 from draft_service.neural.tree_config import TreeShape
 from tree_kernels.attention import AttentionPlan, TreeAttention
+from tree_kernels.conditional_launch import launched_if_positive
 from tree_kernels.growth import Children, GumbelMax, grow, gumbel_max_winners, likeliest, make_growth
 from tree_kernels.latent_attention import LatentAttention
 from tree_models.layers.paged import PagedPass
@@ -72,7 +74,9 @@ class LevelPasses:
         self.shape, self.attention, self.plan = shape, attention, plan
         self.tail = 1 + shape.expanded
         self._sequences, self._network, self._inputs, self._token_ids = sequences, network, inputs, token_ids
-        self.growth = make_growth(sequences, shape.num_steps, shape.width, shape.topk, network.device)
+        self.growth = make_growth(
+            sequences, shape.num_steps, shape.width, shape.topk, network.device, least_mass=shape.least_mass
+        )
         # [B, tail, Hq, D] by the last two sizes, allocated with the first pass.
         self._queries: dict[tuple[int, ...], Tensor] = {}
 
@@ -80,7 +84,8 @@ class LevelPasses:
         """Add the nodes of a level, given the lm_head's input of the level above; `coupled` if some sequences may
         be."""
         parents = self.plan.parents.view(self._sequences, self.tail)
-        children = self._children(self._network.logits(lm_input), level, coupled=coupled)
+        with self._if_wanted(level):
+            children = self._children(self._network.logits(lm_input), level, coupled=coupled)
         grow(self.growth, children, self._inputs.limits, level, self.shape.min_score, parents)
 
     def expand(self, level: int, carried: Tensor, cache: Any) -> RowOutput:
@@ -90,7 +95,14 @@ class LevelPasses:
         first = 1 + (level - 1) * self.shape.width
         step = self._pass(slice(first, first + self.shape.width), self._inputs.slots[level - 1], cache)
         tokens, sources = self.growth.next_tokens.flatten(), self.growth.sources.flatten()
-        return self._network.forward_rows(tokens, carried, positions, step, sources)
+        with self._if_wanted(level + 1):
+            return self._network.forward_rows(tokens, carried, positions, step, sources)
+
+    def _if_wanted(self, level: int) -> AbstractContextManager[None]:
+        """Launches within do nothing where a level is left out."""
+        if not self.shape.least_mass or level == 1:
+            return nullcontext()
+        return launched_if_positive(self.growth.worth[level : level + 1])
 
     def read_roots(self, rows: RootRows, cache: Any) -> RowOutput:
         """Read the rows from which trees grow; `cache` as in `PagedPass`."""

@@ -24,6 +24,12 @@ if TYPE_CHECKING:
 _SHAPES = ((4, 7, 8), (16, 5, 4), (32, 4, 2), (64, 3, 2))
 # For more.
 _LEAST_LEVELS, _LEAST_WIDTH = 2, 1
+# Of networks whose levels can be left out: sequences up to which they are, levels, nodes that a level expands, and the
+# least mass of its frontier. By simulation of one sequence, with 0.155 ms for a level and 0.035 for one that is left
+# out, such trees make 4 % more tokens a second than fixed ones with masses of 0.05 to 0.12, and with 8 sequences no more
+# (`benchmarks/results/2026-11-30-cpu-deep-trees.md`). An H200 takes 0.028 ms for a level that is left out
+# (`benchmarks/results/2026-11-30-h200-level-launches.md`).
+_LEFT_OUT = (4, 8, 8, 0.1)
 
 
 class PassDrafter(ABC):
@@ -35,6 +41,8 @@ class PassDrafter(ABC):
     cache_shapes: Sequence[CacheShape]
     latent: bool
     window = 0
+    # Levels that are not worth their time end at once.
+    leaves_out = False
 
     def __init__(self, tree: TreeShape) -> None:
         """Trees are no deeper or wider than `tree`."""
@@ -58,7 +66,7 @@ class PassDrafter(ABC):
 
     def tail(self, sequences: int) -> int:
         """See `InPassDrafter.tail`."""
-        return shape_for(self._tree, sequences).expanded
+        return self._shape_for(sequences).expanded
 
     def prepare(self, attention: TreeAttention | LatentAttention, page_size: int, max_context: int, rows: int) -> None:
         """See `InPassDrafter.prepare`."""
@@ -82,16 +90,24 @@ class PassDrafter(ABC):
         found = self._trees.get(sequences)
         if found is None:
             assert self._cache is not None, "`prepare` comes first"
-            shape = shape_for(self._tree, sequences)
+            shape = self._shape_for(sequences)
             found = self._trees[sequences] = self._make_trees(sequences, shape, *self._cache)
         return found
 
+    def _shape_for(self, sequences: int) -> TreeShape:
+        return shape_for(self._tree, sequences, leaves_out=self.leaves_out)
 
-def shape_for(tree: TreeShape, sequences: int) -> TreeShape:
+
+def shape_for(tree: TreeShape, sequences: int, *, leaves_out: bool = False) -> TreeShape:
     """The shape of trees behind passes of so many sequences: as deep and as wide as pays with the rows that each of
-    them gets, and no deeper or wider than `tree`."""
+    them gets, and no deeper or wider than `tree`. `leaves_out` if levels that are not worth their time end at once."""
     levels, width = next(
         ((levels, width) for most, levels, width in _SHAPES if sequences <= most), (_LEAST_LEVELS, _LEAST_WIDTH)
     )
+    least_mass = 0.0
+    if leaves_out and sequences <= _LEFT_OUT[0] and tree.num_steps >= 3:
+        _, levels, width, least_mass = _LEFT_OUT
     steps = max(2, min(tree.num_steps, levels))
-    return replace(tree, num_steps=steps, frontier=min(tree.width, width), early_levels=0, rows_per_level=0)
+    return replace(
+        tree, num_steps=steps, frontier=min(tree.width, width), least_mass=least_mass, early_levels=0, rows_per_level=0
+    )

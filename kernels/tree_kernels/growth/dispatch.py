@@ -9,15 +9,21 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from tree_kernels.growth.types import Children, Growth, GumbelMax
+from tree_kernels.growth.types import MASS_UNITS, Children, Growth, GumbelMax
 from tree_kernels.philox import exponentials, gumbel_words_by_sequence
 
 # Probability below which a token counts as impossible.
 _LEAST = 1e-30
 
 
-def make_growth(sequences: int, levels: int, width: int, breadth: int, device: torch.device) -> Growth:
-    """Trees of a root alone; `width` is W, and `breadth` K."""
+def make_growth(
+    sequences: int, levels: int, width: int, breadth: int, device: torch.device, *, least_mass: float = 0.0
+) -> Growth:
+    """Trees of a root alone; `width` is W, and `breadth` K. With `least_mass` a level is left out where the path
+    probabilities of what it would expand hold less, on average over the trees that may grow: then L is at least 3, else
+    `ValueError` is raised."""
+    if least_mass and levels < 3:
+        raise ValueError("trees whose levels may be left out have at least three")
     items = 1 + breadth + (levels - 1) * width * breadth
 
     def zeros(count: int, dtype: torch.dtype, *copies: int) -> Tensor:
@@ -32,6 +38,8 @@ def make_growth(sequences: int, levels: int, width: int, breadth: int, device: t
         frontier_path_probs=zeros(width, torch.float64, 2),
         next_tokens=zeros(width, torch.int32),
         sources=zeros(width, torch.int64),
+        worth=torch.zeros(levels + 1, dtype=torch.int32, device=device),
+        least_mass=least_mass,
         breadth=breadth,
     )
     growth.path_probs[:, 0] = 1.0
@@ -101,7 +109,7 @@ def _first_children(tokens: Tensor, scores: Tensor, breadth: int) -> Children:
 
 def grow(growth: Growth, children: Children, limits: Tensor, level: int, floor: float, tail_parents: Tensor) -> None:
     """Add the children of every frontier, and choose the next one: the best new items, without those that have as many
-    better items as the tree may have nodes.
+    better items as the tree may have nodes. Of a level that is left out there are no children.
 
     Args:
         growth: written in place.
@@ -122,18 +130,24 @@ def grow(growth: Growth, children: Children, limits: Tensor, level: int, floor: 
     begin = growth.first_item(level)
     end = begin + places * breadth
     path_prob = growth.frontier_path_probs[now, :, :, None] if level > 1 else growth.path_probs[:, :1, None]
-    scores = children.scores.view(sequences, places, breadth)
+    scores, tokens = children.scores.view(sequences, places, breadth), children.tokens
+    if growth.least_mass and level > 1:
+        # Nothing was computed of a level that is left out.
+        wanted = growth.worth[level] > 0
+        scores, tokens = torch.where(wanted, scores, 0.0), torch.where(wanted, tokens, 0)
     # Written so that NaN is no child.
     there = (scores > 0.0) & (path_prob * scores >= floor) & (path_prob > 0.0)
     scores = scores.clamp(max=1.0)
     path_probs = torch.where(there, path_prob * scores, 0.0).flatten(1)
-    growth.tokens[:, begin:end] = children.tokens.view(sequences, -1)
+    growth.tokens[:, begin:end] = tokens.view(sequences, -1)
     growth.path_probs[:, begin:end] = path_probs
     growth.scores[:, begin:end] = scores.flatten(1)
     if level > 1:
         growth.parents[:, begin:end] = growth.frontier[now, ..., None].expand(-1, -1, breadth).flatten(1)
     if 1 + (level - 1) * width < tail_parents.shape[1]:
         _choose(growth, path_probs, limits, level, tail_parents)
+        if growth.least_mass:
+            _weigh(growth, limits, level)
 
 
 def _choose(growth: Growth, path_probs: Tensor, limits: Tensor, level: int, tail_parents: Tensor) -> None:
@@ -155,6 +169,13 @@ def _choose(growth: Growth, path_probs: Tensor, limits: Tensor, level: int, tail
     row = 1 + (level - 1) * width
     # At the first level all are the root's children.
     tail_parents[:, row : row + width] = above + (row - width) if level > 1 else above * 0
+
+
+def _weigh(growth: Growth, limits: Tensor, level: int) -> None:
+    """Set what the next level is worth, given its frontiers."""
+    parts = (growth.frontier_path_probs[(level + 1) % 2] * MASS_UNITS + 0.5).int().sum(1)
+    grows = (limits[0] > 0) & (limits[1] > level)
+    growth.worth[level + 1] = torch.where(grows, parts - int(growth.least_mass * MASS_UNITS), 0).sum()
 
 
 def make_kept(growth: Growth, nodes: int) -> Tensor:

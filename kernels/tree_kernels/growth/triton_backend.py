@@ -12,23 +12,24 @@ from torch import Tensor
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 from tree_kernels.dependent_launch import dependent_launch
-from tree_kernels.growth.types import Children, Growth
+from tree_kernels.growth.types import MASS_UNITS, Children, Growth
 
 # Items of a program, and those that it compares them with at a time.
 _ITEMS = 64
+_MASS_UNITS = tl.constexpr(MASS_UNITS)
 # They differ from level to level and from batch to batch; specializing kernels on them would gain nothing.
-_NUMBERS = ["sequences", "items", "begin", "level", "row", "rows", "tail", "floor"]
+_NUMBERS = ["sequences", "items", "begin", "level", "levels", "row", "rows", "tail", "floor", "least_mass"]
 
 
 @triton.jit
 def _offered(  # type: ignore[no-untyped-def]
-    frontier_path_probs, scores, b, item, floor, PLACES: tl.constexpr, WIDTH: tl.constexpr, BREADTH: tl.constexpr,
-    DEEP: tl.constexpr,
+    frontier_path_probs, scores, b, item, floor, wanted, PLACES: tl.constexpr, WIDTH: tl.constexpr,
+    BREADTH: tl.constexpr, DEEP: tl.constexpr,
 ):  # fmt: skip
-    """Path probability and score of new items, fp64. The former is 0 where there is no child, and -1 behind the last
-    item."""
+    """Path probability and score of new items, fp64. The former is 0 where there is no child, or where none is
+    `wanted`, and -1 behind the last item."""
     here = item < PLACES * BREADTH
-    score = tl.load(scores + b * PLACES * BREADTH + item, mask=here, other=0.0)
+    score = tl.load(scores + b * PLACES * BREADTH + item, mask=here & (wanted + 0 * item > 0), other=0.0)
     above = tl.full(item.shape, 1.0, tl.float64)
     if DEEP:
         above = tl.load(frontier_path_probs + b * WIDTH + item // BREADTH, mask=here, other=0.0)
@@ -40,32 +41,42 @@ def _offered(  # type: ignore[no-untyped-def]
 @triton.jit(do_not_specialize=_NUMBERS)
 def _grow_kernel(  # type: ignore[no-untyped-def]
     item_tokens, item_parents, item_path_probs, item_scores, frontier, frontier_path_probs, next_frontier,
-    next_path_probs, next_tokens, sources, tokens, scores, limits, tail_parents, sequences, items, begin, level, row,
-    tail, floor, PLACES: tl.constexpr, WIDTH: tl.constexpr, BREADTH: tl.constexpr, LAST: tl.constexpr,
-    DEEP: tl.constexpr, BLOCK: tl.constexpr, BLOCK_J: tl.constexpr, BLOCK_W: tl.constexpr, DEPENDENT: tl.constexpr,
+    next_path_probs, next_tokens, sources, tokens, scores, limits, tail_parents, worth, sequences, items, begin, level,
+    levels, row, tail, floor, least_mass, PLACES: tl.constexpr, WIDTH: tl.constexpr, BREADTH: tl.constexpr,
+    LAST: tl.constexpr, DEEP: tl.constexpr, WEIGHED: tl.constexpr, BLOCK: tl.constexpr, BLOCK_J: tl.constexpr,
+    BLOCK_W: tl.constexpr, DEPENDENT: tl.constexpr,
 ):  # fmt: skip
     """Program (sequence, block): BLOCK new items of a tree, and the places in the next frontier that they take.
-    DEEP is any level but the first."""
+    DEEP is any level but the first; WEIGHED, it may be left out. `least_mass` is in parts of MASS_UNITS."""
     if DEPENDENT:
         gdc_launch_dependents()
         gdc_wait()
     b = tl.program_id(0)
     item = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
     here = item < PLACES * BREADTH
-    path_prob, score = _offered(frontier_path_probs, scores, b, item, floor, PLACES, WIDTH, BREADTH, DEEP)
-    token = tl.load(tokens + b * PLACES * BREADTH + item, mask=here, other=0)
+    # One for each item: in the interpreter a mask is no scalar.
+    wanted = 1
+    if WEIGHED and DEEP:
+        wanted = tl.load(worth + level, cache_modifier=".cg")
+    path_prob, score = _offered(frontier_path_probs, scores, b, item, floor, wanted, PLACES, WIDTH, BREADTH, DEEP)
+    token = tl.load(tokens + b * PLACES * BREADTH + item, mask=here & (wanted + 0 * item > 0), other=0)
     at = b * items + begin + item
     tl.store(item_tokens + at, token, mask=here)
     tl.store(item_path_probs + at, path_prob, mask=here)
     tl.store(item_scores + at, score.to(tl.float32), mask=here)
     if DEEP:
         tl.store(item_parents + at, tl.load(frontier + b * WIDTH + item // BREADTH, mask=here, other=0), mask=here)
+    if WEIGHED:  # noqa: SIM102  one is known to the compiler, the other is not
+        # Sums begin at zero: the first level prepares the last one's, and each that of the level before it, which
+        # nothing reads any more.
+        if (b == 0) & (tl.program_id(1) == 0):
+            tl.store(worth + tl.where(level > 1, level - 1, levels), 0)
     if not LAST:
         place = tl.zeros([BLOCK], tl.int32)
         better = tl.full([BLOCK], -1, tl.int32)
         for first in tl.range(0, PLACES * BREADTH, BLOCK_J):
             other = first + tl.arange(0, BLOCK_J)
-            rival, _ = _offered(frontier_path_probs, scores, b, other, floor, PLACES, WIDTH, BREADTH, DEEP)
+            rival, _ = _offered(frontier_path_probs, scores, b, other, floor, wanted, PLACES, WIDTH, BREADTH, DEEP)
             above = rival[None, :] > path_prob[:, None]
             equal = (rival[None, :] == path_prob[:, None]) & (other < PLACES * BREADTH)[None, :]
             place += tl.sum((above | (equal & (other[None, :] < item[:, None]))).to(tl.int32), 1)
@@ -81,6 +92,13 @@ def _grow_kernel(  # type: ignore[no-untyped-def]
         tl.store(next_path_probs + to, tl.where(expanded, path_prob, 0.0), mask=taken)
         tl.store(next_tokens + to, token, mask=taken)
         tl.store(sources + to, (b * PLACES + item // BREADTH).to(tl.int64), mask=taken)
+        if WEIGHED:
+            parts = tl.where(taken & expanded, (path_prob * _MASS_UNITS + 0.5).to(tl.int32), 0)
+            own = tl.sum(parts, 0)
+            if tl.program_id(1) == 0:
+                grows = (tl.load(limits + b) > 0) & (tl.load(limits + sequences + b) > level)
+                own -= tl.where(grows, least_mass, 0)
+            tl.atomic_add(worth + level + 1, own, sem="relaxed")
         parent = tl.zeros([BLOCK], tl.int32)
         if DEEP:
             parent = row - WIDTH + item // BREADTH
@@ -145,9 +163,10 @@ def grow(growth: Growth, children: Children, limits: Tensor, level: int, floor: 
     _grow_kernel[(sequences, triton.cdiv(places * breadth, block))](
         growth.tokens, growth.parents, growth.path_probs, growth.scores, growth.frontier[now],
         growth.frontier_path_probs[now], growth.frontier[following], growth.frontier_path_probs[following],
-        growth.next_tokens, growth.sources, children.tokens, children.scores, limits, tail_parents, sequences,
-        growth.tokens.shape[1], growth.first_item(level), level, row, tail_parents.shape[1], floor, PLACES=places,
-        WIDTH=width, BREADTH=breadth, LAST=row >= tail_parents.shape[1], DEEP=level > 1, BLOCK=block, BLOCK_J=block,
+        growth.next_tokens, growth.sources, children.tokens, children.scores, limits, tail_parents, growth.worth,
+        sequences, growth.tokens.shape[1], growth.first_item(level), level, len(growth.worth) - 1, row,
+        tail_parents.shape[1], floor, int(growth.least_mass * MASS_UNITS), PLACES=places, WIDTH=width, BREADTH=breadth,
+        LAST=row >= tail_parents.shape[1], DEEP=level > 1, WEIGHED=growth.least_mass > 0, BLOCK=block, BLOCK_J=block,
         BLOCK_W=triton.next_power_of_2(width), num_warps=4 if block == _ITEMS else 1,
         **dependent_launch(growth.tokens.device),
     )  # fmt: skip

@@ -12,8 +12,10 @@ import triton.language as tl
 from torch import Tensor
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
+from tree_kernels.conditional_launch import conditional_launch
 from tree_kernels.dependent_launch import dependent_launch
 from tree_kernels.growth.types import Children, GumbelMax
+from tree_kernels.triton_condition import is_wanted
 from tree_kernels.verification.triton_rows import philox_words
 
 _CHUNK = 1024
@@ -55,8 +57,8 @@ def _best_ranks(ranks, BEST: tl.constexpr, BLOCK_BEST: tl.constexpr):  # type: i
 
 @triton.jit(do_not_specialize=_NUMBERS)
 def _scan_kernel(  # type: ignore[no-untyped-def]
-    logits, temperatures, peaks, sums, ranks, vocabulary, rows_each, row_stride, BEST: tl.constexpr,
-    BLOCK_BEST: tl.constexpr, CHUNK: tl.constexpr, DEPENDENT: tl.constexpr,
+    logits, temperatures, peaks, sums, ranks, condition, vocabulary, rows_each, row_stride, BEST: tl.constexpr,
+    BLOCK_BEST: tl.constexpr, CHUNK: tl.constexpr, CONDITIONAL: tl.constexpr, DEPENDENT: tl.constexpr,
 ):  # fmt: skip
     """Program (row, chunk): the greatest logit / temperature and the sum of exponentials relative to it, [R, chunks]
     each, and the BEST greatest [R, chunks, BEST] as ranks."""
@@ -65,6 +67,9 @@ def _scan_kernel(  # type: ignore[no-untyped-def]
     if DEPENDENT:
         gdc_launch_dependents()
         gdc_wait()
+    if CONDITIONAL:  # noqa: SIM102  one is known to the compiler, the other is not
+        if not is_wanted(condition):
+            return
     ids = chunk * CHUNK + tl.arange(0, CHUNK)
     x = tl.load(logits + row.to(tl.int64) * row_stride + ids, mask=ids < vocabulary, other=float("-inf"))
     x = x.to(tl.float32) / tl.load(temperatures + row // rows_each)
@@ -92,14 +97,18 @@ def _log_mass(peaks, sums, row, chunks, BLOCK: tl.constexpr):  # type: ignore[no
 
 @triton.jit(do_not_specialize=_NUMBERS)
 def _likeliest_kernel(  # type: ignore[no-untyped-def]
-    peaks, sums, ranks, token_ids, tokens, scores, vocabulary, chunks, WIDTH: tl.constexpr, BLOCK_WIDTH: tl.constexpr,
-    MAPPED: tl.constexpr, BLOCK_CHUNKS: tl.constexpr, BLOCK: tl.constexpr, DEPENDENT: tl.constexpr,
+    peaks, sums, ranks, token_ids, tokens, scores, condition, vocabulary, chunks, WIDTH: tl.constexpr,
+    BLOCK_WIDTH: tl.constexpr, MAPPED: tl.constexpr, BLOCK_CHUNKS: tl.constexpr, BLOCK: tl.constexpr,
+    CONDITIONAL: tl.constexpr, DEPENDENT: tl.constexpr,
 ):  # fmt: skip
     """Program row: the WIDTH best of what its chunks found."""
     row = tl.program_id(0)
     if DEPENDENT:
         gdc_launch_dependents()
         gdc_wait()
+    if CONDITIONAL:  # noqa: SIM102  one is known to the compiler, the other is not
+        if not is_wanted(condition):
+            return
     index = tl.arange(0, BLOCK)
     here = index < chunks * WIDTH
     rank = tl.where(here, tl.load(ranks + row * chunks * WIDTH + index, mask=here, other=0), _LEAST_RANK)
@@ -139,10 +148,13 @@ def _filter(prob, place, known, top_k, top_p, min_p):  # type: ignore[no-untyped
 @triton.jit(do_not_specialize=_NUMBERS)
 def _gumbel_max_kernel(  # type: ignore[no-untyped-def]
     peaks, sums, values, places, token_ids, temperatures, coupled, top_k, top_p, min_p, seeds, positions, tokens,
-    scores, chunks, known, level, rows_each, sharpness, WIDTH: tl.constexpr, SHARP: tl.constexpr, MAPPED: tl.constexpr,
-    BLOCK_CHUNKS: tl.constexpr, BLOCK: tl.constexpr,
+    scores, condition, chunks, known, level, rows_each, sharpness, WIDTH: tl.constexpr, SHARP: tl.constexpr,
+    MAPPED: tl.constexpr, BLOCK_CHUNKS: tl.constexpr, BLOCK: tl.constexpr, CONDITIONAL: tl.constexpr,
 ):  # fmt: skip
     """Program row: the WIDTH best chances among its `known` likeliest, whose logits fall. SHARP is a sharpness of 1."""
+    if CONDITIONAL:  # noqa: SIM102  one is known to the compiler, the other is not
+        if not is_wanted(condition):
+            return
     row = tl.program_id(0)
     b = row // rows_each
     log_mass = _log_mass(peaks, sums, row, chunks, BLOCK_CHUNKS)
@@ -182,9 +194,9 @@ def _scan(logits: Tensor, temperatures: Tensor, best: int) -> tuple[Tensor, Tens
     peaks, sums = torch.empty(2, rows, chunks, device=logits.device)
     ranks = torch.empty(rows, chunks, best, dtype=torch.int64, device=logits.device)
     _scan_kernel[(rows, chunks)](
-        logits, temperatures, peaks, sums, ranks, vocabulary, rows // len(temperatures), logits.stride(0),
-        BEST=best, BLOCK_BEST=triton.next_power_of_2(max(1, best)), CHUNK=_CHUNK, num_warps=4,
-        **dependent_launch(logits.device),
+        logits, temperatures, peaks, sums, ranks, vocabulary=vocabulary, rows_each=rows // len(temperatures),
+        row_stride=logits.stride(0), BEST=best, BLOCK_BEST=triton.next_power_of_2(max(1, best)), CHUNK=_CHUNK,
+        num_warps=4, **conditional_launch(logits), **dependent_launch(logits.device),
     )  # fmt: skip
     return peaks, sums, ranks
 
@@ -201,10 +213,10 @@ def likeliest(logits: Tensor, temperatures: Tensor, width: int, token_ids: Tenso
     peaks, sums, ranks = _scan(logits, temperatures, width)
     (rows, chunks), found = peaks.shape, _empty(len(logits), width, logits.device)
     _likeliest_kernel[(rows,)](
-        peaks, sums, ranks, token_ids, found.tokens, found.scores, logits.shape[1], chunks,
+        peaks, sums, ranks, token_ids, found.tokens, found.scores, vocabulary=logits.shape[1], chunks=chunks,
         WIDTH=width, BLOCK_WIDTH=triton.next_power_of_2(width), MAPPED=token_ids is not None,
         BLOCK_CHUNKS=triton.next_power_of_2(chunks), BLOCK=triton.next_power_of_2(chunks * width), num_warps=4,
-        **dependent_launch(logits.device),
+        **conditional_launch(logits), **dependent_launch(logits.device),
     )  # fmt: skip
     return found
 
@@ -225,9 +237,9 @@ def gumbel_max_winners(
     values, places = logits.topk(min(entrants, logits.shape[1]), dim=-1)
     (rows, chunks), found = peaks.shape, _empty(len(logits), width, logits.device)
     _gumbel_max_kernel[(rows,)](
-        peaks, sums, values, places, token_ids, temperatures, *gumbel_max, found.tokens, found.scores, chunks,
-        values.shape[1], level, rows // len(temperatures), sharpness,
-        WIDTH=width, SHARP=sharpness == 1.0, MAPPED=token_ids is not None,
-        BLOCK_CHUNKS=triton.next_power_of_2(chunks), BLOCK=triton.next_power_of_2(values.shape[1]), num_warps=4,
+        peaks, sums, values, places, token_ids, temperatures, *gumbel_max, found.tokens, found.scores, chunks=chunks,
+        known=values.shape[1], level=level, rows_each=rows // len(temperatures), sharpness=sharpness, WIDTH=width,
+        SHARP=sharpness == 1.0, MAPPED=token_ids is not None, BLOCK_CHUNKS=triton.next_power_of_2(chunks),
+        BLOCK=triton.next_power_of_2(values.shape[1]), num_warps=4, **conditional_launch(logits),
     )  # fmt: skip
     return found

@@ -15,6 +15,8 @@ from torch import Tensor
 
 # Of the temperatures that trees are grown for: at lower ones the target's distribution is practically one token.
 COLDEST = 0.05
+# Parts of a probability, as integers, whose sum does not depend on an order: of 2,000 trees it fits in an int32.
+MASS_UNITS = 1 << 20
 
 
 class Children(NamedTuple):
@@ -47,6 +49,10 @@ class Growth(NamedTuple):
     frontier_path_probs: Tensor  # [2, B, W] float64
     next_tokens: Tensor  # [B, W] int32 of the frontier
     sources: Tensor  # [B, W] int64 row of each one's parent in the pass before, in which each sequence has F
+    # [L + 1] int32, of each level from the second on: how much more its frontiers hold than `least_mass` of each tree
+    # that may grow, in parts of MASS_UNITS. A level that holds no more is left out, and so are all behind it.
+    worth: Tensor
+    least_mass: float  # 0 leaves none out
     breadth: int  # K
 
     def first_item(self, level: int) -> int:

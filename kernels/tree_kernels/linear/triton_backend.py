@@ -11,6 +11,7 @@ import triton
 from torch import Tensor
 from triton.tools.tensor_descriptor import TensorDescriptor
 
+from tree_kernels.conditional_launch import conditional_launch
 from tree_kernels.dependent_launch import dependent_launch
 from tree_kernels.linear.forms import LLAMA_HEADS, PLAIN_SUM, Activation, HeadForm, SumForm
 from tree_kernels.linear.int8_weight import Int8Weight, Weight
@@ -77,10 +78,11 @@ class TritonLinears(RowLinears):
         cosines, sines = torch.empty(2, rows, rotary, dtype=torch.float32, device=features.device)
         head_input_kernel[(rows,)](
             token_ids, of.embedding, of.embedding_norm.weight, features, of.feature_norm.weight, positions,
-            or_other(sources, token_ids), of.frequencies, output, taken, cosines, sines, features.stride(0),
-            of.embedding_norm.epsilon, of.feature_norm.epsilon, of.scaling, TAKES=sources is not None,
+            or_other(sources, token_ids), of.frequencies, output, taken, cosines, sines,
+            feature_stride=features.stride(0), embedding_epsilon=of.embedding_norm.epsilon,
+            feature_epsilon=of.feature_norm.epsilon, scaling=of.scaling, TAKES=sources is not None,
             WIDTH=width, BLOCK=triton.next_power_of_2(width), ROTARY=rotary,
-            BLOCK_ROTARY=triton.next_power_of_2(rotary), num_warps=4, **self._dependent,
+            BLOCK_ROTARY=triton.next_power_of_2(rotary), num_warps=4, **conditional_launch(output), **self._dependent,
         )  # fmt: skip
         return HeadInput(output, cosines, sines, taken)
 
@@ -293,9 +295,10 @@ class TritonLinears(RowLinears):
             raise ValueError("expected rows whose last dimension is contiguous")
         check_contiguous(norm=norm.weight, norm_bias=norm.bias)
         norm_kernel[(len(hidden),)](
-            hidden, norm.weight, or_other(norm.bias, output), output, squares, hidden.stride(0), norm.epsilon,
-            WHOLE=whole, CENTERED=norm.centered, HAS_NORM_BIAS=norm.bias is not None,
-            WIDTH=width, BLOCK=triton.next_power_of_2(width), num_warps=4, **self._dependent,
+            hidden, norm.weight, or_other(norm.bias, output), output, squares, row_stride=hidden.stride(0),
+            epsilon=norm.epsilon, WHOLE=whole, CENTERED=norm.centered, HAS_NORM_BIAS=norm.bias is not None,
+            WIDTH=width, BLOCK=triton.next_power_of_2(width), num_warps=4, **conditional_launch(output),
+            **self._dependent,
         )  # fmt: skip
 
     def _launch(
@@ -323,6 +326,7 @@ class TritonLinears(RowLinears):
             "AHEAD": tiling.ahead if _prefetchable(read) else 0,
             "num_warps": tiling.warps,
             "num_stages": tiling.stages,
+            **conditional_launch(read),
             **self._dependent,
         }
         return (blocks, tiles, splits), options

@@ -16,16 +16,28 @@ from tree_kernels.linear.triton_parts import (
     rotated,
     whole_norm,
 )
+from tree_kernels.triton_condition import is_wanted
 
 # Bytes of weights that one instruction prefetches.
 _PREFETCH_BYTES = tl.constexpr(256)
 
 
 @triton.jit
+def _prefetch(address):  # type: ignore[no-untyped-def]
+    """Bring 256 bytes from each address on into the L2 cache."""
+    tl.inline_asm_elementwise(
+        "cp.async.bulk.prefetch.L2.global [$1], 256; mov.b32 $0, 0;", "=r,l", [address],
+        dtype=tl.int32, is_pure=False, pack=1,
+    )  # fmt: skip
+
+
+@triton.jit
 def await_inputs(  # type: ignore[no-untyped-def]
-    weight, column, WIDTH: tl.constexpr, SPLITS: tl.constexpr, AHEAD: tl.constexpr, DEPENDENT: tl.constexpr
-):
-    """Let the next launch begin, bring the first weights into the L2 cache, and wait for the launch before."""
+    weight, column, condition, WIDTH: tl.constexpr, SPLITS: tl.constexpr, AHEAD: tl.constexpr,
+    CONDITIONAL: tl.constexpr, DEPENDENT: tl.constexpr,
+):  # fmt: skip
+    """Let the next launch begin, bring the first weights into the L2 cache where the launch is not known to do nothing,
+    and wait for the launch before."""
     if DEPENDENT:
         gdc_launch_dependents()
         if AHEAD > 0:
@@ -33,10 +45,11 @@ def await_inputs(  # type: ignore[no-untyped-def]
             inner = tl.program_id(2) * (WIDTH // SPLITS) + tl.arange(0, AHEAD) * step
             inner = tl.minimum(inner, WIDTH - step)
             address = weight + column[:, None].to(tl.int64) * WIDTH + inner[None, :]
-            tl.inline_asm_elementwise(
-                "cp.async.bulk.prefetch.L2.global [$1], 256; mov.b32 $0, 0;", "=r,l", [address],
-                dtype=tl.int32, is_pure=False, pack=1,
-            )  # fmt: skip
+            if CONDITIONAL:
+                if is_wanted(condition):
+                    _prefetch(address)
+            else:
+                _prefetch(address)
         gdc_wait()
 
 
@@ -167,11 +180,11 @@ def finish_norm(  # type: ignore[no-untyped-def]
 @triton.jit
 def add_kernel(  # type: ignore[no-untyped-def]
     rows, bias, residual, norm_weight, output, scaled, squares, weight, row_scales, partials, counters,
-    rows_map, weight_map, count, row_stride, MAPPED: tl.constexpr,
+    rows_map, weight_map, condition, count, row_stride, MAPPED: tl.constexpr,
     INT8: tl.constexpr, HAS_BIAS: tl.constexpr, MULTIPLIER: tl.constexpr, ADDS: tl.constexpr, SCALES: tl.constexpr,
     OUTPUTS: tl.constexpr,
     INNER: tl.constexpr, SPLITS: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr,
-    AHEAD: tl.constexpr, DEPENDENT: tl.constexpr,
+    AHEAD: tl.constexpr, CONDITIONAL: tl.constexpr, DEPENDENT: tl.constexpr,
 ):  # fmt: skip
     """A linear layer; `ADDS` the residual to a multiple, and `SCALES` the sum for the norm that reads it next."""
     tile = tl.program_id(1)
@@ -179,7 +192,10 @@ def add_kernel(  # type: ignore[no-untyped-def]
     inside = column < OUTPUTS
     if OUTPUTS % BLOCK_N != 0:
         column = tl.minimum(column, OUTPUTS - 1)
-    await_inputs(weight, column, INNER // 2 if INT8 else INNER, SPLITS, AHEAD, DEPENDENT)
+    await_inputs(weight, column, condition, INNER // 2 if INT8 else INNER, SPLITS, AHEAD, CONDITIONAL, DEPENDENT)
+    if CONDITIONAL:  # noqa: SIM102  one is known to the compiler, the other is not
+        if not is_wanted(condition):
+            return
     row = tl.program_id(0) * BLOCK_M + tl.arange(0, BLOCK_M)
     there = row < count
     total, there = _product(
@@ -207,11 +223,11 @@ def add_kernel(  # type: ignore[no-untyped-def]
 @triton.jit
 def activated_kernel(  # type: ignore[no-untyped-def]
     rows, squares, bias, parameters, output, weight, row_scales, partials, counters, rows_map, weight_map,
-    count, epsilon,
+    condition, count, epsilon,
     MAPPED: tl.constexpr, INT8: tl.constexpr, PARTS: tl.constexpr, BLOCK_PARTS: tl.constexpr, HAS_BIAS: tl.constexpr,
     GATED: tl.constexpr, ACTIVATION: tl.constexpr, OUTPUTS: tl.constexpr,
     INNER: tl.constexpr, SPLITS: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr,
-    AHEAD: tl.constexpr, DEPENDENT: tl.constexpr,
+    AHEAD: tl.constexpr, CONDITIONAL: tl.constexpr, DEPENDENT: tl.constexpr,
 ):  # fmt: skip
     """Norm, up_proj and activation(up); `GATED`, gate_proj too, and activation(gate) * up. A tile then holds as many
     columns of gate as of up."""
@@ -224,7 +240,10 @@ def activated_kernel(  # type: ignore[no-untyped-def]
         column = tl.minimum(first + lane, OUTPUTS - 1)
     else:
         column = first + lane
-    await_inputs(weight, column, INNER // 2 if INT8 else INNER, SPLITS, AHEAD, DEPENDENT)
+    await_inputs(weight, column, condition, INNER // 2 if INT8 else INNER, SPLITS, AHEAD, CONDITIONAL, DEPENDENT)
+    if CONDITIONAL:  # noqa: SIM102  one is known to the compiler, the other is not
+        if not is_wanted(condition):
+            return
     row = tl.program_id(0) * BLOCK_M + tl.arange(0, BLOCK_M)
     there = row < count
     # Loaded before the product and used after it.
@@ -258,13 +277,13 @@ def activated_kernel(  # type: ignore[no-untyped-def]
 @triton.jit
 def rotary_kernel(  # type: ignore[no-untyped-def]
     rows, squares, bias, query_norm, key_norm, cosines, sines, slots, query, key_cache, value_cache, weight, row_scales,
-    partials, counters, rows_map, weight_map, count, epsilon, query_epsilon, key_epsilon,
+    partials, counters, rows_map, weight_map, condition, count, epsilon, query_epsilon, key_epsilon,
     MAPPED: tl.constexpr, INT8: tl.constexpr, PARTS: tl.constexpr, BLOCK_PARTS: tl.constexpr, HAS_BIAS: tl.constexpr,
     NORMS: tl.constexpr,
     ROTARY: tl.constexpr, INTERLEAVED: tl.constexpr, VALUE_EPSILON: tl.constexpr,
     HEADS: tl.constexpr, KV_HEADS: tl.constexpr, WIDTH: tl.constexpr, INNER: tl.constexpr,
     SPLITS: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr,
-    AHEAD: tl.constexpr, DEPENDENT: tl.constexpr,
+    AHEAD: tl.constexpr, CONDITIONAL: tl.constexpr, DEPENDENT: tl.constexpr,
 ):  # fmt: skip
     """Norm, q_proj, k_proj and v_proj, `NORMS` of each head, rotary embedding, and keys and values into their slots.
 
@@ -280,7 +299,10 @@ def rotary_kernel(  # type: ignore[no-untyped-def]
     pair = first + lane % HALF_N
     distance = pair_distance(pair, WIDTH, ROTARY, INTERLEAVED)
     column = head * WIDTH + pair_column(pair, WIDTH, ROTARY, INTERLEAVED) + lane // HALF_N * distance
-    await_inputs(weight, column, INNER // 2 if INT8 else INNER, SPLITS, AHEAD, DEPENDENT)
+    await_inputs(weight, column, condition, INNER // 2 if INT8 else INNER, SPLITS, AHEAD, CONDITIONAL, DEPENDENT)
+    if CONDITIONAL:  # noqa: SIM102  one is known to the compiler, the other is not
+        if not is_wanted(condition):
+            return
     row = tl.program_id(0) * BLOCK_M + tl.arange(0, BLOCK_M)
     there = row < count
     found = load_squares(squares, row, there, PARTS, BLOCK_PARTS)
@@ -322,8 +344,9 @@ def rotary_kernel(  # type: ignore[no-untyped-def]
 
 @triton.jit
 def norm_kernel(  # type: ignore[no-untyped-def]
-    rows, norm_weight, norm_bias, output, squares, row_stride, epsilon, WHOLE: tl.constexpr, CENTERED: tl.constexpr,
-    HAS_NORM_BIAS: tl.constexpr, WIDTH: tl.constexpr, BLOCK: tl.constexpr, DEPENDENT: tl.constexpr,
+    rows, norm_weight, norm_bias, output, squares, condition, row_stride, epsilon, WHOLE: tl.constexpr,
+    CENTERED: tl.constexpr, HAS_NORM_BIAS: tl.constexpr, WIDTH: tl.constexpr, BLOCK: tl.constexpr,
+    CONDITIONAL: tl.constexpr, DEPENDENT: tl.constexpr,
 ):  # fmt: skip
     """The norm of one row per program, or unless `WHOLE` its row times the norm's weight and its sum of squares."""
     row = tl.program_id(0)
@@ -334,6 +357,9 @@ def norm_kernel(  # type: ignore[no-untyped-def]
     norm, shift = load_norm(norm_weight, norm_bias, column, inside, HAS_NORM_BIAS)
     if DEPENDENT:
         gdc_wait()
+    if CONDITIONAL:  # noqa: SIM102  one is known to the compiler, the other is not
+        if not is_wanted(condition):
+            return
     read = load_wide(rows + row.to(tl.int64) * row_stride, column, inside)
     if WHOLE:
         read = whole_norm(read, inside, norm, shift, epsilon, WIDTH, CENTERED, HAS_NORM_BIAS)
@@ -346,9 +372,9 @@ def norm_kernel(  # type: ignore[no-untyped-def]
 @triton.jit
 def head_input_kernel(  # type: ignore[no-untyped-def]
     token_ids, embedding, embedding_norm, features, feature_norm, positions, sources, frequencies, output, taken,
-    cosines, sines, feature_stride, embedding_epsilon, feature_epsilon, scaling, TAKES: tl.constexpr,
+    cosines, sines, condition, feature_stride, embedding_epsilon, feature_epsilon, scaling, TAKES: tl.constexpr,
     WIDTH: tl.constexpr, BLOCK: tl.constexpr, ROTARY: tl.constexpr, BLOCK_ROTARY: tl.constexpr,
-    DEPENDENT: tl.constexpr,
+    CONDITIONAL: tl.constexpr, DEPENDENT: tl.constexpr,
 ):  # fmt: skip
     """One row per program: see `RowLinears.head_input`. `TAKES` features by `sources`."""
     row = tl.program_id(0)
@@ -356,11 +382,18 @@ def head_input_kernel(  # type: ignore[no-untyped-def]
     inside = column < WIDTH
     lane = tl.arange(0, BLOCK_ROTARY)
     inside_rotary = lane < ROTARY
-    if DEPENDENT:
+    # It comes first behind the launch that writes a condition: those behind it begin when that has ended, and read it
+    # before they wait.
+    if DEPENDENT and not CONDITIONAL:
         gdc_launch_dependents()
     frequency = tl.load(frequencies + lane, mask=inside_rotary, other=0.0)
     if DEPENDENT:
         gdc_wait()
+    if CONDITIONAL:  # noqa: SIM102  one is known to the compiler, the other is not
+        if not is_wanted(condition):
+            return
+    if DEPENDENT and CONDITIONAL:
+        gdc_launch_dependents()
     own = embedding + tl.load(token_ids + row).to(tl.int64) * WIDTH
     read = tl.load(own + column, mask=inside, other=0.0).to(tl.float32)
     source = row.to(tl.int64)
