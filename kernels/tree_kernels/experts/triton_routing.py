@@ -106,7 +106,8 @@ def route_kernel(  # type: ignore[no-untyped-def]
     """A share of the router's product of BLOCK_M rows; the last program of those rows to arrive chooses for them."""
     block = tl.program_id(0)
     column = tl.program_id(1) * BLOCK_N + tl.arange(0, BLOCK_N)
-    await_inputs(weight, tl.minimum(column, EXPERTS - 1), INNER, SPLITS, AHEAD, DEPENDENT)
+    # Of no condition, for which any pointer stands in.
+    await_inputs(weight, tl.minimum(column, EXPERTS - 1), weight, INNER, SPLITS, AHEAD, False, DEPENDENT)
     row = block * BLOCK_M + tl.arange(0, BLOCK_M)
     there = row < count
     SHARE: tl.constexpr = INNER // SPLITS
