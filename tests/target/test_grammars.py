@@ -22,7 +22,7 @@ from waits import HUNG_SECONDS
 from outrider.errors import InvalidField, NotSupported
 from outrider.structured_output import StructuredOutput
 from outrider.tree import TokenTree
-from target_service.grammars import compiling, following, row_masks
+from target_service.grammars import compiling, following, row_masks, vocabulary
 from target_service.grammars.compiling import GRAMMARS_PER_TENANT, Grammars
 from target_service.grammars.expected_text import ExpectedNodes
 from target_service.grammars.following import FollowedGrammar, FollowedTree, TreeMasks, masks_of
@@ -36,6 +36,20 @@ END = 2
 @pytest.fixture(scope="module")
 def grammars() -> Grammars:
     return Grammars(trained_tokenizer(), VOCABULARY, (END,))
+
+
+def test_the_first_form_finds_what_a_start_prepared() -> None:
+    tokenizer = trained_tokenizer()
+    grammar_tokenizer.cache_clear()
+    vocabulary.warm_up(tokenizer, VOCABULARY, (END,))
+    made = grammar_tokenizer.cache_info().misses
+    Grammars(tokenizer, VOCABULARY, (END,)).check(StructuredOutput(regex="a+"), "")
+    assert grammar_tokenizer.cache_info().misses == made == 1
+
+
+def test_a_model_without_forms_starts() -> None:
+    # No token ends an output.
+    vocabulary.warm_up(trained_tokenizer(), VOCABULARY, ())
 
 
 def tokens_of(text: str) -> list[int]:

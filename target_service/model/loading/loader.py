@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import logging
+import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import asdict, replace
@@ -27,6 +28,7 @@ from outrider.heads import tokenizer_fingerprint
 from outrider.processes.python import module_command
 from target_service.compiling import LOOPS
 from target_service.config import TargetConfig
+from target_service.grammars import vocabulary
 from target_service.model.head_projection import read_draft_head
 from target_service.model.loading.self_check import check_runner, own_logits, plain_logits
 from target_service.model.loading.store import resolve
@@ -168,6 +170,10 @@ def _load(config: TargetConfig, link: RankGroupLink | None, ahead: AheadCompiler
         **_cache_sizes(config, network, link),
     )
     runner.ahead = ahead
+    if config.captures and tokenizer is not None and (link is None or link.leads):
+        # Beside the waiting of captures, which take longer.
+        of_forms = tokenizer, runner.vocabulary_size, runner.end_token_ids
+        threading.Thread(target=vocabulary.warm_up, args=of_forms, name="forms", daemon=True).start()
     if config.draft_head and (link is None or link.leads):
         runner.run_head(read_draft_head(config.draft_head, settings.num_hidden_layers, settings.hidden_size))
     check_runner(runner, own)
