@@ -35,6 +35,7 @@ from torch import nn
 from draft_service.drafters.base import DraftSequence
 from draft_service.eagle.head_drafter import HeadDrafter
 from draft_service.in_pass import InPassHead
+from draft_service.neural.cuda_graphs import pass_drafter
 from draft_service.neural.cuda_graphs.pass_drafter import PassDrafter
 from outrider.drafting.link import prepare_in_pass
 from outrider.errors import NotSupported
@@ -58,6 +59,8 @@ from tree_models.layers.decoder import Decoder
 __all__ = ["without_gpu"]
 
 PAGE_SIZE, MAX_TOKENS = 4, 14
+# Of a level's frontier, with which some trees of the tiny head end early and some do not. By trial.
+LEAST_MASS = {"greedy": 0.95, "seeded": 0.98}
 SAMPLINGS = {
     "greedy": SamplingParams(ignore_eos=True),
     "seeded": SamplingParams(temperature=0.8, top_p=0.9, seed=99, ignore_eos=True),
@@ -158,6 +161,36 @@ def test_the_output_is_that_without_drafts_and_the_trees_are_the_heads(
     # Of three behind each other one: the trees of a draft service take most of this test's time.
     compared = [check(tree, texts, heads, alone, sampling) for tree in drafted[passes - 1 :: 3]]
     assert len(compared) > 8 and sum(compared) > 0.5 * len(compared)
+
+
+@pytest.mark.values
+@pytest.mark.parametrize("kind", SAMPLINGS)
+def test_levels_that_are_left_out_change_no_token_and_end_trees(
+    steps_of: MakeSteps, kind: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As on a GPU, where their launches do nothing: here all is computed, and not used."""
+    monkeypatch.setattr(pass_drafter, "_LEFT_OUT", (SEQUENCES, 4, 3, LEAST_MASS[kind]))
+    monkeypatch.setattr(InPassHead, "leaves_out", property(lambda _: True, lambda *_: None), raising=False)
+    heads, sampling = eagle_heads(make_tiny()), SAMPLINGS[kind]
+    requests = wanted(sampling)
+    expected = plain_each(heads.model, requests)
+    runner, steps, drafted = steps_of(heads, None)
+    with torch.inference_mode():
+        outcomes = run(runner, requests, launch=steps, passes=1, stagger=2, config=CONFIG)
+    assert [outcome.token_ids for outcome in outcomes] == expected
+    texts = [(*one.token_ids, *output) for one, output in zip(requests, expected, strict=True)]
+    alone, depths = heads.alone(SEQUENCES), set[int]()
+    for tree in drafted[::3]:
+        known = [
+            list(text[: tree.base]) for text in texts if len(text) >= tree.base and text[tree.base - 1] == tree.root
+        ]
+        depth = max(map(len, tree.paths), default=0)
+        whole = [grown(text, heads, alone, sampling) for text in known]
+        if not any(len(text) < tree.base for text in texts):
+            assert any(tree.paths == {path for path in one if len(path) <= depth} for one in whole)
+            depths.add(depth)
+    # Pages end none so early.
+    assert 1 in depths and max(depths) > 1
 
 
 def check(
