@@ -155,3 +155,20 @@ def test_a_folder_of_a_known_name_wins(tiny: KnownModel, tmp_path: Path, monkeyp
 def test_unknown_names_are_not_pulled(tiny: KnownModel) -> None:
     with pytest.raises(ValueError, match="known are"):
         pull("no-such-" + tiny.name)
+
+
+def test_a_gguf_file_is_read_once_and_the_library_is_as_before(monkeypatch: pytest.MonkeyPatch) -> None:
+    read: list[str] = []
+
+    class Reader:
+        def __init__(self, path: str) -> None:
+            read.append(path)
+
+    monkeypatch.setattr(gguf, "GGUFReader", Reader)
+    before = gguf.GGUFReader, gguf.get_tensor_name_map
+    with pytest.raises(OSError, match="full"), store._gguf_read_once():
+        assert gguf.GGUFReader("a") is gguf.GGUFReader("a")
+        names = gguf.get_tensor_name_map(gguf.MODEL_ARCH.LLAMA, 2)
+        assert gguf.get_tensor_name_map(gguf.MODEL_ARCH.LLAMA, 2) is names
+        raise OSError("the disk is full")
+    assert read == ["a"] and (gguf.GGUFReader, gguf.get_tensor_name_map) == before

@@ -14,7 +14,7 @@ import zipfile
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
-from functools import partialmethod
+from functools import lru_cache, partialmethod
 from pathlib import Path
 
 from rich import box
@@ -169,7 +169,7 @@ def _convert(known: KnownModel, gguf: Path, into: Path) -> None:
     from transformers import AutoModelForCausalLM, AutoTokenizer
 
     source, file = str(gguf.parent), gguf.name
-    with _bars_of_transformers_hidden():
+    with _bars_of_transformers_hidden(), _gguf_read_once():
         loaded = AutoModelForCausalLM.from_pretrained(source, gguf_file=file, dtype=torch.bfloat16)
         tokenizer = AutoTokenizer.from_pretrained(source, gguf_file=file)
         tokenizer.eos_token, tokenizer.bos_token = known.eos_token, known.bos_token
@@ -205,6 +205,20 @@ def _bars_of_transformers_hidden() -> Iterator[None]:
     finally:
         tqdm.__init__ = shown
         transformers_logging.enable_progress_bar()
+
+
+@contextmanager
+def _gguf_read_once() -> Iterator[None]:
+    """Reads a GGUF file's fields and the names of a kind's tensors once: transformers asks for the former four times and
+    for the latter once a module, which took three quarters of a conversion."""
+    import gguf
+
+    reader, names = gguf.GGUFReader, gguf.get_tensor_name_map
+    gguf.GGUFReader, gguf.get_tensor_name_map = lru_cache(1)(reader), lru_cache(1)(names)
+    try:
+        yield
+    finally:
+        gguf.GGUFReader, gguf.get_tensor_name_map = reader, names
 
 
 @contextmanager
