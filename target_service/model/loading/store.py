@@ -209,8 +209,8 @@ def _bars_of_transformers_hidden() -> Iterator[None]:
 
 @contextmanager
 def _gguf_read_once() -> Iterator[None]:
-    """Reads a GGUF file's fields and the names of a kind's tensors once: transformers asks for the former four times and
-    for the latter once a module, which took three quarters of a conversion."""
+    """Reads a GGUF file's fields and the names of a kind's tensors once: transformers asks for the former four times
+    and for the latter once a module, which took two thirds of a conversion."""
     import gguf
 
     reader, names = gguf.GGUFReader, gguf.get_tensor_name_map
