@@ -704,6 +704,7 @@ def gpu_table() -> tuple[NodeTable, Mailboxes]:
 
 
 @pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
 def test_what_is_put_after_a_launch_is_taken_when_the_device_comes_to_it() -> None:
     table, mail = gpu_table()
     # Some 0.1 s of a device at work.
@@ -721,6 +722,7 @@ def test_what_is_put_after_a_launch_is_taken_when_the_device_comes_to_it() -> No
 
 
 @pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
 def test_a_table_is_taken_whole_while_others_are_written() -> None:
     """As fast as a host can send them, which is faster than any draft does."""
     table, mail = gpu_table()
