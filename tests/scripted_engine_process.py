@@ -27,6 +27,8 @@ from target_service.preflight import EngineRefused
 GARBLED, FATAL, HANGS = 297, 298, 299
 # Before a path: the model is found, and then loaded once something is there.
 FOUND = "found:"
+# Of one that is loaded, and waits for what is prepared meanwhile.
+LOADED = "loaded:"
 
 
 class ScriptedHost(ScriptedEngine):
@@ -84,6 +86,11 @@ def build(config: TargetConfig, reporter: Reporter) -> ScriptedHost:
     if config.model.startswith(FOUND):
         reporter.found_model()
         while not Path(config.model.removeprefix(FOUND)).exists():
+            time.sleep(0.01)
+    if config.model.startswith(LOADED):
+        reporter.found_model()
+        reporter.loaded_model(SERVED.vocabulary_size, SERVED.end_token_ids)
+        while not Path(config.model.removeprefix(LOADED)).exists():
             time.sleep(0.01)
     host = ScriptedHost(reporter)
     assert replace(host.served, tokenizer=None) == SERVED

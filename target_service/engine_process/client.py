@@ -27,6 +27,7 @@ from target_service.core.front import EngineFront
 from target_service.core.sequence import SequenceEvent, SequenceFinished, SequenceRequest, SequenceTotals
 from target_service.core.weights import UpdateDone, WeightUpdate
 from target_service.engine_process import messages
+from target_service.grammars import vocabulary
 from target_service.preflight import EngineRefused
 from target_service.text.tokenizer import ModelTokenizer
 
@@ -61,7 +62,10 @@ class EngineLink(EngineFront, asyncio.Protocol):
         self._served: ServedModel | None = None
         # Set once the model's files are there.
         self._found = asyncio.Event()
-        # Set once the model is loaded, or loading has failed.
+        # Set once its weights are loaded, and what was told of it then.
+        self._read = asyncio.Event()
+        self._model: messages.ModelLoaded | None = None
+        # Set once the engine is ready, or loading has failed.
         self._loaded = asyncio.Event()
         self._refused: EngineRefused | None = None
         self.draft_info: DraftInfo | None = None
@@ -78,6 +82,7 @@ class EngineLink(EngineFront, asyncio.Protocol):
         """Wait until the model is loaded. Raises `EngineRefused` when it cannot be, after the process has ended."""
         await asyncio.get_running_loop().create_unix_connection(lambda: self, sock=self._socket)
         tokenizer = asyncio.create_task(self._load_tokenizer())
+        forms = asyncio.create_task(self._prepare_forms(tokenizer))
         try:
             await self._loaded.wait()
             if self._served is None:
@@ -86,12 +91,20 @@ class EngineLink(EngineFront, asyncio.Protocol):
                 raise self._refused or EngineRefused(1, f"the engine's process ended with status {status}")
             return replace(self._served, tokenizer=await tokenizer)
         finally:
-            await end_tasks(tokenizer)
+            await end_tasks(tokenizer, forms)
 
     async def _load_tokenizer(self) -> ModelTokenizer | None:
         """The model's tokenizer, loaded as soon as the other process has pulled the model."""
         await self._found.wait()
         return None if self._tokenizer is None else await in_thread_to_leave(self._tokenizer)
+
+    async def _prepare_forms(self, tokenizer: asyncio.Future[ModelTokenizer | None]) -> None:
+        """Do what the first form of output would wait for here, while the other process captures steps."""
+        await self._read.wait()
+        model, known = self._model, await asyncio.shield(tokenizer)
+        if model is not None and known is not None:
+            of_forms = known, model.vocabulary_size, model.end_token_ids
+            await in_thread_to_leave(lambda: vocabulary.warm_up(*of_forms))
 
     async def engine(self, observer: EngineObserver | None) -> EngineLink:
         """This link. `observer` is called on the event loop."""
@@ -174,6 +187,9 @@ class EngineLink(EngineFront, asyncio.Protocol):
                 self._fail(message.reason)
             elif isinstance(message, messages.ModelFound):
                 self._found.set()
+            elif isinstance(message, messages.ModelLoaded):
+                self._model = message
+                self._read.set()
             elif isinstance(message, messages.Ready):
                 self._found.set()
                 self._served, self._capacity = message.served, message.served.max_context

@@ -77,8 +77,16 @@ class ModelFound(ProcessMessage, frozen=True):
     its own tokenizer. The first message, unless it is `StartRefused`."""
 
 
+class ModelLoaded(ProcessMessage, frozen=True):
+    """The model is loaded, and its steps are captured for a while. Meanwhile forms of output can be prepared, for
+    logits of so many tokens, of which some end an output."""
+
+    vocabulary_size: int
+    end_token_ids: tuple[int, ...]
+
+
 class Ready(ProcessMessage, frozen=True):
-    """The model is loaded. Nothing but `ModelFound` comes before."""
+    """The engine takes requests. Nothing but `ModelFound` and `ModelLoaded` comes before."""
 
     served: ServedModel
 
@@ -126,7 +134,7 @@ class Dead(ProcessMessage, frozen=True):
 
 
 ToEngine = Configure | Submit | Verify | Cancel | UpdateWeights | CancelUpdate | Stop
-FromEngine = ModelFound | Ready | StartRefused | Report | WeightsDone | DrafterChanged | Dead
+FromEngine = ModelFound | ModelLoaded | Ready | StartRefused | Report | WeightsDone | DrafterChanged | Dead
 Message = ToEngine | FromEngine
 
 

@@ -76,6 +76,10 @@ class Reporter:
         """Tell that the model's files are there."""
         self._outbox.send(messages.pack(messages.ModelFound()))
 
+    def loaded_model(self, vocabulary_size: int, end_token_ids: tuple[int, ...]) -> None:
+        """Tell that the model is loaded, while the engine is made ready."""
+        self._outbox.send(messages.pack(messages.ModelLoaded(vocabulary_size, end_token_ids)))
+
     def report(self, engine: Engine, events: list[SequenceEvent]) -> None:
         """Send what was collected, with a step's events. Never waits for the other process."""
         # All under the lock, or a snapshot could be sent behind a newer one, with an older version of the weights.
@@ -184,7 +188,10 @@ def build(config: TargetConfig, reporter: Reporter) -> Assembled:
     # Imported late: PyTorch takes seconds, and wrong names should be refused at once.
     from target_service.assembly import assemble, load_model
 
-    return assemble(config, load_model(config), reporter, connect)
+    runner = load_model(config)
+    if config.captures:
+        reporter.loaded_model(runner.vocabulary_size, runner.end_token_ids)
+    return assemble(config, runner, reporter, connect)
 
 
 def serve_engine(descriptor: int, build: Build) -> int:

@@ -19,7 +19,8 @@ import psutil
 import pytest
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 from readiness import becomes, ready
-from scripted_engine_process import FATAL, FOUND, GARBLED, HANGS
+from scripted_engine import SERVED
+from scripted_engine_process import FATAL, FOUND, GARBLED, HANGS, LOADED
 from waits import HUNG_SECONDS, until
 from warm_python import behind, shared_python, warm_executable
 
@@ -30,8 +31,10 @@ from outrider.wire.trees import error_of_rpc
 from target_service.config import TargetConfig
 from target_service.engine_process import client as engine_link
 from target_service.engine_process.client import EngineLink
+from target_service.grammars import vocabulary
 from target_service.lifecycle import serve_engine
 from target_service.preflight import EngineRefused
+from target_service.text.tokenizer import ModelTokenizer
 
 TESTS = Path(__file__).parents[1]
 SERVING, NOT_SERVING = health_pb2.HealthCheckResponse.SERVING, health_pb2.HealthCheckResponse.NOT_SERVING
@@ -301,6 +304,27 @@ class TestStart:
             await link.stop()
 
         asyncio.run(load())
+
+    def test_forms_are_prepared_while_steps_are_captured(
+        self, tmp_path: Path, model_tokenizer: ModelTokenizer, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        """The engine is not ready before they are."""
+        prepared = tmp_path / "forms"
+        asked: list[tuple[object, int, tuple[int, ...]]] = []
+
+        def warm_up(*of: Any) -> None:
+            asked.append(of)
+            prepared.touch()
+
+        monkeypatch.setattr(vocabulary, "warm_up", warm_up)
+        link = EngineLink(TargetConfig(model=f"{LOADED}{prepared}"), scripted(), lambda: model_tokenizer)
+
+        async def load() -> None:
+            await asyncio.wait_for(link.load(), HUNG_SECONDS)
+            await link.stop()
+
+        asyncio.run(load())
+        assert asked == [(model_tokenizer, SERVED.vocabulary_size, SERVED.end_token_ids)]
 
     def test_engine_ends_with_the_process_that_serves(self) -> None:
         """Killed, so that nothing in it can tell its engine."""
