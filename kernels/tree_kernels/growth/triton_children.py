@@ -23,7 +23,7 @@ _LEAST = tl.constexpr(1e-30)
 _LOW = tl.constexpr(2**32 - 1)
 _LEAST_RANK = tl.constexpr(-(2**63))
 # They differ from level to level and from batch to batch; specializing kernels on them would gain nothing.
-_NUMBERS = ["rows_each", "level", "known", "chunks", "vocabulary"]
+_NUMBERS = ["rows_each", "level", "known", "chunks", "vocabulary", "condition"]
 
 
 @triton.jit

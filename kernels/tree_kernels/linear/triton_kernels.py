@@ -18,6 +18,8 @@ from tree_kernels.linear.triton_parts import (
 )
 from tree_kernels.triton_condition import is_wanted
 
+# Where it lies differs from level to level of a tree: kernels would be compiled for each alignment.
+_CONDITION = ["condition"]
 # Bytes of weights that one instruction prefetches.
 _PREFETCH_BYTES = tl.constexpr(256)
 
@@ -177,7 +179,7 @@ def finish_norm(  # type: ignore[no-untyped-def]
         return total * tl.rsqrt(tl.sum(found, 1) / INNER + epsilon)[:, None]
 
 
-@triton.jit
+@triton.jit(do_not_specialize=_CONDITION)
 def add_kernel(  # type: ignore[no-untyped-def]
     rows, bias, residual, norm_weight, output, scaled, squares, weight, row_scales, partials, counters,
     rows_map, weight_map, condition, count, row_stride, MAPPED: tl.constexpr,
@@ -220,7 +222,7 @@ def add_kernel(  # type: ignore[no-untyped-def]
         tl.store(squares + row * tl.cdiv(OUTPUTS, BLOCK_N) + tile, tl.sum(result * result, 1), mask=there)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=_CONDITION)
 def activated_kernel(  # type: ignore[no-untyped-def]
     rows, squares, bias, parameters, output, weight, row_scales, partials, counters, rows_map, weight_map,
     condition, count, epsilon,
@@ -274,7 +276,7 @@ def activated_kernel(  # type: ignore[no-untyped-def]
     tl.store(output + at, result.to(output.dtype.element_ty), mask=there[:, None] & inside[None, :])
 
 
-@triton.jit
+@triton.jit(do_not_specialize=_CONDITION)
 def rotary_kernel(  # type: ignore[no-untyped-def]
     rows, squares, bias, query_norm, key_norm, cosines, sines, slots, query, key_cache, value_cache, weight, row_scales,
     partials, counters, rows_map, weight_map, condition, count, epsilon, query_epsilon, key_epsilon,
@@ -342,7 +344,7 @@ def rotary_kernel(  # type: ignore[no-untyped-def]
     tl.store(at, right.to(query.dtype.element_ty), mask=kept[:, None])
 
 
-@triton.jit
+@triton.jit(do_not_specialize=_CONDITION)
 def norm_kernel(  # type: ignore[no-untyped-def]
     rows, norm_weight, norm_bias, output, squares, condition, row_stride, epsilon, WHOLE: tl.constexpr,
     CENTERED: tl.constexpr, HAS_NORM_BIAS: tl.constexpr, WIDTH: tl.constexpr, BLOCK: tl.constexpr,
@@ -369,7 +371,7 @@ def norm_kernel(  # type: ignore[no-untyped-def]
     tl.store(output + row.to(tl.int64) * WIDTH + column, read.to(output.dtype.element_ty), mask=inside)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=_CONDITION)
 def head_input_kernel(  # type: ignore[no-untyped-def]
     token_ids, embedding, embedding_norm, features, feature_norm, positions, sources, frequencies, output, taken,
     cosines, sines, condition, feature_stride, embedding_epsilon, feature_epsilon, scaling, TAKES: tl.constexpr,
