@@ -1,9 +1,12 @@
 """Time of what an EAGLE-3 head does behind a pass of its target, on one GPU: reading it, and growing trees.
 
 Weights are random, those of the target and of the head in the shape of Llama 3 8B and its published heads. No sequence
-is under way: rows are computed all the same, and attention has no keys to read. Captured graphs are replayed.
+is under way: rows are computed all the same, and attention has no keys to read. Captured graphs are replayed. Trees
+have fixed levels, all of which are grown; with `--left-out`, where trees may end early all levels but the first are
+left out.
 
     python -m benchmarks.heads.pass_drafting --json FILE
+    python -m benchmarks.heads.pass_drafting --passes 32x1:1 64x4:4 --layers 1 --left-out
     python -m benchmarks.heads.pass_drafting --passes 128x16:8 --layers 4 --profile
 """
 
@@ -58,12 +61,13 @@ def head_of(hidden: int, intermediate: int, vocabulary: int, kept: int, device: 
 class DraftedPasses:
     """A captured target whose passes draft."""
 
-    def __init__(self, layers: int | None, buckets: set[Bucket]) -> None:
+    def __init__(self, layers: int | None, buckets: set[Bucket], *, leaves_out: bool = False) -> None:
         device, config = torch.device("cuda"), config_of("llama-8b", layers)
         decoder = decoder_of(config, device, torch.bfloat16)
         head = head_of(config.hidden_size, config.intermediate_size, config.vocab_size, len(decoder.layers), device)
         read = tuple(min(layer, len(decoder.layers) - 1) for layer in LAYERS)
         drafter = InPassHead(head, read, EagleConfig(cuda_graphs=True))
+        drafter.leaves_out = leaves_out
         sizes: dict[str, Any] = {"num_pages": 1024, "page_size": PAGE_SIZE, "end_token_ids": ()}
         runner = runner_over(decoder, None, **sizes, attention="triton", in_pass=drafter)
         runner.enable_device_row_selection(MAX_SEQUENCES)
@@ -117,15 +121,18 @@ def main() -> None:
     parser = parser_of(__doc__)
     parser.add_argument("--passes", nargs="+", default=PASSES, help="ROWSxSEQUENCES:UNDER_WAY of captured passes")
     parser.add_argument("--layers", type=int, help="of the target; without it all 32")
+    parser.add_argument("--left-out", action="store_true", help="levels are left out where trees may end early")
     parser.add_argument("--profile", action="store_true", help="also the kernels behind each pass")
     arguments = parser.parse_args()
     loads = [tuple(map(int, one.replace("x", ":").split(":"))) for one in arguments.passes]
     results: list[dict[str, Any]] = []
     with torch.inference_mode():
-        passes = DraftedPasses(arguments.layers, {Bucket(rows, room) for rows, room, _ in loads})
+        sizes = {Bucket(rows, room) for rows, room, _ in loads}
+        passes = DraftedPasses(arguments.layers, sizes, leaves_out=arguments.left_out)
         for rows, room, sequences in loads:
             captured = passes.runner._captured[Bucket(rows, room)]
-            done, shape = passes.runner._empty(captured), shape_for(passes.tree, sequences)
+            done = passes.runner._empty(captured)
+            shape = shape_for(passes.tree, sequences, leaves_out=arguments.left_out)
             read, grown = (passes.replay_of(done, sequences, grows=grows) for grows in (False, True))
             times = {"target_ms": milliseconds(captured.graph.replay), "read_ms": milliseconds(read)}
             times["read_and_grow_ms"] = milliseconds(grown)
@@ -138,7 +145,8 @@ def main() -> None:
             )
             for name, us, count in launches_of(grown)[:30] if arguments.profile else ():
                 show(f"    {us:8.1f} us {count:5.1f} x  {name[:100]}")
-            write_json(arguments.json, {"machine": describe(), "layers": arguments.layers, "results": results})
+            settings = {"layers": arguments.layers, "left_out": arguments.left_out}
+            write_json(arguments.json, {"machine": describe(), **settings, "results": results})
 
 
 if __name__ == "__main__":
