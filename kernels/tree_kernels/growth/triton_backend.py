@@ -38,6 +38,17 @@ def _offered(  # type: ignore[no-untyped-def]
     return tl.where(here, tl.where(there, above * score, 0.0), -1.0), score
 
 
+@triton.jit
+def _weigh(worth, limits, path_prob, b, sequences, level, least_mass):  # type: ignore[no-untyped-def]
+    """Add a program's part of what the next level is worth: the fp64 path probabilities of what that expands, less the
+    least mass, once for a tree that grows."""
+    own = tl.sum((path_prob * _MASS_UNITS + 0.5).to(tl.int32), 0)
+    if tl.program_id(1) == 0:
+        grows = (tl.load(limits + b) > 0) & (tl.load(limits + sequences + b) > level)
+        own -= tl.where(grows, least_mass, 0)
+    tl.atomic_add(worth + level + 1, own, sem="relaxed")
+
+
 @triton.jit(do_not_specialize=_NUMBERS)
 def _grow_kernel(  # type: ignore[no-untyped-def]
     item_tokens, item_parents, item_path_probs, item_scores, frontier, frontier_path_probs, next_frontier,
@@ -93,12 +104,7 @@ def _grow_kernel(  # type: ignore[no-untyped-def]
         tl.store(next_tokens + to, token, mask=taken)
         tl.store(sources + to, (b * PLACES + item // BREADTH).to(tl.int64), mask=taken)
         if WEIGHED:
-            parts = tl.where(taken & expanded, (path_prob * _MASS_UNITS + 0.5).to(tl.int32), 0)
-            own = tl.sum(parts, 0)
-            if tl.program_id(1) == 0:
-                grows = (tl.load(limits + b) > 0) & (tl.load(limits + sequences + b) > level)
-                own -= tl.where(grows, least_mass, 0)
-            tl.atomic_add(worth + level + 1, own, sem="relaxed")
+            _weigh(worth, limits, tl.where(taken & expanded, path_prob, 0.0), b, sequences, level, least_mass)
         parent = tl.zeros([BLOCK], tl.int32)
         if DEEP:
             parent = row - WIDTH + item // BREADTH
