@@ -11,6 +11,7 @@ import logging
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import replace
+from functools import partial
 from typing import cast
 
 from outrider.errors import EngineDead
@@ -62,8 +63,8 @@ class EngineLink(EngineFront, asyncio.Protocol):
         self._served: ServedModel | None = None
         # Set once the model's files are there.
         self._found = asyncio.Event()
-        # Set once its weights are loaded, and what was told of it then.
-        self._read = asyncio.Event()
+        # Set once its weights are loaded, and what the other process says of them then.
+        self._weights_loaded = asyncio.Event()
         self._model: messages.ModelLoaded | None = None
         # Set once the engine is ready, or loading has failed.
         self._loaded = asyncio.Event()
@@ -100,11 +101,11 @@ class EngineLink(EngineFront, asyncio.Protocol):
 
     async def _prepare_forms(self, tokenizer: asyncio.Future[ModelTokenizer | None]) -> None:
         """Do what the first form of output would wait for here, while the other process captures steps."""
-        await self._read.wait()
+        await self._weights_loaded.wait()
         model, known = self._model, await asyncio.shield(tokenizer)
         if model is not None and known is not None:
             of_forms = known, model.vocabulary_size, model.end_token_ids
-            await in_thread_to_leave(lambda: vocabulary.warm_up(*of_forms))
+            await in_thread_to_leave(partial(vocabulary.warm_up, *of_forms))
 
     async def engine(self, observer: EngineObserver | None) -> EngineLink:
         """This link. `observer` is called on the event loop."""
@@ -189,7 +190,7 @@ class EngineLink(EngineFront, asyncio.Protocol):
                 self._found.set()
             elif isinstance(message, messages.ModelLoaded):
                 self._model = message
-                self._read.set()
+                self._weights_loaded.set()
             elif isinstance(message, messages.Ready):
                 self._found.set()
                 self._served, self._capacity = message.served, message.served.max_context

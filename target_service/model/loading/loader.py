@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import hashlib
 import logging
-import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import asdict, replace
+from functools import partial
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any, Protocol, cast
@@ -26,6 +26,7 @@ from outrider.devices import choose_device
 from outrider.drafting.link import prepare_in_pass
 from outrider.heads import tokenizer_fingerprint
 from outrider.processes.python import module_command
+from outrider.runtime import in_daemon_thread
 from target_service.compiling import LOOPS
 from target_service.config import TargetConfig
 from target_service.grammars import vocabulary
@@ -173,7 +174,7 @@ def _load(config: TargetConfig, link: RankGroupLink | None, ahead: AheadCompiler
     if config.captures and tokenizer is not None and (link is None or link.leads):
         # Beside the waiting of captures, which take longer.
         of_forms = tokenizer, runner.vocabulary_size, runner.end_token_ids
-        threading.Thread(target=vocabulary.warm_up, args=of_forms, name="forms", daemon=True).start()
+        in_daemon_thread(partial(vocabulary.warm_up, *of_forms), "forms")
     if config.draft_head and (link is None or link.leads):
         runner.run_head(read_draft_head(config.draft_head, settings.num_hidden_layers, settings.hidden_size))
     check_runner(runner, own)
