@@ -17,7 +17,6 @@ import random
 import statistics
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass
-from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -26,8 +25,8 @@ import torch
 
 from benchmarks.running_ahead.head import Drawn, HeadTrees
 from benchmarks.running_ahead.recording import Recording, record
-from benchmarks.running_ahead.simulate import claim, loaded_head
-from benchmarks.shared.report import parser_of, provenance, settings_of, show, write_json
+from benchmarks.running_ahead.simulate import claim, loaded_head, recording_parser
+from benchmarks.shared.report import provenance, settings_of, show, write_json
 from benchmarks.shared.workload import folder_of
 from draft_service.checkpoints.target import TargetCheckpoint
 from draft_service.neural.level_growth import Rules
@@ -266,10 +265,7 @@ def measure(options: argparse.Namespace) -> dict[str, Any]:
 
 
 def main() -> None:
-    parser = parser_of(__doc__)
-    parser.add_argument("--model", default="smollm2-135m-instruct")
-    parser.add_argument("--head", default="smollm2-135m-instruct")
-    parser.add_argument("--folder", type=Path, required=True, help="of recordings")
+    parser = recording_parser(__doc__)
     parser.add_argument("--per-task", type=int, default=5, help="prompts of each task")
     parser.add_argument("--tokens", type=int, default=128, help="of an answer, at most")
     options = parser.parse_args()

@@ -347,11 +347,17 @@ def write(options: argparse.Namespace, found: Mapping[str, Any]) -> None:
         options.markdown.write_text(markdown(document))
 
 
-def parse(arguments: Sequence[str] | None = None) -> argparse.Namespace:
-    parser = parser_of(__doc__)
+def recording_parser(doc: str | None) -> argparse.ArgumentParser:
+    """A parser with the options of `loaded_head`, and of the folder that `claim` takes."""
+    parser = parser_of(doc)
     parser.add_argument("--model", default="smollm2-135m-instruct")
     parser.add_argument("--head", default="smollm2-135m-instruct")
-    parser.add_argument("--folder", type=Path, required=True, help="of recordings and the head's trees")
+    parser.add_argument("--folder", type=Path, required=True, help="of recordings, and what else is kept of them")
+    return parser
+
+
+def parse(arguments: Sequence[str] | None = None) -> argparse.Namespace:
+    parser = recording_parser(__doc__)
     parser.add_argument("--per-task", type=int, default=7, help="prompts of each task; tries learn from the first ones")
     parser.add_argument("--measured", type=int, default=2, help="how many of them are walked")
     parser.add_argument("--tokens", type=int, default=112, help="of an answer, at most")
