@@ -5,8 +5,10 @@ from __future__ import annotations
 import itertools
 import time
 from collections.abc import Sequence
+from contextlib import nullcontext
 
 from benchmarks.serving.figures import Share, TimedAnswer
+from benchmarks.serving.random_checkpoint import random_weights
 from benchmarks.shared.engine_events import EngineEvents
 from benchmarks.shared.step_recorder import StepRecorder
 from benchmarks.shared.workload import Prompt
@@ -18,20 +20,28 @@ from target_service.engine.engine import Engine
 
 
 class EngineAlone:
-    """A model's engine without drafts. `steps` records its steps."""
+    """A model's engine without drafts. `steps` records its steps, `last_tokens` has the last one of each answer of the
+    latest wave."""
 
-    def __init__(self, config: TargetConfig) -> None:
+    def __init__(self, config: TargetConfig, *, random: bool = False) -> None:
+        """With `random`, the model's folder has no weights, and gets random ones."""
         self.steps = StepRecorder()
+        self.last_tokens: list[int] = []
+        self._latest: dict[int, int] = {}
         self._numbers = itertools.count(1)
         self._answers: dict[int, TimedAnswer] = {}
         self._events = EngineEvents(self._record)
-        self._engine = Engine(load_model(config), config, observer=self.steps)
+        with random_weights() if random else nullcontext():
+            runner = load_model(config)
+        self._engine = Engine(runner, config, observer=self.steps)
         self._engine.start(self._events.deliver)
 
     def _record(self, verdict: StepVerdict) -> None:
         answer = self._answers[verdict.sequence_id]
         answer.times.append(time.monotonic())
         answer.counts.append(len(verdict.token_ids))
+        if verdict.token_ids:
+            self._latest[verdict.sequence_id] = verdict.token_ids[-1]
 
     def wave(self, prompts: Sequence[Prompt], max_tokens: int, **_how: object) -> tuple[float, list[TimedAnswer]]:
         """Submit all at once. Returns seconds until the last answer has ended, and the answers."""
@@ -39,7 +49,10 @@ class EngineAlone:
         begun = [self._begin(ids, max_tokens) for ids in prompts]
         for _ in prompts:
             self._events.wait()
-        return time.perf_counter() - begin, [self._answers.pop(number) for number in begun]
+        seconds = time.perf_counter() - begin
+        self.last_tokens = [self._latest[number] for number in begun]
+        self._latest.clear()
+        return seconds, [self._answers.pop(number) for number in begun]
 
     def closed(self, requests: Sequence[tuple[Prompt, int]], concurrency: int, **_how: object) -> list[Share]:
         """Keep `concurrency` requests in flight: when an answer ends, the next request begins."""

@@ -126,7 +126,7 @@ SHORT, LONG = 8, 136
 def step_figures(concurrency: int, seconds: Sequence[tuple[float, float]]) -> dict[str, Any]:
     """Of waves timed with answers of `SHORT` and of `LONG` tokens: the time of one more token of every sequence.
 
-    Both times contain reading the prompts, which cancels out.
+    Both times contain reading the prompts, which cancels out; `whole_tokens_per_second` is of the longer ones with it.
     """
     each = [(longer - shorter) / (LONG - SHORT) for shorter, longer in seconds]
     median = statistics.median(each)
@@ -137,6 +137,7 @@ def step_figures(concurrency: int, seconds: Sequence[tuple[float, float]]) -> di
         "least_step_ms": round(min(each) * 1e3, 4),
         "most_step_ms": round(max(each) * 1e3, 4),
         "tokens_per_second": round(concurrency / median, 2),
+        "whole_tokens_per_second": round(concurrency * LONG / statistics.median(longer for _, longer in seconds), 2),
         "first_token_ms": None,
         "token_ms": None,
     }

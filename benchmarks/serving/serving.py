@@ -18,6 +18,9 @@ them are is measured. Every answer has exactly `--max-tokens` tokens, except the
 wave and every closed loop has its own tenant, so that drafts remember nothing. Clients run in their own processes.
 
 With `--address` a target that runs already is measured, and the requests of the plain mode turn drafts off.
+
+With `--random-weights` the model of the arrangement `engine` has random weights of its config.json's shape, drawn where
+they are needed; `shared/random_model.py --without-weights` writes its folder.
 """
 
 from __future__ import annotations
@@ -26,6 +29,7 @@ import argparse
 import json
 import multiprocessing
 import os
+import time
 from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
@@ -35,6 +39,7 @@ from benchmarks.serving.clients import Clients
 from benchmarks.serving.figures import LONG, SHORT, closed_figures, line, step_figures, wave_figures
 from benchmarks.serving.services import DraftSettings, TargetSettings, service
 from benchmarks.shared.report import comma_separated, parser_of, settings_of, show, write_json
+from benchmarks.shared.turns import await_turn
 from benchmarks.shared.workload import Prompt, closed_requests, folder_of, random_prompts, read_prompts, wave
 
 # Share of the GPU's memory for all services that are up at once.
@@ -48,6 +53,7 @@ class ServingRun:
     options: argparse.Namespace
     prompts: Sequence[Prompt]
     rows: list[dict[str, Any]] = field(default_factory=list)
+    started: float | None = None  # seconds in which the engine alone was loaded
 
     def measure(self, subjects: dict[str, Any], arrangement: str) -> None:
         """Every loop at every concurrency; the subjects, by mode, take turns."""
@@ -61,6 +67,15 @@ class ServingRun:
                     steps = getattr(subjects[mode], "steps", None)
                     if steps is not None:
                         self._note_steps(steps)
+                self.keep()
+
+    def keep(self) -> None:
+        """Write what is measured so far."""
+        if self.options.json is not None:
+            from benchmarks.shared.machine import describe
+
+            own = {"settings": settings_of(self.options), "cores": os.cpu_count(), "started_s": self.started}
+            write_json(self.options.json, {"machine": describe(), **own, "results": self.rows})
 
     def _waves(self, subjects: dict[str, Any], concurrency: int) -> dict[str, dict[str, Any]]:
         count = self.options.max_tokens
@@ -88,7 +103,11 @@ class ServingRun:
                     seconds[mode].append((shorter, longer))
                 elif hasattr(subject, "steps"):
                     subject.steps.pop_steps()
-        return {mode: step_figures(concurrency, pairs) for mode, pairs in seconds.items()}
+        figures = {mode: step_figures(concurrency, pairs) for mode, pairs in seconds.items()}
+        for mode, subject in subjects.items():
+            if hasattr(subject, "last_tokens"):
+                figures[mode]["distinct_last_tokens"] = len(set(subject.last_tokens))
+        return figures
 
     def _closed(self, subjects: dict[str, Any], concurrency: int) -> dict[str, dict[str, Any]]:
         requests = closed_requests(self.prompts, concurrency, self.options.max_tokens)
@@ -144,7 +163,10 @@ def run(session: ServingRun) -> None:
             from target_service.config import TargetConfig
 
             config = TargetConfig(model=options.model, device=options.device, dtype=options.dtype, **options.target)
-            alone = EngineAlone(config)
+            begin = time.perf_counter()
+            alone = EngineAlone(config, random=options.random_weights)
+            session.started = time.perf_counter() - begin
+            await_turn(options.turn)
             session.measure({"plain": alone}, arrangement)
             alone.close()
             continue
@@ -172,6 +194,8 @@ def parse(arguments: Sequence[str] | None = None) -> argparse.Namespace:
     parser.add_argument("--head", default="", help="folder of an EAGLE head, for the modes eagle and merged")
     parser.add_argument("--draft-device", default="cpu", help="of eagle, merged and model: cpu, cuda:0, cuda:1")
     parser.add_argument("--draft-flags", default="{}", type=json.loads, help="drafters' settings by section, as JSON")
+    parser.add_argument("--random-weights", action="store_true", help="of the engine alone: its folder needs none")
+    parser.add_argument("--turn", default="", help="load the engine alone, write TURN.ready, and wait for TURN.go")
     parser.add_argument("--target", default="{}", type=json.loads, help="more settings of the target, as JSON")
     options = parser.parse_args(arguments)
     if {"eagle", "merged"} & set(options.modes) and not (options.head or options.address):
@@ -187,7 +211,7 @@ def prompts_of(options: argparse.Namespace) -> list[Prompt]:
         return read_prompts(options.model, options.prompts)
     from transformers import AutoConfig
 
-    vocabulary_size = AutoConfig.from_pretrained(folder_of(options.model)).vocab_size
+    vocabulary_size = AutoConfig.from_pretrained(folder_of(options.model)).get_text_config().vocab_size
     count = options.prompts or (options.waves + 1) * max(options.concurrency)
     return random_prompts(count, options.prompt_tokens, vocabulary_size)
 
@@ -195,15 +219,7 @@ def prompts_of(options: argparse.Namespace) -> list[Prompt]:
 def main() -> None:
     options = parse()
     session = ServingRun(options, prompts_of(options))
-    try:
-        run(session)
-    finally:
-        # Rows measured before a failure are kept.
-        if options.json is not None:
-            from benchmarks.shared.machine import describe
-
-            own = {"settings": settings_of(options), "cores": os.cpu_count(), "results": session.rows}
-            write_json(options.json, {"machine": describe(), **own})
+    run(session)
 
 
 if __name__ == "__main__":

@@ -7,8 +7,9 @@
 Written for vLLM 0.24.0, which needs torch 2.11.0. vLLM runs in this process, without a server and without prefix
 caching, so that no answer is remembered: the comparison is with `serving.py --arrangements engine`. `waves` are
 `LLM.generate` over a wave's prompts; in `closed` a request is added when another has ended, and times are those at
-which `LLMEngine.step` returned its tokens. With `--shape` weights are vLLM's own random ones: then only ms per token
-means something, not speculation.
+which `LLMEngine.step` returned its tokens. With `--shape` weights are random, as those of `serving.py
+--random-weights`: then only ms per token means something, not speculation. The folder is one of
+`shared/random_model.py --without-weights`; Qwen3.5's text part, which vLLM has with images alone, is made known to it.
 """
 
 from __future__ import annotations
@@ -19,12 +20,15 @@ import os
 import platform
 import sys
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 from benchmarks.serving.figures import LONG, SHORT, Share, TimedAnswer, closed_figures, line, step_figures, wave_figures
+from benchmarks.shared.random_weights import redraw
 from benchmarks.shared.report import comma_separated, parser_of, settings_of, show, write_json
+from benchmarks.shared.turns import await_turn
 from benchmarks.shared.workload import Prompt, closed_requests, random_prompts, read_prompts, wave
 
 # To be set before vLLM is imported: one process, no network, and no FlashInfer for sampling.
@@ -35,6 +39,7 @@ ENVIRONMENT = {
     "VLLM_USE_FLASHINFER_SAMPLER": "0",
 }
 _CONTEXT = 4096
+_TEXT_OF_QWEN = "Qwen3_5ForCausalLM"
 
 
 def engine_options(options: argparse.Namespace) -> dict[str, Any]:
@@ -68,6 +73,8 @@ class Peer:
         only the new tokens."""
         self._llm, self._params, self._delta, self._detokenize = llm, params, delta, detokenize
         self._number = 0
+        # Of each answer of the latest wave.
+        self.last_tokens: list[int] = []
 
     def wave(self, prompts: Sequence[Prompt], max_tokens: int) -> tuple[float, list[TimedAnswer]]:
         """Seconds for all, and their answers, of which only the end is known."""
@@ -75,6 +82,7 @@ class Peer:
         begin, started = time.perf_counter(), time.monotonic()
         outputs = self._llm.generate(inputs, self._sampling(max_tokens), use_tqdm=False)
         seconds, ended = time.perf_counter() - begin, time.monotonic()
+        self.last_tokens = [one.outputs[0].token_ids[-1] for one in outputs]
         return seconds, [TimedAnswer(started, [ended], [len(one.outputs[0].token_ids)]) for one in outputs]
 
     def closed(self, requests: Sequence[tuple[Prompt, int]], concurrency: int) -> list[Share]:
@@ -112,8 +120,14 @@ class Peer:
         )
 
 
-def measure(peer: Peer, prompts: Sequence[Prompt], options: argparse.Namespace, rows: list[dict[str, Any]]) -> None:
-    """Every loop at every concurrency; figures are appended to `rows`."""
+def measure(
+    peer: Peer,
+    prompts: Sequence[Prompt],
+    options: argparse.Namespace,
+    rows: list[dict[str, Any]],
+    keep: Callable[[], None] = lambda: None,
+) -> None:
+    """Every loop at every concurrency; figures are appended to `rows`, and `keep` is called after each."""
     for concurrency in options.concurrency:
         for loop in options.loops:
             if loop == "waves":
@@ -127,20 +141,40 @@ def measure(peer: Peer, prompts: Sequence[Prompt], options: argparse.Namespace, 
                 waves = [wave(prompts, number, concurrency) for number in range(-1, options.waves)]
                 timed = [[peer.wave(one, count)[0] for count in (SHORT, LONG)] for one in waves]
                 figures = step_figures(concurrency, [(shorter, longer) for shorter, longer in timed[1:]])
+                figures["distinct_last_tokens"] = len(set(peer.last_tokens))
             else:
                 requests = closed_requests(prompts, concurrency, options.max_tokens)
                 figures = closed_figures(peer.closed(requests, concurrency))
             name = {"arrangement": "vllm", "mode": options.mode, "concurrency": concurrency}
             rows.append(name | figures)
             show(line(rows[-1]))
+            keep()
+
+
+def register_text_of_qwen(registry: Any) -> None:
+    """Make Qwen3.5's part for text known to vLLM's registry of models."""
+    from vllm.model_executor.models.interfaces import IsHybrid
+    from vllm.model_executor.models.qwen3_5 import Qwen3_5ForCausalLM, Qwen3_5ForConditionalGeneration
+
+    class TextOfQwen(Qwen3_5ForCausalLM, IsHybrid):  # type: ignore[misc]
+        get_mamba_state_dtype_from_config = Qwen3_5ForConditionalGeneration.get_mamba_state_dtype_from_config
+        get_mamba_state_shape_from_config = Qwen3_5ForConditionalGeneration.get_mamba_state_shape_from_config
+        get_mamba_state_copy_func = Qwen3_5ForConditionalGeneration.get_mamba_state_copy_func
+
+    registry.register_model(_TEXT_OF_QWEN, TextOfQwen)
 
 
 def prompts_of(options: argparse.Namespace, count: int) -> list[Prompt]:
     """The prompts of `serving.py`: the shared ones, or `count` random ones."""
     if not options.prompt_tokens:
         return read_prompts(options.model, 0)
-    config = json.loads((Path(options.shape or options.model) / "config.json").read_text())
-    return random_prompts(count, options.prompt_tokens, config["vocab_size"])
+    return random_prompts(count, options.prompt_tokens, configuration(options)["vocab_size"])
+
+
+def configuration(options: argparse.Namespace) -> dict[str, Any]:
+    """What is in the model's config.json."""
+    found: dict[str, Any] = json.loads((Path(options.shape or options.model) / "config.json").read_text())
+    return found
 
 
 def describe_peer() -> dict[str, str]:
@@ -183,6 +217,7 @@ def parse(arguments: Sequence[str] | None = None) -> argparse.Namespace:
     parser.add_argument("--concurrency", default="1,8,32,64", type=comma_separated(int))
     parser.add_argument("--loops", default="waves,closed", type=comma_separated(str), help="waves, closed, steps")
     parser.add_argument("--waves", type=int, default=3)
+    parser.add_argument("--turn", default="", help="load, write TURN.ready, and measure once there is TURN.go")
     return checked(parser, arguments)
 
 
@@ -191,19 +226,29 @@ def main() -> None:
     prompts = prompts_of(options, (options.waves + 1) * max(options.concurrency))
     for name, value in ENVIRONMENT.items():
         os.environ.setdefault(name, value)
-    from vllm import LLM, SamplingParams
+    from vllm import LLM, ModelRegistry, SamplingParams
     from vllm.sampling_params import RequestOutputKind
 
+    shape = configuration(options) if options.shape else {}
+    if _TEXT_OF_QWEN in shape.get("architectures", ()):
+        register_text_of_qwen(ModelRegistry)
+    begin = time.perf_counter()
     llm = LLM(**engine_options(options))
+    if options.shape and options.engine.get("tensor_parallel_size", 1) == 1:
+        # Several ranks have functions only by serialisation that is off by default, and keep vLLM's own numbers.
+        drawn = llm.apply_model(partial(redraw, layers=shape["num_hidden_layers"]))
+        show(f"{drawn} parameters drawn anew")
+    started = time.perf_counter() - begin
     rows: list[dict[str, Any]] = []
-    try:
-        peer = Peer(llm, SamplingParams, RequestOutputKind.DELTA, detokenize=not options.shape)
-        measure(peer, prompts, options, rows)
-    finally:
-        # Rows measured before a failure are kept.
+
+    def keep() -> None:
         settings = settings_of(options)
-        document = {"machine": describe_peer(), "settings": settings, "cores": os.cpu_count(), "results": rows}
-        write_json(options.json, document)
+        document = {"machine": describe_peer(), "settings": settings, "cores": os.cpu_count(), "started_s": started}
+        write_json(options.json, document | {"results": rows})
+
+    peer = Peer(llm, SamplingParams, RequestOutputKind.DELTA, detokenize=not options.shape)
+    await_turn(options.turn)
+    measure(peer, prompts, options, rows, keep)
 
 
 if __name__ == "__main__":

@@ -2,9 +2,11 @@
 no real weights.
 
     python -m benchmarks.shared.random_model FOLDER --shape llama-8b [--head FOLDER] [--device cuda] [--tokenizer NAME]
+    python -m benchmarks.shared.random_model FOLDER --shape qwen3-30b-a3b --layers 16 --without-weights
 
 `outrider target --model FOLDER` then serves it: config.json, bfloat16 safetensors, and the tokenizer of `--tokenizer`,
-whose vocabulary may be smaller than the model's. The text of such a model means nothing, its cost is real.
+whose vocabulary may be smaller than the model's. The text of such a model means nothing, its cost is real. A folder
+without weights is for `serving/serving.py --random-weights` and `serving/vllm_peer.py --shape`, which draw their own.
 
 Weights are drawn as Llama's are before training (standard deviation 0.02), those that write to the residual stream
 smaller by the square root of their number. The output embedding is the input embedding shifted by 7,907 ids, so that
@@ -25,8 +27,12 @@ from typing import Any
 import torch
 from torch import Tensor
 from transformers import AutoConfig, AutoModelForCausalLM, LlamaConfig
+from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
 
+from benchmarks.engine.steps import SHAPES as STEP_SHAPES
+from benchmarks.engine.steps import config_of
 from benchmarks.shared.model_folder import copy_files, write_weights
+from benchmarks.shared.random_weights import OUTPUT_SCALE, SHIFT, STANDARD_DEVIATION
 from benchmarks.shared.report import show
 from draft_service.eagle.checkpoint import save_head
 from draft_service.eagle.head import EagleHead
@@ -34,10 +40,6 @@ from draft_service.eagle.head_config import HeadConfig
 from target_service.model.loading.store import resolve
 from tree_models.layers.placing import Placement
 
-STANDARD_DEVIATION = 0.02
-# Of the output embedding: large enough for a margin of dozens, small enough for bfloat16 to be finite by far.
-_OUTPUT_SCALE = 0.02
-_SHIFT = 7907
 _DRAFT_VOCABULARY = 32000
 SHAPES: dict[str, dict[str, Any]] = {
     "llama-8b": {
@@ -62,11 +64,12 @@ SHAPES: dict[str, dict[str, Any]] = {
 }
 
 
-def read_shape(name: str) -> Any:
-    """The configuration of a named shape, or of a config.json."""
+def read_shape(name: str, layers: int | None = None) -> Any:
+    """The configuration of a named shape, of one of `engine/steps.py`, or of a config.json. Those of steps may have
+    another number of layers."""
     if name in SHAPES:
         return LlamaConfig(**SHAPES[name], rope_theta=500000.0, tie_word_embeddings=False, dtype="bfloat16")
-    config = AutoConfig.from_pretrained(name)
+    config = config_of(name, layers) if name in STEP_SHAPES else AutoConfig.from_pretrained(name)
     config.dtype = torch.bfloat16
     return config
 
@@ -84,7 +87,7 @@ def tensors_of(config: Any, device: str) -> Iterator[tuple[str, Tensor]]:
             # Norms are 1, biases 0.
             weight.fill_(float(name.endswith("norm.weight")))
         elif name.endswith("lm_head.weight") and embedding is not None:
-            weight = embedding.roll(_SHIFT % len(embedding), dims=0) * _OUTPUT_SCALE
+            weight = embedding.roll(SHIFT % len(embedding), dims=0) * OUTPUT_SCALE
         elif name.endswith("embed_tokens.weight"):
             embedding = weight.normal_(generator=generator)
         else:
@@ -96,10 +99,15 @@ def tensors_of(config: Any, device: str) -> Iterator[tuple[str, Tensor]]:
 def write_model(folder: Path, config: Any, tokenizer: str, device: str) -> int:
     """Write the model and the tokenizer's files. Returns bytes of weights."""
     total = write_weights(folder, tensors_of(config, device))
-    config.architectures = ["LlamaForCausalLM"] if config.model_type == "llama" else config.architectures
+    write_description(folder, config, tokenizer)
+    return total
+
+
+def write_description(folder: Path, config: Any, tokenizer: str) -> None:
+    """Write config.json and the tokenizer's files."""
+    config.architectures = config.architectures or [MODEL_FOR_CAUSAL_LM_MAPPING_NAMES[config.model_type]]
     config.save_pretrained(folder)
     copy_files(Path(resolve(tokenizer)), folder)
-    return total
 
 
 def write_head(folder: Path, config: Any, device: str) -> None:
@@ -135,14 +143,20 @@ def write_head(folder: Path, config: Any, device: str) -> None:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("folder", type=Path)
-    parser.add_argument("--shape", default="llama-8b", help=f"{', '.join(SHAPES)}, or a config.json")
+    named = ", ".join(dict.fromkeys((*SHAPES, *STEP_SHAPES)))
+    parser.add_argument("--shape", default="llama-8b", help=f"{named}, or a config.json")
+    parser.add_argument("--layers", type=int, help="so many layers of a shape of engine/steps.py")
+    parser.add_argument("--without-weights", action="store_true", help="write config.json and the tokenizer alone")
     parser.add_argument("--head", type=Path, help="also write an EAGLE-3 head here")
     parser.add_argument("--tokenizer", default="smollm2-135m-instruct", help="model whose tokenizer is copied")
     parser.add_argument(
         "--device", default="cuda" if torch.cuda.is_available() else "cpu", help="where to draw weights"
     )
     options = parser.parse_args()
-    begin, config = time.perf_counter(), read_shape(options.shape)
+    begin, config = time.perf_counter(), read_shape(options.shape, options.layers)
+    if options.without_weights:
+        write_description(options.folder, config, options.tokenizer)
+        return
     written = write_model(options.folder, config, options.tokenizer, options.device)
     if options.head is not None:
         write_head(options.head, config, options.device)

@@ -34,3 +34,18 @@ def test_both_loops(tmp_path: Path, concurrency: int, capsys: pytest.CaptureFixt
     assert 0 < closed["tokens"] <= 6 * (concurrency + max(4 * concurrency, 24))
     assert closed["token_ms"]["n"] > 0
     assert "decode steps of" in capsys.readouterr().out
+
+
+def test_random_weights_of_a_folder_without_any(tmp_path: Path) -> None:
+    folder = save_teaching_model(tmp_path / "model", layers=2)
+    for file in folder.glob("*.safetensors*"):
+        file.unlink()
+    config = TargetConfig(model=str(folder), kv_tokens=2048, speculation=False)
+    alone = EngineAlone(config, random=True)
+    try:
+        _, answers = alone.wave(random_prompts(3, 20, 259), 6)
+        assert [answer.tokens for answer in answers] == [6, 6, 6]
+        # Each token is followed by one that is so many ids further, so that different prompts end differently.
+        assert len(set(alone.last_tokens)) > 1
+    finally:
+        alone.close()
