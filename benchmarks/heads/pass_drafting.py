@@ -18,7 +18,8 @@ from typing import Any
 
 import torch
 
-from benchmarks.engine.steps import config_of, decoder_of
+from benchmarks.engine.steps import decoder_of
+from benchmarks.random_models.shapes import config_of
 from benchmarks.shared.machine import describe
 from benchmarks.shared.report import parser_of, show, write_json
 from draft_service.eagle.config import EagleConfig

@@ -19,7 +19,8 @@ from typing import Any
 import torch
 from torch.nn.functional import scaled_dot_product_attention
 
-from benchmarks.engine.steps import PAGE_SIZE, SHAPES, config_of, fill_caches, runner_of
+from benchmarks.engine.steps import PAGE_SIZE, fill_caches, runner_of
+from benchmarks.random_models.shapes import SHAPES, config_of
 from benchmarks.shared.machine import describe
 from benchmarks.shared.report import comma_separated, markdown_table, median_and_spread, parser_of, show, write_json
 from target_service.model.cuda_graphs.runner import CapturedRunner, CaptureOptions

@@ -19,7 +19,8 @@ import torch
 from torch import Tensor
 from transformers import AutoConfig
 
-from benchmarks.engine.steps import CONTEXT, PAGE_SIZE, SHAPES, StepLoad, decoder_of, step
+from benchmarks.engine.steps import CONTEXT, PAGE_SIZE, StepLoad, decoder_of, step
+from benchmarks.random_models.shapes import SHAPES
 from benchmarks.shared.gpu_timing import captured_us
 from benchmarks.shared.machine import describe
 from benchmarks.shared.report import parser_of, settings_of, show, write_json

@@ -22,15 +22,14 @@ from torch import Tensor
 from benchmarks.engine.steps import (
     CONTEXT,
     PAGE_SIZE,
-    SHAPES,
     StepLoad,
-    config_of,
     error,
     figures_of,
     likeliest,
     step,
     timeline_of,
 )
+from benchmarks.random_models.shapes import SHAPES, config_of
 from benchmarks.shared.report import parser_of, show, write_json
 from outrider.devices import choose_device
 from outrider.processes.python import module_command

@@ -20,7 +20,8 @@ from typing import Any
 
 import torch
 
-from benchmarks.engine.steps import PAGE_SIZE, config_of, fill_caches, runner_of
+from benchmarks.engine.steps import PAGE_SIZE, fill_caches, runner_of
+from benchmarks.random_models.shapes import config_of
 from benchmarks.recurrence.tree_steps import SHAPE, DeltaLayers
 from benchmarks.shared.gpu_timing import captured_us
 from benchmarks.shared.machine import describe

@@ -17,7 +17,8 @@ from typing import Any
 
 import torch
 
-from benchmarks.engine.steps import MODES, StepLoad, config_of, run_shape
+from benchmarks.engine.steps import MODES, StepLoad, run_shape
+from benchmarks.random_models.shapes import config_of
 from benchmarks.shared.gpu_timing import captured_us, copied_bytes_per_us
 from benchmarks.shared.machine import describe
 from benchmarks.shared.report import parser_of, show, write_json

@@ -7,8 +7,8 @@ import time
 from collections.abc import Sequence
 from contextlib import nullcontext
 
+from benchmarks.random_models.checkpoint import random_weights
 from benchmarks.serving.figures import Share, TimedAnswer
-from benchmarks.serving.random_checkpoint import random_weights
 from benchmarks.shared.engine_events import EngineEvents
 from benchmarks.shared.step_recorder import StepRecorder
 from benchmarks.shared.workload import Prompt

@@ -38,8 +38,8 @@ from typing import Any
 from benchmarks.serving.clients import Clients
 from benchmarks.serving.figures import LONG, SHORT, closed_figures, line, step_figures, wave_figures
 from benchmarks.serving.services import DraftSettings, TargetSettings, service
+from benchmarks.shared.processes import await_turn
 from benchmarks.shared.report import comma_separated, parser_of, settings_of, show, write_json
-from benchmarks.shared.turns import await_turn
 from benchmarks.shared.workload import Prompt, closed_requests, folder_of, random_prompts, read_prompts, wave
 
 # Share of the GPU's memory for all services that are up at once.

@@ -25,10 +25,10 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
+from benchmarks.random_models.weights import redraw
 from benchmarks.serving.figures import LONG, SHORT, Share, TimedAnswer, closed_figures, line, step_figures, wave_figures
-from benchmarks.shared.random_weights import redraw
+from benchmarks.shared.processes import await_turn
 from benchmarks.shared.report import comma_separated, parser_of, settings_of, show, write_json
-from benchmarks.shared.turns import await_turn
 from benchmarks.shared.workload import Prompt, closed_requests, random_prompts, read_prompts, wave
 
 # To be set before vLLM is imported: one process, no network, and no FlashInfer for sampling.

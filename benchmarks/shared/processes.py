@@ -13,6 +13,7 @@ from pathlib import Path
 
 _START_SECONDS = 400.0
 _STOP_SECONDS = 60.0
+_POLL_SECONDS = 0.05
 
 
 @contextmanager
@@ -57,3 +58,13 @@ def processor_seconds(pid: int) -> float:
         with contextlib.suppress(FileNotFoundError):
             nanoseconds += int((thread / "schedstat").read_text().split()[0])
     return nanoseconds * 1e-9
+
+
+def await_turn(turn: str) -> None:
+    """Say by a file TURN.ready that all is loaded, and wait until there is TURN.go; at once without a name. So engines
+    start beside each other, and are measured one after the other."""
+    if not turn:
+        return
+    Path(f"{turn}.ready").touch()
+    while not Path(f"{turn}.go").exists():
+        time.sleep(_POLL_SECONDS)

@@ -29,10 +29,10 @@ from torch import Tensor
 from transformers import AutoConfig, AutoModelForCausalLM, LlamaConfig
 from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
 
-from benchmarks.engine.steps import SHAPES as STEP_SHAPES
-from benchmarks.engine.steps import config_of
+from benchmarks.random_models.shapes import SHAPES as STEP_SHAPES
+from benchmarks.random_models.shapes import config_of
+from benchmarks.random_models.weights import OUTPUT_SCALE, SHIFT, STANDARD_DEVIATION
 from benchmarks.shared.model_folder import copy_files, write_weights
-from benchmarks.shared.random_weights import OUTPUT_SCALE, SHIFT, STANDARD_DEVIATION
 from benchmarks.shared.report import show
 from draft_service.eagle.checkpoint import save_head
 from draft_service.eagle.head import EagleHead
@@ -65,8 +65,8 @@ SHAPES: dict[str, dict[str, Any]] = {
 
 
 def read_shape(name: str, layers: int | None = None) -> Any:
-    """The configuration of a named shape, of one of `engine/steps.py`, or of a config.json. Those of steps may have
-    another number of layers."""
+    """The configuration of a named shape, of one of `random_models/shapes.py`, which may have another number of
+    `layers`, or of a config.json."""
     if name in SHAPES:
         return LlamaConfig(**SHAPES[name], rope_theta=500000.0, tie_word_embeddings=False, dtype="bfloat16")
     config = config_of(name, layers) if name in STEP_SHAPES else AutoConfig.from_pretrained(name)

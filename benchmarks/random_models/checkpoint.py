@@ -12,7 +12,7 @@ from unittest.mock import patch
 import torch
 from torch import Tensor
 
-from benchmarks.shared.random_weights import fill
+from benchmarks.random_models.weights import fill
 from outrider.checkpoints.causal_lm import read_configuration
 from outrider.checkpoints.folder import read_config
 from target_service.model.loading import loader

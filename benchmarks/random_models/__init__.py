@@ -1,0 +1,1 @@
+"""Shapes of real models, and random weights for them."""
