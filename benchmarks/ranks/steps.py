@@ -3,8 +3,9 @@
     python -m benchmarks.ranks.steps --shape llama-8b --ranks 1 2 --json FILE
     python -m benchmarks.ranks.steps --shape tiny --device cpu --ranks 1 2      # a rehearsal
 
-Each number of ranks has its own processes, one after the other. Times are of steps through `ModelRunner.forward`, from
-the call until the likeliest tokens are on the host; on GPUs steps are captured. `error` is the relative difference of
+Each number of ranks has its own processes, one after the other. Times are of steps through `ModelRunner.forward`: from
+the call until the likeliest tokens are on the host, and from step to step where each is launched before the last one is
+read; on GPUs steps are captured. `error` is the relative difference of
 logits between a number of ranks and the first one, over the same tokens and empty caches.
 """
 
@@ -103,15 +104,23 @@ def load_random(config: TargetConfig, link: RankGroupLink | None) -> ModelRunner
 
 @torch.inference_mode()
 def measured(runner: ModelRunner, load: StepLoad, steps: int) -> tuple[dict[str, Any], Tensor]:
-    """Milliseconds of steps, and the logits [rows, V] of one."""
+    """Milliseconds of steps that are waited for, and of steps each of which is launched before the last is read, as the
+    engine does; and the logits [rows, V] of one."""
     batches = [step(load, runner.vocabulary_size, seed) for seed in range(8)]
-    wall = []
+    waited, ahead = list[float](), list[float]()
     for count in range(steps + 5):
         before = time.perf_counter()
         likeliest(runner.forward(batches[count % len(batches)])).cpu()
-        if count >= 5:
-            wall.append((time.perf_counter() - before) * 1e3)
-    return figures_of(wall), runner.forward(batches[0]).float().cpu()
+        waited.append((time.perf_counter() - before) * 1e3)
+    last = likeliest(runner.forward(batches[0]))
+    for count in range(steps + 5):
+        before = time.perf_counter()
+        chosen = likeliest(runner.forward(batches[count % len(batches)]))
+        last.cpu()
+        last = chosen
+        ahead.append((time.perf_counter() - before) * 1e3)
+    times = {"wall_ms": figures_of(waited[5:]), "ahead_ms": figures_of(ahead[5:])}
+    return times, runner.forward(batches[0]).float().cpu()
 
 
 def main() -> None:
@@ -135,11 +144,12 @@ def main() -> None:
         else:
             runner, link = start_ranks(config, load_random, module_command("benchmarks.ranks.steps"))
         for load in LOADS:
-            figures, logits = measured(runner, load, options.steps)
-            result = {"ranks": ranks, **asdict(load), "wall_ms": figures, "error": 0.0}
+            times, logits = measured(runner, load, options.steps)
+            result = {"ranks": ranks, **asdict(load), **times, "error": 0.0}
             result["error"] = error(logits, first.setdefault(load, logits))
             results.append(result)
-            show(f"{ranks} ranks, {load}: {figures['median']:.3f} ms, error {result['error']:.4f}")
+            shown = ", ".join(f"{name} {one['median']:.3f}" for name, one in times.items())
+            show(f"{ranks} ranks, {load}: {shown}, error {result['error']:.4f}")
             if options.profile and options.device != "cpu" and load in LOADS[::2]:
                 result["timeline"] = timeline_of(runner, load, runner.network.layer_count)
                 parts = [one for one in result["timeline"] if one["part"] == "layer"]

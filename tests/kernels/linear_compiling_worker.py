@@ -73,6 +73,8 @@ def kernels() -> Iterator[tuple[str, Any, dict[str, Any], dict[str, int]]]:
             yield from new(int8_kernels(f"int8 {name} {rows}", rows, hidden, heads, kv_heads, width, inner), seen)
         if hidden >= 2048:
             yield from new(mapped_kernels(f"mapped {name}", hidden, inner, heads, kv_heads, width), seen)
+    # Of one of two ranks.
+    yield from new(mapped_kernels("mapped half of llama 70b", 8192, 14336, 32, 4, 128), seen)
     yield from form_kernels()
     yield from vector_kernels()
 
@@ -171,7 +173,7 @@ def mapped_kernels(
         ("gated", few_rows.activated_kernel, 2 * inner, hidden, {"PARTS": 4, "BLOCK_PARTS": 4}),
         ("heads", few_rows.rotary_kernel, (heads + 2 * kv_heads) * width, hidden, heads_of),
     )
-    for rows, (kind, kernel, outputs, numbers, more) in itertools.product((16, 64, 128), kinds):
+    for rows, (kind, kernel, outputs, numbers, more) in itertools.product((16, 32, 64, 128), kinds):
         of_heads = width if kind == "heads" else None
         tiling = choose_mapped_tiling(rows, outputs, numbers, gated=kind == "gated", head_width=of_heads)
         if tiling is None:

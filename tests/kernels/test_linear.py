@@ -36,6 +36,7 @@ from tree_kernels.linear.triton_tiling import choose_linear_tiling, choose_mappe
 WORKER = "linear_worker.py"
 CPU = torch.device("cpu")
 SHAPES = [(6144, 4096), (4096, 4096), (28672, 4096), (4096, 14336), (128256, 4096), (960, 576), (576, 1536)]
+LONG_SHAPES = [(5120, 8192), (8192, 4096), (28672, 8192), (8192, 14336), (8192, 2880)]
 
 
 def test_no_layer_is_left_to_pytorch_on_a_gpu() -> None:
@@ -110,7 +111,7 @@ def test_a_tile_holds_the_rows_and_little_more(rows: int, shape: tuple[int, int]
 
 @pytest.mark.parametrize("gated", [False, True], ids=["alone", "gate and up"])
 @pytest.mark.parametrize("rows", [1, 8, 9, 16, 17, 32, 33, 64, 65, 128, 129])
-@pytest.mark.parametrize("shape", SHAPES, ids=str)
+@pytest.mark.parametrize("shape", [*SHAPES, *LONG_SHAPES], ids=str)
 def test_tensor_maps_are_for_blocks_that_fill_the_matrix_units(rows: int, shape: tuple[int, int], gated: bool) -> None:
     tiling = choose_mapped_tiling(rows, *shape, gated=gated)
     if tiling is None:
@@ -121,6 +122,16 @@ def test_tensor_maps_are_for_blocks_that_fill_the_matrix_units(rows: int, shape:
     assert shape[1] % (tiling.splits * tiling.block_inner) == 0
     assert tiling.block_outputs // (2 if gated else 1) >= 64
     assert (tiling.block_rows + tiling.block_outputs) * tiling.block_inner * 2 * tiling.stages <= 227_000
+
+
+@pytest.mark.parametrize("rows", [17, 32, 33, 64])
+def test_the_halves_of_a_70b_layer_keep_the_memory_busy(rows: int) -> None:
+    """Twice as many tiles as would be one head, or 128 outputs, each."""
+    heads = choose_mapped_tiling(rows, 5120, 8192, head_width=128)
+    assert heads is not None and heads.block_outputs == 128 and heads.splits == 2
+    for inner in (4096, 14336):
+        sums = choose_mapped_tiling(rows, 8192, inner)
+        assert sums is not None and 8192 // sums.block_outputs * sums.splits == 128
 
 
 def test_the_definition_is_that_of_a_decoder_layer() -> None:

@@ -57,6 +57,14 @@ _MAPPED = {
     64: _Mapped((128, 128, 1, 4, 4, 2), (128, 128, 1, 8, 4, 4), (128, 128, 1, 4, 3, 0), (64, 128, 1, 4, 6, 0)),
     16: _Mapped((128, 256, 1, 4, 3, 0), (128, 128, 1, 8, 5, 0), None, (64, 256, 2, 4, 3, 0)),
 }
+# The same with inner sizes of 8,192 or more, and of others with at least 8,192 outputs, but fewer than 16,384: a layer
+# of Llama 70B's shape on one of two ranks takes 7 % less with 32 rows and 16 % with 64, twelve of them one after the
+# other on an H200: benchmarks/results/2026-11-30-h200-half-70b-products.md.
+_FEWEST_LONG, _MOST_TALL = 8192, 16384
+_LONG = {
+    64: _Mapped((128, 128, 1, 4, 3, 0), (128, 128, 2, 8, 4, 0), (64, 256, 1, 4, 3, 4), None),
+    32: _Mapped((128, 128, 1, 4, 3, 0), (128, 128, 2, 8, 4, 4), (64, 256, 1, 4, 3, 4), None),
+}
 # Inner, splits, warps, stages, ahead of tiles that are heads of 128, in 16 bits: for up to 32 rows of a tile, and more.
 # The fastest of 32 on an H100 for both shapes of Qwen3, or within 4 % of it:
 # benchmarks/results/2026-11-27-h100-head-tilings.json.
@@ -81,9 +89,14 @@ def choose_mapped_tiling(
     """The tiling for `rows` times a weight [outputs, inner] that is read by tensor maps, with gate above up if it is
     `gated`, or queries, keys and values in heads of a width, of which each tile is one. None where that is no faster,
     or was not tried."""
-    mapped, many = _MAPPED.get(1 << (rows - 1).bit_length()), outputs >= 8192
+    block_rows, many = 1 << (rows - 1).bit_length(), outputs >= 8192
     # Half a narrow block, which is gate's or up's part of it, is too small for the matrix units.
-    if mapped is None or inner < 2048 or (gated and not many):
+    if inner < 2048 or (gated and not many):
+        return None
+    is_long = inner >= _FEWEST_LONG if gated or head_width is not None else 8192 <= outputs < _MOST_TALL
+    mapped = _LONG.get(block_rows) if is_long else None
+    mapped = _MAPPED.get(block_rows) if mapped is None else mapped
+    if mapped is None:
         return None
     if head_width is not None:
         sizes = mapped.heads if mapped.heads is not None and head_width == mapped.heads[0] else None
@@ -91,7 +104,9 @@ def choose_mapped_tiling(
         sizes = mapped.gated
     else:
         sizes = mapped.many if many else mapped.few
-    return None if sizes is None else LinearTiling(1 << (rows - 1).bit_length(), *sizes, mapped=True)
+    if sizes is None or inner % (sizes[1] * sizes[2]):
+        return None
+    return LinearTiling(block_rows, *sizes, mapped=True)
 
 
 def choose_linear_tiling(
