@@ -30,6 +30,7 @@ HALF = (
     "norm_weight",
     "norm_bias",
     "scaled",
+    "normed",
     "right",
     "inputs",
     "bias",
@@ -93,9 +94,9 @@ def kernels() -> Iterator[tuple[str, Any, dict[str, Any], dict[str, int]]]:
     yield "route groups in fp32", triton_routing.route_kernel, common | own, {"num_warps": 4, "num_stages": 4}
     yield "order", triton_routing.order_kernel, {"BLOCK": 1024}, {"num_warps": 4}
     sizes = {"TOP_K": 8, "MULTIPLIER": 1.0, "ADDS": True, "WIDTH": 2048, "BLOCK": 2048, "HAS_NORM_BIAS": False}
-    for kind in ("none", "half", "whole"):
-        own = {"NORM": kind, "CENTERED": kind == "whole"}
-        yield f"combine {kind}", triton_kernels.combine_kernel, sizes | own, {"num_warps": 4}
+    for norms, centered in ((False, False), (True, False), (True, True)):
+        own = {"NORMS": norms, "CENTERED": centered}
+        yield f"combine {norms} {centered}", triton_kernels.combine_kernel, sizes | own, {"num_warps": 4}
 
 
 def vector_kernels(

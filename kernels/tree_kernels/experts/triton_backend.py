@@ -215,19 +215,14 @@ class TritonExperts(RowExperts):
     ) -> tuple[Tensor, ScaledRows | None]:
         (count, top_k), width = chosen.experts.shape, parts.shape[1]
         output = parts.new_empty(count, width, dtype=dtype)
-        scaled, kind = None, "none"
-        if norm is not None:
-            kind = "half" if norm.halves else "whole"
-            squares = parts.new_empty(count, 1) if norm.halves else None
-            scaled = ScaledRows(torch.empty_like(output), squares, norm.epsilon)
+        # Whole, as products of many rows read it: a program has a whole row at hand.
+        scaled = None if norm is None else ScaledRows(torch.empty_like(output), None, norm.epsilon)
         weight, shift = (output, output) if norm is None else (norm.weight, or_other(norm.bias, output))
         combine_kernel[(count,)](
             parts, chosen.weights, or_other(residual, output), weight, shift, output,
-            output if scaled is None else scaled.rows,
-            parts if scaled is None or scaled.squares is None else scaled.squares,
-            0.0 if norm is None else norm.epsilon, TOP_K=top_k, MULTIPLIER=multiplier, ADDS=residual is not None,
-            NORM=kind, CENTERED=norm is not None and norm.centered,
-            HAS_NORM_BIAS=norm is not None and norm.bias is not None,
+            output if scaled is None else scaled.rows, 0.0 if norm is None else norm.epsilon, TOP_K=top_k,
+            MULTIPLIER=multiplier, ADDS=residual is not None, NORMS=norm is not None,
+            CENTERED=norm is not None and norm.centered, HAS_NORM_BIAS=norm is not None and norm.bias is not None,
             WIDTH=width, BLOCK=triton.next_power_of_2(width), num_warps=4 if width <= 2048 else 8,
             **self._dependent,
         )  # fmt: skip

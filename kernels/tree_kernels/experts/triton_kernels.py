@@ -144,20 +144,17 @@ def expert_down_kernel(  # type: ignore[no-untyped-def]
 
 @triton.jit
 def combine_kernel(  # type: ignore[no-untyped-def]
-    parts, weights, residual, norm_weight, norm_bias, output, scaled, squares, epsilon,
-    TOP_K: tl.constexpr, MULTIPLIER: tl.constexpr, ADDS: tl.constexpr, NORM: tl.constexpr, CENTERED: tl.constexpr,
+    parts, weights, residual, norm_weight, norm_bias, output, normed, epsilon,
+    TOP_K: tl.constexpr, MULTIPLIER: tl.constexpr, ADDS: tl.constexpr, NORMS: tl.constexpr, CENTERED: tl.constexpr,
     HAS_NORM_BIAS: tl.constexpr, WIDTH: tl.constexpr, BLOCK: tl.constexpr, DEPENDENT: tl.constexpr,
 ):  # fmt: skip
-    """One row per program: its experts' outputs weighed and summed in order, the residual, and the norm behind it.
-
-    `NORM` is "none", "half" for rows times the norm's weight and their squares, or "whole".
-    """
+    """One row per program: its experts' outputs weighed and summed in order, the residual, and the norm behind it."""
     row = tl.program_id(0).to(tl.int64)
     column = tl.arange(0, BLOCK)
     inside = column < WIDTH
     if DEPENDENT:
         gdc_launch_dependents()
-    if NORM != "none":
+    if NORMS:
         norm, shift = load_norm(norm_weight, norm_bias, column, inside, HAS_NORM_BIAS)
     if DEPENDENT:
         gdc_wait()
@@ -171,11 +168,8 @@ def combine_kernel(  # type: ignore[no-untyped-def]
         total += load_wide(residual + row * WIDTH, column, inside)
     result = total.to(output.dtype.element_ty)
     tl.store(output + row * WIDTH + column, result, mask=inside)
-    # The norm is that of the numbers as they are stored.
-    total = result.to(tl.float32)
-    if NORM == "half":
-        tl.store(squares + row, tl.sum(total * total, 0))
-        tl.store(scaled + row * WIDTH + column, (total * norm).to(scaled.dtype.element_ty), mask=inside)
-    if NORM == "whole":
+    if NORMS:
+        # The norm is that of the numbers as they are stored.
+        total = result.to(tl.float32)
         total = whole_norm(total, inside, norm, shift, epsilon, WIDTH, CENTERED, HAS_NORM_BIAS)
-        tl.store(scaled + row * WIDTH + column, total.to(scaled.dtype.element_ty), mask=inside)
+        tl.store(normed + row * WIDTH + column, total.to(normed.dtype.element_ty), mask=inside)
