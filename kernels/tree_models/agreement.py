@@ -20,3 +20,12 @@ def agree(found: Iterable[Tensor], expected: Iterable[Tensor]) -> bool:
         one.shape == other.shape and bool((one - other).float().norm() <= TOLERANCE * other.float().norm())
         for one, other in zip(found, expected, strict=True)
     )
+
+
+def most_rows_agree(found: Tensor, expected: Tensor) -> bool:
+    """Whether most rows of [R, H] are the expected ones up to rounding in half precision: of mixtures of experts, where
+    rounding may send a row to another expert. False where most have a NaN."""
+    if found.shape != expected.shape:
+        return False
+    errors = (found - expected).float().norm(dim=-1) / expected.float().norm(dim=-1)
+    return int((errors <= TOLERANCE).sum()) * 2 > len(errors)

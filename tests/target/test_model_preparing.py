@@ -20,6 +20,7 @@ from target_service.model.preparing import prepare_network
 from target_service.model.runner import ModelRunner
 from tree_kernels.attention import AttentionBatch
 from tree_kernels.compiled_layers import compile_layer
+from tree_kernels.experts import Chosen, RowExperts
 from tree_kernels.linear import Activation, RowLinears, ScaledRows
 from tree_models.fused import preparing
 from tree_models.fused.forms import FusedForm
@@ -233,6 +234,32 @@ def test_one_odd_layer_costs_one_layer(monkeypatch: pytest.MonkeyPatch, caplog: 
     assert "layer 2 computes something else" in caplog.text
     for value, own in zip(after(fused, 5), after(plain, 5), strict=True):
         torch.testing.assert_close(value, own, rtol=1e-4, atol=1e-4)
+
+
+class Straying(RowExperts):
+    """Sends rows from the first one on to other experts, as rounding may do with one."""
+
+    def __init__(self, rows: int) -> None:
+        self._rows = rows
+
+    def route(self, rows: ScaledRows, weight: Tensor, *others: Any, **named: Any) -> Chosen:
+        chosen = super().route(rows, weight, *others, **named)
+        # Of single rows the first of each pass, which all are.
+        strays = self._rows if len(rows.rows) > 1 else 0
+        chosen.experts[:strays] = (chosen.experts[:strays] + 1) % len(weight)
+        return chosen
+
+
+@pytest.mark.parametrize(("rows", "fused"), [(1, 2), (2, 2), (3, 0)])
+def test_a_row_that_goes_to_another_expert_costs_no_layer(
+    monkeypatch: pytest.MonkeyPatch, rows: int, fused: int
+) -> None:
+    monkeypatch.setattr(preparing, "row_experts", lambda *_, **__: Straying(rows))
+    runner = runner_of("qwen3_moe", **EXPERTS, head_dim=16)
+    for layer in decoder_of(runner).layers:
+        # Else attention were nearly all of what a layer adds.
+        layer.mlp.down.data.mul_(1000)
+    assert prepare_network(runner.network, UNCOMPILED) == fused
 
 
 def test_a_kernel_that_fails_leaves_layers_plain(
