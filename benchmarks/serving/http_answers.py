@@ -21,6 +21,8 @@ class HttpAnswer:
     seconds: float = 0.0
     # Between two events with text.
     gaps: list[float] = field(default_factory=list)
+    # Of a form: it cannot be read, or lacks fields.
+    broken: bool = False
 
     @property
     def seconds_a_token(self) -> float:
@@ -38,9 +40,9 @@ class CompletionsClient:
         self._path, self._model = parts.path.rstrip("/") + "/v1/completions", model
 
     async def ask(self, prompt: Sequence[int], max_tokens: int, schema: Mapping[str, Any] | None = None) -> HttpAnswer:
-        """An answer of exactly `max_tokens`, or a form by a JSON Schema that ends within them. Raises `RuntimeError`
-        with what the server said where it refuses, or ends an answer by an error, for fewer or more tokens, and for a
-        form that is not whole: no figure may be made of that."""
+        """An answer of exactly `max_tokens`, or a form by a JSON Schema that ends within them, which may be broken.
+        Raises `RuntimeError` with what the server said where it refuses, or ends an answer by an error, and for fewer
+        or more tokens: no figure may be made of that."""
         wanted: dict[str, Any] = {"ignore_eos": True}
         if schema is not None:
             form = {"name": "form", "schema": schema, "strict": True}
@@ -79,20 +81,19 @@ class CompletionsClient:
             writer.close()
         answer.seconds = time.perf_counter() - asked
         if schema is not None:
-            _check_form(answer.text, schema)
+            answer.broken = not _is_form(answer.text, schema)
         elif answer.tokens != max_tokens:
             raise RuntimeError(f"asked for {max_tokens} tokens, got {answer.tokens}")
         return answer
 
 
-def _check_form(text: str, schema: Mapping[str, Any]) -> None:
-    """Raise `RuntimeError` unless a text has all fields of a form."""
+def _is_form(text: str, schema: Mapping[str, Any]) -> bool:
+    """Whether a text has all fields of a form."""
     try:
         found = json.loads(text)
     except ValueError:
-        found = None
-    if not isinstance(found, dict) or list(found) != schema["required"]:
-        raise RuntimeError(f"asked for a form, got {text[:200]!r}")
+        return False
+    return isinstance(found, dict) and list(found) == schema["required"]
 
 
 async def _events(reader: asyncio.StreamReader) -> AsyncIterator[dict[str, Any]]:

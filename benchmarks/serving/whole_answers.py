@@ -18,8 +18,9 @@ ids, answers greedy and of a fixed length. Before the loads a server answers som
     keptN    those of coldN again, with 32 tokens more behind each: behind that load, what kept prompts spare
 
 Tokens a second are those of all answers over the time of the load, prompts included. Forms without white space have
-fewer tokens, so `answers_per_second` compares two servers there. Servers keep prompts: a second run of the same
-services needs another `--seed`, which gives other texts to all loads but `loop` and `forms`.
+fewer tokens, so `answers_per_second` compares two servers there, of forms that are valid JSON with all fields. Servers
+keep prompts: a second run of the same services needs another `--seed`, which gives other texts to all loads but `loop`
+and `forms`, of which those with as many streams have the same prompts.
 """
 
 from __future__ import annotations
@@ -140,7 +141,8 @@ def figures(answers: Sequence[HttpAnswer], seconds: float) -> dict[str, float]:
     return {
         "answers": len(answers),
         "tokens_per_second": round(sum(one.tokens for one in answers) / seconds, 1),
-        "answers_per_second": round(len(answers) / seconds, 2),
+        "answers_per_second": round(sum(not one.broken for one in answers) / seconds, 2),
+        "broken_forms": sum(one.broken for one in answers),
         "first_p50_ms": round(percentile(firsts, 0.5), 2),
         "first_p99_ms": round(percentile(firsts, 0.99), 2),
         "ms_a_token_p50": round(percentile(each, 0.5), 2),
