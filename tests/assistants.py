@@ -23,6 +23,7 @@ from outrider.tree import TokenTree
 from target_service.model.forward import ForwardInput
 from target_service.model.runner import ModelRunner, runner_over
 from target_service.model.support import description_of
+from tree_kernels.growth import GREEDY_TEMPERATURE
 from tree_models.building import build
 from tree_models.in_pass import SequenceKeys, pass_target
 from tree_models.layers.placing import Placement
@@ -95,7 +96,7 @@ def chain_of(assistant: Any, target: Any, text: Sequence[int], count: int) -> tu
         )
         token, state = made.logits.argmax(-1), made.last_hidden_state
         tokens.append(int(token))
-        probs.append(float(made.logits.softmax(-1).max()))
+        probs.append(float((made.logits / GREEDY_TEMPERATURE).softmax(-1).max()))
     return tokens, probs
 
 

@@ -19,6 +19,7 @@ from draft_service.eagle.head import EagleHead
 from outrider.sampling import SamplingParams, VerificationMode
 from outrider.tree import TokenTree
 from outrider.wire.frames import TreeLimits
+from tree_kernels.growth import GREEDY_TEMPERATURE
 
 GREEDY, COUPLED, REJECTION = VerificationMode.GREEDY, VerificationMode.COUPLED, VerificationMode.REJECTION
 SETTINGS: dict[str, Any] = {
@@ -128,6 +129,8 @@ def plain_tree(head: EagleHead, tokens: Sequence[int], states: Tensor, first: in
     """The tree of a plain head that read the states from `first` on."""
     plain = PlainHead(head)
     plain.read(tokens, states[first : len(tokens) - 1], first)
+    # COUPLED trees are scored by a race.
+    temperature = 1.0 if "score" in options else GREEDY_TEMPERATURE
     root = len(plain.rows) - 1
     rows: dict[tuple[int, ...], int] = {(): root}
 
@@ -136,7 +139,7 @@ def plain_tree(head: EagleHead, tokens: Sequence[int], states: Tensor, first: in
             above = [rows[path[:length]] for length in range(1, len(path))]
             feature = plain.rows[rows[path[:-1]]].feature
             rows[path] = plain.add(path[-1], feature, len(tokens) - 2 + len(path), [*range(root + 1), *above])
-        return plain.distribution(rows[path])
+        return plain.distribution(rows[path], temperature)
 
     return plain_growth(tokens[-1], distribution_of, **options)
 

@@ -201,11 +201,11 @@ ADAPTIVE = [Limit(levels, mass) for levels in (5, 6, 7, 8, 10, 12) for mass in _
 # Assumed from measurements of an 8B shape on H200s (`2026-11-29-h200-heads-behind-passes.md`,
 # `2026-11-30-h200-level-launches.md`): passes by rows, levels by the nodes that all sequences expand. A level that is
 # left out still has its launches; their time was not measured.
-_VERIFIED = {24: 4.55, 32: 4.55, 48: 4.7, 64: 4.8}
-_DEEP = [TreeCase(1, rows, 8, PassCost(verified, 0.155, 0.035)) for rows, verified in _VERIFIED.items()]
+VERIFIED = {24: 4.55, 32: 4.55, 48: 4.7, 64: 4.8}
+_DEEP = [TreeCase(1, rows, 8, PassCost(verified, 0.155, 0.035)) for rows, verified in VERIFIED.items()]
 _DEEP += [TreeCase(1, 32, 8, PassCost(4.55, 0.11, 0.03)), TreeCase(8, 16, 4, PassCost(6.9, 0.19, 0.045))]
 # The same level for all widths.
-_WIDE = [TreeCase(1, rows, width, PassCost(_VERIFIED[rows], 0.155, 0.035)) for width in WIDTHS for rows in _VERIFIED]
+_WIDE = [TreeCase(1, rows, width, PassCost(VERIFIED[rows], 0.155, 0.035)) for width in WIDTHS for rows in VERIFIED]
 _WIDE += [TreeCase(8, 16, 8, PassCost(6.9, 0.215, 0.045))]
 CASES = [(case, FIXED + ADAPTIVE) for case in _DEEP] + [(case, FIXED) for case in _WIDE if case not in _DEEP]
 # For several streams every text comes so many times, in an order that is drawn.
@@ -253,7 +253,7 @@ def measure(options: argparse.Namespace) -> dict[str, Any]:
         for width, own in texts.items():
             own.append(ranks_of(one, drawn, LEVELS, width))
         show(f"{one.task}: {len(drawn)} trees")
-    alone = _DEEP[list(_VERIFIED).index(32)]
+    alone = _DEEP[list(VERIFIED).index(32)]
     gains = held_out_gains(texts[alone.width], alone, FIXED, ADAPTIVE)
     return {
         "texts": len(recordings),

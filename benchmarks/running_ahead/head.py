@@ -21,6 +21,7 @@ from draft_service.eagle.head_drafter import HeadNetwork
 from draft_service.neural.candidates import most_probable
 from draft_service.neural.level_growth import GREEDY, Forest, Rules, grow_level, make_forest
 from draft_service.neural.network import RowOutput
+from tree_kernels.growth import GREEDY_TEMPERATURE
 from tree_models.layers.paged import UncachedPass
 
 # More than any tree has, so that all nodes are kept while it grows.
@@ -117,8 +118,17 @@ class HeadTrees:
     """Draws trees of `levels` levels with one head, in fp32 on the CPU: `width` nodes of a level are expanded, each to
     `breadth` children."""
 
-    def __init__(self, head: EagleHead, levels: int, width: int, breadth: int, batch: int = 16) -> None:
-        self._head, self._token_ids = head, HeadNetwork(head).token_ids
+    def __init__(
+        self,
+        head: EagleHead,
+        levels: int,
+        width: int,
+        breadth: int,
+        batch: int = 16,
+        temperature: float = GREEDY_TEMPERATURE,
+    ) -> None:
+        """Scores are the head's probabilities at a `temperature`."""
+        self._head, self._token_ids, self._temperature = head, HeadNetwork(head).token_ids, temperature
         self._levels, self._width, self._breadth, self._batch = levels, width, breadth, batch
 
     @torch.inference_mode()
@@ -162,8 +172,8 @@ class HeadTrees:
         carried, logits = state.carried, self._head.logits(state.lm_input)
         begins = [forest.sizes.copy()]
         for level in range(1, self._levels + 1):
-            ones = torch.ones(len(logits))
-            tokens, probs = most_probable(logits, ones, self._breadth, self._token_ids)
+            temperatures = torch.full((len(logits),), self._temperature)
+            tokens, probs = most_probable(logits, temperatures, self._breadth, self._token_ids)
             before = forest.widths.copy()
             more = grow_level(forest, rules, level, level == self._levels, tokens, probs)
             begins.append(forest.sizes.copy())

@@ -10,13 +10,13 @@ from torch import Tensor
 from draft_service.drafters.base import DraftSequence
 from outrider.sampling import VerificationMode
 from outrider.tree import MAX_DISTRIBUTION_SUPPORT
-from tree_kernels.growth import COLDEST
+from tree_kernels.growth import COLDEST, GREEDY_TEMPERATURE
 
 
 def temperature_of(sequence: DraftSequence) -> float:
-    """The temperature of drafting. GREEDY ranks by the network's own distribution."""
+    """The temperature of drafting."""
     if sequence.mode is VerificationMode.GREEDY:
-        return 1.0
+        return GREEDY_TEMPERATURE
     return max(sequence.sampling.temperature or 1.0, COLDEST)
 
 

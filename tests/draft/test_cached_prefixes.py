@@ -19,6 +19,7 @@ from draft_service.causal_lm.drafter import ModelConfig, ModelDrafter
 from draft_service.drafters.base import DraftSequence
 from draft_service.mtp.drafter import MtpConfig, MtpDrafter
 from draft_service.neural_drafter import CachingDrafter
+from tree_kernels.growth import GREEDY_TEMPERATURE
 
 PAGE = SETTINGS["page_size"]
 
@@ -169,7 +170,8 @@ def test_modules_read_a_prompt_once(modules: int, tmp_path: Path) -> None:
         assert sequence.state.entries == found
         (tree,) = drafter.propose([sequence])
         after = plain_logits(MIMO, tensors, modules, tokens[:length], known)
-        same_tree(tree, plain_growth(tokens[length - 1], lambda path, a=after: torch.softmax(a(path).double(), -1)))
+        greedy = lambda path, a=after: torch.softmax(a(path).double() / GREEDY_TEMPERATURE, -1)  # noqa: E731
+        same_tree(tree, plain_growth(tokens[length - 1], greedy))
         check_pages(drafter, sequence)
         drafter.close(sequence)
 

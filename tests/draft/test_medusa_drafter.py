@@ -25,6 +25,7 @@ from outrider.sampling import LOSSLESS_MODES, VerificationMode
 from outrider.settings import SettingsError
 from outrider.tree import TokenTree
 from outrider.wire.frames import FeatureRequest
+from tree_kernels.growth import GREEDY_TEMPERATURE
 
 pytestmark = pytest.mark.values
 
@@ -60,7 +61,8 @@ def draft(drafter: MedusaDrafter, sequence: DraftSequence, state: Tensor) -> Tok
 
 def depth_scores(heads: MedusaHead, state: Tensor, sequence: DraftSequence) -> Scored:
     """Of every depth the score of each token, by the target's id: its probability, or its chance in the race."""
-    probs = heads(state)[:, 0].double().softmax(-1)
+    temperature = GREEDY_TEMPERATURE if sequence.mode is VerificationMode.GREEDY else 1.0
+    probs = (heads(state)[:, 0].double() / temperature).softmax(-1)
     ids = np.arange(VOCABULARY) if heads.token_ids is None else heads.token_ids.numpy()
     scored = []
     for depth, row in enumerate(probs):

@@ -34,6 +34,7 @@ from outrider.sampling import LOSSLESS_MODES, SamplingParams, VerificationMode
 from outrider.settings import SettingsError
 from outrider.wire.frames import DraftLink
 from target_service.text.loading import load_tokenizer
+from tree_kernels.growth import GREEDY_TEMPERATURE
 
 VOCABULARY = TINY["vocab_size"]
 SETTINGS: dict[str, Any] = {
@@ -82,7 +83,8 @@ def sequence_of(tokens: Sequence[int], mode: VerificationMode = GREEDY) -> Draft
 
 @torch.no_grad()
 def distribution_after(model: PreTrainedModel, tokens: Sequence[int]) -> Tensor:
-    return model(torch.tensor([tokens]), use_cache=False).logits[0, -1].double().softmax(-1)
+    logits = model(torch.tensor([tokens]), use_cache=False).logits[0, -1].double()
+    return (logits / GREEDY_TEMPERATURE).softmax(-1)
 
 
 @pytest.mark.parametrize("family", FAMILIES)

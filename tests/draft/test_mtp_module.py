@@ -47,6 +47,7 @@ from outrider.sampling import VerificationMode
 from outrider.settings import SettingsError
 from outrider.tree import TokenTree
 from outrider.weights import Weights
+from tree_kernels.growth import GREEDY_TEMPERATURE
 
 pytestmark = pytest.mark.values
 
@@ -57,7 +58,8 @@ def modules_of(config: dict[str, Any], most: int) -> int:
 
 
 def softmax_of(after: Callable[[tuple[int, ...]], Tensor]) -> Callable[[tuple[int, ...]], Tensor]:
-    return lambda path: after(path).softmax(dim=0)
+    """Probabilities as greedy trees are drafted by."""
+    return lambda path: (after(path) / GREEDY_TEMPERATURE).softmax(dim=0)
 
 
 def depth_of(tree: TokenTree) -> int:

@@ -68,7 +68,7 @@ def test_preempted_sequences_and_shared_prefixes(taught: tuple[PreTrainedModel, 
     target, folder = taught
     wanted = windowed_requests(GREEDY)
     expected = plain_each(target, wanted)
-    scarce = assisted_runner(target, folder, FLAGS, page_size=4, num_pages=18)
+    scarce = assisted_runner(target, folder, FLAGS, page_size=4, num_pages=16)
     outcomes = run(scarce, [*wanted, *wanted], stagger=2)
     assert [outcome.token_ids for outcome in outcomes] == [*expected, *expected]
     assert sum(outcome.finished.totals.preemptions for outcome in outcomes) > 0 and accepted(outcomes) > 24

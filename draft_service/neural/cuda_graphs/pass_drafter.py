@@ -25,11 +25,11 @@ _SHAPES = ((4, 7, 8), (16, 5, 4), (32, 4, 2), (64, 3, 2))
 # For more.
 _LEAST_LEVELS, _LEAST_WIDTH = 2, 1
 # Of networks whose levels can be left out: sequences up to which they are, levels, nodes that a level expands, and the
-# least mass of its frontier. By simulation of one sequence, with 0.155 ms for a level and 0.035 for one that is left
-# out, such trees make 4 % more tokens a second than fixed ones, with masses of 0.05 to 0.12; with 8 sequences no more
-# (`benchmarks/results/2026-11-30-cpu-deep-trees.md`). An H200 takes 0.028 ms for a level that is left out
-# (`benchmarks/results/2026-11-30-h200-level-launches.md`).
-_LEFT_OUT = (4, 8, 8, 0.1)
+# least mass of its frontier. By simulation of one sequence such trees make 4 % more tokens a second than fixed ones,
+# and with 8 sequences no more (`benchmarks/results/2026-11-30-cpu-deep-trees.md`); at the temperature of greedy trees
+# with masses of 0.15 to 0.3 (`2026-11-30-cpu-greedy-temperature.md`). An H200 takes 0.155 ms for a level and 0.028 for
+# one that is left out (`2026-11-30-h200-level-launches.md`).
+_LEFT_OUT = (4, 8, 8, 0.2)
 
 
 class PassDrafter(ABC):

@@ -15,6 +15,10 @@ from torch import Tensor
 
 # Of the temperatures that trees are grown for: at lower ones the target's distribution is practically one token.
 COLDEST = 0.05
+# That trees of greedy sequences are grown for. A network's distribution is near the target's own, of which a greedy
+# target takes the likeliest token: at 1 a child of probability 0.5 is right 72 times in 100, at 0.75 50 times, and of
+# four temperatures this one's trees accept most (`benchmarks/results/2026-11-30-cpu-greedy-temperature.md`).
+GREEDY_TEMPERATURE = 0.75
 # Parts of a probability, as integers, whose sum does not depend on an order: of 2,000 trees it fits in an int32.
 MASS_UNITS = 1 << 20
 

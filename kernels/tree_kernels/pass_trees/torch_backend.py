@@ -8,7 +8,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from tree_kernels.growth import COLDEST
+from tree_kernels.growth import COLDEST, GREEDY_TEMPERATURE
 from tree_kernels.node_table.layout import COST_OF_HALVING, MOST_CHANCE, MOST_COST, NODES
 from tree_kernels.pass_trees.dispatch import NODES as MOST_NODES
 from tree_kernels.pass_trees.types import Tails, VerifiedRows
@@ -46,7 +46,7 @@ def read_outcome(rows: VerifiedRows, tails: Tails, page_size: int, last_position
         held = rows.page_table[page : page + -(-int(record["room"]) // page_size)].tolist()
         _write_tail(tails, b, keys, int(record["room"]), held, page_size, last_position)
         coupled, gumbel_max = int(record["mode"]) == Mode.COUPLED, tails.gumbel_max
-        tails.temperatures[b] = max(float(record["temperature"]), COLDEST) if coupled else 1.0
+        tails.temperatures[b] = max(float(record["temperature"]), COLDEST) if coupled else GREEDY_TEMPERATURE
         gumbel_max.coupled[b], gumbel_max.top_k[b] = coupled, int(record["top_k"]) if coupled else 0
         gumbel_max.top_p[b] = float(record["top_p"]) if coupled else 1.0
         gumbel_max.min_p[b] = float(record["min_p"]) if coupled else 0.0

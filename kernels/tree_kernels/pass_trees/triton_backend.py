@@ -7,7 +7,7 @@ import triton.language as tl
 from torch import Tensor
 
 from tree_kernels.attention.tree_mask import MAX_TREE_ROWS
-from tree_kernels.growth import COLDEST
+from tree_kernels.growth import COLDEST, GREEDY_TEMPERATURE
 from tree_kernels.node_table import layout
 from tree_kernels.pass_trees.dispatch import NODES as MOST_NODES
 from tree_kernels.pass_trees.types import Tails, VerifiedRows
@@ -33,7 +33,8 @@ from tree_kernels.verification.triton_rows import (
 _PATH = tl.constexpr(MAX_TREE_ROWS)
 # Rows of a prompt, and pages of a sequence, that are copied at a time. Chosen: as many as a path has.
 _COPIED = tl.constexpr(MAX_TREE_ROWS)
-_MOST_NODES, _COLDEST = tl.constexpr(MOST_NODES), tl.constexpr(COLDEST)
+_MOST_NODES = tl.constexpr(MOST_NODES)
+_COLDEST, _GREEDY = tl.constexpr(COLDEST), tl.constexpr(GREEDY_TEMPERATURE)
 _NODES, _TABLE = tl.constexpr(layout.NODES), tl.constexpr(layout.TABLE)
 _MOST_CHANCE, _MOST_COST = tl.constexpr(layout.MOST_CHANCE), tl.constexpr(layout.MOST_COST)
 _COST_OF_HALVING = tl.constexpr(layout.COST_OF_HALVING)
@@ -65,7 +66,7 @@ def _write_draw(  # type: ignore[no-untyped-def]
     """How a sequence's tokens are drawn, where it is COUPLED."""
     is_coupled = tl.load(record + MODE) == COUPLED
     temperature = tl.maximum(load_double(record + TEMPERATURE), _COLDEST)
-    tl.store(temperatures + b, tl.where(is_coupled, temperature, 1.0).to(tl.float32))
+    tl.store(temperatures + b, tl.where(is_coupled, temperature, _GREEDY).to(tl.float32))
     tl.store(coupled + b, is_coupled.to(tl.int32))
     tl.store(top_k + b, tl.where(is_coupled, tl.load(record + TOP_K), 0))
     tl.store(top_p + b, tl.where(is_coupled, load_double(record + TOP_P), 1.0))
