@@ -10,6 +10,7 @@ from benchmarks.loads.first_tokens import figures, load_of, run
 from benchmarks.loads.shapes import HeadedShape
 from benchmarks.loads.simulation import SHAPES, SimulatedEngine, long_prompts
 from benchmarks.loads.texts import SimulatedDrafts, SimulatedText, ranked
+from target_service.engine import launching
 
 LENGTHS = 60, 128
 
@@ -80,3 +81,16 @@ def test_nothing_is_drafted_where_the_host_has_no_time_for_it(draft: str) -> Non
     shape = replace(SHAPES["small"], host_drafted=3e-5)
     rates = [SimulatedEngine(shape, each).load(64, 320, seed=1)["settled"] for each in (draft, "plain")]
     assert rates[0] > 0.85 * rates[1]
+
+
+def test_few_passes_begin_that_no_answer_has_use_for(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of one stream the pass that probably ends an answer is waited for, so that the next prompt is read sooner."""
+    found = []
+    for most in (0.0, launching._LAST_TOKENS):
+        monkeypatch.setattr(launching, "_LAST_TOKENS", most)
+        engine = SimulatedEngine(SHAPES["8b"], "good", behind_passes=True)
+        found.append((engine.load(1, 24, seed=1), len(engine.device.timeline)))
+    (ahead, more), (waited, fewer) = found
+    assert fewer < more
+    assert waited["tokens_per_second"] > ahead["tokens_per_second"]
+    assert waited["first_token_ms"] < ahead["first_token_ms"]
