@@ -92,6 +92,7 @@ LONGEST = (
     "e2e/test_train_on_devices.py",
     "clients/test_demo.py",
     "kernels/test_linear.py",
+    "kernels/test_chained_layers.py",
     "e2e/test_lossless.py",
     "kernels/test_node_table.py",
     "kernels/test_experts.py",

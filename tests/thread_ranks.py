@@ -88,13 +88,13 @@ class ThreadRank:
         return parts
 
 
-def on_ranks(size: int, work: Callable[[ThreadRank], Result]) -> list[Result]:
-    """The results of `work` on each of so many ranks. Raises the first error of any."""
+def on_ranks(size: int, work: Callable[[ThreadRank], Result], kind: type[ThreadRank] = ThreadRank) -> list[Result]:
+    """The results of `work` on each of so many ranks of a `kind`. Raises the first error of any."""
     exchange = Exchange(size)
 
     def run(rank: int) -> Result:
         try:
-            return work(ThreadRank(rank, exchange))
+            return work(kind(rank, exchange))
         except BaseException:
             exchange.barrier.abort()
             raise
