@@ -175,13 +175,15 @@ def compute_masks(trees: Sequence[MaskedRows], room: Ints) -> tuple[ReachedRows,
         groups.setdefault(id(tree.lexer), []).append(tree)
     # Nothing is computed where a grammar ends.
     room[1 : firsts[-1]].fill(0)
-    left = iter([*groups.values()])
+    left, places = iter([*groups.values()]), _Places(room, room.ctypes.data, room.strides[0])
 
     def compute() -> None:
+        # One tree ends where the next one begins: the clock takes longer to read than some masks.
+        begin = time.thread_time()
         # A group is taken by one thread alone.
         while group := next(left, None):
             for tree in group:
-                _compute_in_turn(tree, room)
+                begin = _compute_in_turn(tree, places, begin)
 
     most = min(len(groups) - 1, (firsts[-1] - 1) // _MASKS_EACH, _MOST_HELPERS)
     helpers = [_helpers().submit(compute) for _ in range(most)]
@@ -262,9 +264,18 @@ def list_tokens(words: Ints, tokens: Ints) -> int:
     return count
 
 
-def _compute_in_turn(tree: MaskedRows, room: Ints) -> None:
-    """Write the masks of a tree's chains, one behind the other from its place on, and note how long that took."""
-    begin, begin_wall, first = time.thread_time(), time.perf_counter(), tree.first
+class _Places(NamedTuple):
+    """Where masks are written. numpy takes longer to tell an array's address than some calls take that need it."""
+
+    room: Ints
+    address: int  # of the first
+    mask_bytes: int
+
+
+def _compute_in_turn(tree: MaskedRows, places: _Places, begin: float) -> float:
+    """Write the masks of a tree's chains, one behind the other from its place on, and note how long that took this
+    thread, whose own time was `begin` before. Returns what it is then."""
+    begin_wall, first = time.perf_counter(), tree.first
 
     def is_late() -> bool:
         # A processor's time is never longer, and takes longer to read.
@@ -272,18 +283,21 @@ def _compute_in_turn(tree: MaskedRows, room: Ints) -> None:
         return elapsed > tree.most_seconds and time.thread_time() - begin > tree.most_seconds
 
     for chain in tree.chains:
-        _compute_chain(tree, chain, room, first, is_late)
+        _compute_chain(tree, chain, places, first, is_late)
         if tree.late:
             break
         first += len(chain.rows)
-    tree.seconds = time.thread_time() - begin
+    end = time.thread_time()
+    tree.seconds = end - begin
+    return end
 
 
-def _compute_chain(tree: MaskedRows, chain: RowChain, room: Ints, first: int, is_late: Callable[[], bool]) -> None:
+def _compute_chain(tree: MaskedRows, chain: RowChain, places: _Places, first: int, is_late: Callable[[], bool]) -> None:
     """Write the masks of a chain from the `first` place on, up to one behind which the grammar forbids the next row."""
     # The row that comes next, tokens that the matcher has read, and whether it is still that of the output: what it
     # meets at the root is the output's own.
     row, read, is_output = 0, 0, not chain.rows[0]
+    room, address, mask_bytes = places
     while row < len(chain.rows):
         if first + row > tree.first and is_late():
             tree.late = True
@@ -300,8 +314,7 @@ def _compute_chain(tree: MaskedRows, chain: RowChain, room: Ints, first: int, is
             if forced:
                 tree.forced[chain.rows[row]] = forced
             else:
-                mask_bytes = room.strides[0]
-                chain.matcher.unsafe_compute_mask_ptr(room.ctypes.data + (first + row) * mask_bytes, mask_bytes)
+                chain.matcher.unsafe_compute_mask_ptr(address + (first + row) * mask_bytes, mask_bytes)
                 row += 1
                 if row == len(chain.rows):
                     return
