@@ -89,7 +89,7 @@ def test_few_passes_begin_that_no_answer_has_use_for(monkeypatch: pytest.MonkeyP
     for most in (0.0, launching._LAST_TOKENS):
         monkeypatch.setattr(launching, "_LAST_TOKENS", most)
         engine = SimulatedEngine(SHAPES["8b"], "good", behind_passes=True)
-        found.append((engine.load(1, 24, seed=1), len(engine.device.timeline)))
+        found.append((engine.load(1, 12, seed=1), len(engine.device.timeline)))
     (ahead, more), (waited, fewer) = found
     assert fewer < more
     assert waited["tokens_per_second"] > ahead["tokens_per_second"]

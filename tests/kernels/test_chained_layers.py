@@ -18,7 +18,7 @@ def found() -> dict[str, Any]:
 
 def test_passes_are_those_of_plain_layers(found: dict[str, Any]) -> None:
     """Of one row, of a tile's rows at most, and of more; in fp32 to rounding."""
-    assert len(found) > 20
+    assert len(found) > 10
     wrong: dict[str, float] = {}
     for name, case in found.items():
         tolerance = 2e-2 if name.startswith("half") else 5e-5
