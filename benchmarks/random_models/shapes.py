@@ -14,6 +14,11 @@ _V2_LITE: dict[str, Any] = {
     "tie_word_embeddings": False,
 }  # fmt: skip
 SHAPES: dict[str, dict[str, Any]] = {
+    # For rehearsals on a CPU.
+    "tiny": {
+        "hidden_size": 64, "num_hidden_layers": 2, "num_attention_heads": 4, "num_key_value_heads": 2,
+        "intermediate_size": 128, "vocab_size": 512, "tie_word_embeddings": False,
+    },
     "smollm2-135m": {
         "hidden_size": 576, "num_hidden_layers": 30, "num_attention_heads": 9, "num_key_value_heads": 3,
         "intermediate_size": 1536, "vocab_size": 49152, "tie_word_embeddings": True,
@@ -21,6 +26,10 @@ SHAPES: dict[str, dict[str, Any]] = {
     "llama-8b": {
         "hidden_size": 4096, "num_hidden_layers": 32, "num_attention_heads": 32, "num_key_value_heads": 8,
         "intermediate_size": 14336, "vocab_size": 128256, "tie_word_embeddings": False,
+    },
+    "llama-70b": {
+        "hidden_size": 8192, "num_hidden_layers": 80, "num_attention_heads": 64, "num_key_value_heads": 8,
+        "intermediate_size": 28672, "vocab_size": 128256, "tie_word_embeddings": False,
     },
     "qwen3-8b": {
         "model_type": "qwen3", "hidden_size": 4096, "num_hidden_layers": 36, "num_attention_heads": 32,

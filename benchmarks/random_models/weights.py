@@ -1,6 +1,6 @@
 """Random weights by the names of their tensors, of the same kind in every engine.
 
-They are drawn as `random_model` does: token t is followed by token t + 7907, so that sequences that begin with
+Token t is followed by token t + 7907, so that sequences that begin with
 different tokens keep different ones, and rows choose different experts, whichever engine runs the shape.
 """
 

@@ -49,16 +49,6 @@ from tree_models.ranks.decoder import build_rank
 from tree_models.slots import specs_of
 from tree_models.weights.checkpoint import StoredTensor
 
-SHAPES |= {
-    "tiny": {
-        "hidden_size": 64, "num_hidden_layers": 2, "num_attention_heads": 4, "num_key_value_heads": 2,
-        "intermediate_size": 128, "vocab_size": 512, "tie_word_embeddings": False,
-    },
-    "llama-70b": {
-        "hidden_size": 8192, "num_hidden_layers": 80, "num_attention_heads": 64, "num_key_value_heads": 8,
-        "intermediate_size": 28672, "vocab_size": 128256, "tie_word_embeddings": False,
-    },
-}  # fmt: skip
 LOADS = (StepLoad((1,)), StepLoad((1,) * 8), StepLoad((1,) * 32), StepLoad((1,) * 64), StepLoad((64,)))
 SEQUENCES = 64
 STEPS = 200

@@ -18,7 +18,6 @@ such shift, and repeats its last token.
 from __future__ import annotations
 
 import argparse
-import math
 import time
 from collections.abc import Iterator
 from pathlib import Path
@@ -31,7 +30,7 @@ from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_N
 
 from benchmarks.random_models.shapes import SHAPES as STEP_SHAPES
 from benchmarks.random_models.shapes import config_of
-from benchmarks.random_models.weights import OUTPUT_SCALE, SHIFT, STANDARD_DEVIATION
+from benchmarks.random_models.weights import STANDARD_DEVIATION, fill
 from benchmarks.shared.model_folder import copy_files, write_weights
 from benchmarks.shared.report import show
 from draft_service.eagle.checkpoint import save_head
@@ -78,21 +77,12 @@ def tensors_of(config: Any, device: str) -> Iterator[tuple[str, Tensor]]:
     """(name, weight) of every parameter, bfloat16 on `device`."""
     with torch.device("meta"):
         shapes = {name: one.shape for name, one in AutoModelForCausalLM.from_config(config).named_parameters()}
-    generator = torch.Generator(device).manual_seed(0)
-    written = 2 * config.num_hidden_layers
     embedding: Tensor | None = None
     for name, shape in shapes.items():
         weight = torch.empty(shape, dtype=torch.bfloat16, device=device)
-        if weight.ndim == 1:
-            # Norms are 1, biases 0.
-            weight.fill_(float(name.endswith("norm.weight")))
-        elif name.endswith("lm_head.weight") and embedding is not None:
-            weight = embedding.roll(SHIFT % len(embedding), dims=0) * OUTPUT_SCALE
-        elif name.endswith("embed_tokens.weight"):
-            embedding = weight.normal_(generator=generator)
-        else:
-            narrow = name.endswith(("o_proj.weight", "down_proj.weight"))
-            weight.normal_(std=STANDARD_DEVIATION / (math.sqrt(written) if narrow else 1.0), generator=generator)
+        fill(name, weight, config.num_hidden_layers, embedding)
+        if name.endswith("embed_tokens.weight"):
+            embedding = weight
         yield name, weight
 
 
