@@ -34,10 +34,10 @@ from target_service.speculation.policy.predicted_nodes import (
 )
 
 log = logging.getLogger(__name__)
-# Tokens that may be left of an answer for its last pass to be waited for: in those of a recent pass. By simulation of
-# one stream 1 to 3 make 0.6 to 1.2 % more tokens a second, 2 most, and first tokens come 2 ms sooner
-# (`benchmarks/results/2026-11-30-cpu-last-passes.md`).
-_LAST_TOKENS = 2.0
+# No pass is launched behind one that is expected to leave no answer: one whose answers have at most the tokens of so
+# many recent passes left. By simulation of one stream 1 to 3 make 0.6 to 1.2 % more tokens a second, 2 most, and first
+# tokens come 2 ms sooner (`benchmarks/results/2026-11-30-cpu-last-passes.md`).
+_LAST_PASSES = 2.0
 
 
 def choose_steps(runner: ModelRunner, config: TargetConfig) -> Steps:
@@ -131,7 +131,7 @@ class StepLauncher:
     def _ends_all(self, step: Step) -> bool:
         """Whether the step under way probably ends every answer, by its drafts. A pass behind it would be for nothing
         then, and the next request would wait for its end."""
-        scheduler, most = self._scheduler, _LAST_TOKENS * self._controller.tokens_each.value
+        scheduler, most = self._scheduler, _LAST_PASSES * self._controller.tokens_each.value
         return (
             step.has_drafts
             and not scheduler.waiting

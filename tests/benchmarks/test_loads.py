@@ -86,8 +86,8 @@ def test_nothing_is_drafted_where_the_host_has_no_time_for_it(draft: str) -> Non
 def test_few_passes_begin_that_no_answer_has_use_for(monkeypatch: pytest.MonkeyPatch) -> None:
     """Of one stream the pass that probably ends an answer is waited for, so that the next prompt is read sooner."""
     found = []
-    for most in (0.0, launching._LAST_TOKENS):
-        monkeypatch.setattr(launching, "_LAST_TOKENS", most)
+    for most in (0.0, launching._LAST_PASSES):
+        monkeypatch.setattr(launching, "_LAST_PASSES", most)
         engine = SimulatedEngine(SHAPES["8b"], "good", behind_passes=True)
         found.append((engine.load(1, 12, seed=1), len(engine.device.timeline)))
     (ahead, more), (waited, fewer) = found

@@ -181,7 +181,7 @@ class Straying(RowExperts):
 
     def route(self, rows: ScaledRows, weight: Tensor, *others: Any, **named: Any) -> Chosen:
         chosen = super().route(rows, weight, *others, **named)
-        # Of single rows the first of each pass, which all are.
+        # Not where a pass has a single row, which would be all of them.
         strays = self._rows if len(rows.rows) > 1 else 0
         chosen.experts[:strays] = (chosen.experts[:strays] + 1) % len(weight)
         return chosen

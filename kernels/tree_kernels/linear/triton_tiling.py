@@ -60,7 +60,7 @@ _MAPPED = {
 # The same with inner sizes of 8,192 or more, and of others with at least 8,192 outputs, but fewer than 16,384: a layer
 # of Llama 70B's shape on one of two ranks takes 7 % less with 32 rows and 16 % with 64, twelve of them one after the
 # other on an H200: benchmarks/results/2026-11-30-h200-half-70b-products.md.
-_FEWEST_LONG, _MOST_TALL = 8192, 16384
+_LEAST_INNER, _MOST_OUTPUTS = 8192, 16384
 _LONG = {
     64: _Mapped((128, 128, 1, 4, 3, 0), (128, 128, 2, 8, 4, 0), (64, 256, 1, 4, 3, 4), None),
     32: _Mapped((128, 128, 1, 4, 3, 0), (128, 128, 2, 8, 4, 4), (64, 256, 1, 4, 3, 4), None),
@@ -93,7 +93,7 @@ def choose_mapped_tiling(
     # Half a narrow block, which is gate's or up's part of it, is too small for the matrix units.
     if inner < 2048 or (gated and not many):
         return None
-    is_long = inner >= _FEWEST_LONG if gated or head_width is not None else 8192 <= outputs < _MOST_TALL
+    is_long = inner >= _LEAST_INNER if gated or head_width is not None else many and outputs < _MOST_OUTPUTS
     mapped = _LONG.get(block_rows) if is_long else None
     mapped = _MAPPED.get(block_rows) if mapped is None else mapped
     if mapped is None:
