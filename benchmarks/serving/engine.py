@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import itertools
 import time
-from collections.abc import Sequence
-from contextlib import nullcontext
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager, nullcontext
+from unittest.mock import patch
 
 from benchmarks.random_models.checkpoint import random_weights
 from benchmarks.serving.figures import Share, TimedAnswer
@@ -17,21 +18,48 @@ from target_service.assembly import load_model
 from target_service.config import TargetConfig
 from target_service.core.sequence import SequenceRequest, StepVerdict
 from target_service.engine.engine import Engine
+from target_service.model.cuda_graphs.sizes import Bucket, buckets_up_to
+from tree_models.fused.preparing import MANY_ROWS
+
+
+def sizes_of_loads(buckets: Sequence[Bucket], loads: Sequence[int]) -> tuple[Bucket, ...]:
+    """Of the sizes that may be captured those in which so many sequences decode, and of larger ones those that read
+    prompts for the most sequences, if PyTorch compiles none of their layers."""
+    most = max(loads)
+    fitting = ([one for one in buckets if one.rows >= load <= one.sequences and not one.common] for load in loads)
+    decoding = {min(sizes) for sizes in fitting}
+    reading = {one for one in buckets if most < one.rows <= MANY_ROWS and one.sequences >= most and not one.common}
+    return tuple(sorted(decoding | reading))
+
+
+@contextmanager
+def capturing_for(loads: Sequence[int]) -> Iterator[None]:
+    """Targets that are loaded meanwhile capture the sizes of these loads alone, in a fraction of the time. Larger steps
+    run eagerly, so that prompts take longer, and decoding runs in the sizes in which it always does."""
+    # Only here: Triton may be absent.
+    from target_service.model.cuda_graphs import runner
+
+    def few(max_rows: int, max_sequences: int, *, common: bool = False) -> tuple[Bucket, ...]:
+        return sizes_of_loads(buckets_up_to(max_rows, max_sequences, common=common), loads)
+
+    with patch.object(runner, "buckets_up_to", few):
+        yield
 
 
 class EngineAlone:
     """A model's engine without drafts. `steps` records its steps, `last_tokens` has the last one of each answer of the
     latest wave."""
 
-    def __init__(self, config: TargetConfig, *, random: bool = False) -> None:
-        """With `random`, the model's folder has no weights, and gets random ones."""
+    def __init__(self, config: TargetConfig, *, random: bool = False, loads: Sequence[int] = ()) -> None:
+        """With `random`, the model's folder has no weights, and gets random ones; with `loads` only sizes of steps are
+        captured that these numbers of sequences need."""
         self.steps = StepRecorder()
         self.last_tokens: list[int] = []
         self._latest: dict[int, int] = {}
         self._numbers = itertools.count(1)
         self._answers: dict[int, TimedAnswer] = {}
         self._events = EngineEvents(self._record)
-        with random_weights() if random else nullcontext():
+        with random_weights() if random else nullcontext(), capturing_for(loads) if loads else nullcontext():
             runner = load_model(config)
         self._engine = Engine(runner, config, observer=self.steps)
         self._engine.start(self._events.deliver)

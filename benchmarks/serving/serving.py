@@ -20,7 +20,9 @@ wave and every closed loop has its own tenant, so that drafts remember nothing. 
 With `--address` a target that runs already is measured, and the requests of the plain mode turn drafts off.
 
 With `--random-weights` the model of the arrangement `engine` has random weights of its config.json's shape, drawn where
-they are needed; `shared/random_model.py --without-weights` writes its folder.
+they are needed; `shared/random_model.py --without-weights` writes its folder. With `--few-sizes` that engine captures
+only the sizes of steps in which these loads decode, and so starts sooner: for `steps`, in which reading prompts cancels
+out. Those also need `--target '{"prefix_cache": false}'`, since both waves have the same prompts.
 """
 
 from __future__ import annotations
@@ -164,7 +166,8 @@ def run(session: ServingRun) -> None:
 
             config = TargetConfig(model=options.model, device=options.device, dtype=options.dtype, **options.target)
             begin = time.perf_counter()
-            alone = EngineAlone(config, random=options.random_weights)
+            loads = options.concurrency if options.few_sizes else ()
+            alone = EngineAlone(config, random=options.random_weights, loads=loads)
             session.started = time.perf_counter() - begin
             await_turn(options.turn)
             session.measure({"plain": alone}, arrangement)
@@ -195,6 +198,7 @@ def parse(arguments: Sequence[str] | None = None) -> argparse.Namespace:
     parser.add_argument("--draft-device", default="cpu", help="of eagle, merged and model: cpu, cuda:0, cuda:1")
     parser.add_argument("--draft-flags", default="{}", type=json.loads, help="drafters' settings by section, as JSON")
     parser.add_argument("--random-weights", action="store_true", help="of the engine alone: its folder needs none")
+    parser.add_argument("--few-sizes", action="store_true", help="the engine alone captures what these loads decode in")
     parser.add_argument("--turn", default="", help="load the engine alone, write TURN.ready, and wait for TURN.go")
     parser.add_argument("--target", default="{}", type=json.loads, help="more settings of the target, as JSON")
     options = parser.parse_args(arguments)

@@ -7,10 +7,12 @@ from pathlib import Path
 import pytest
 from teaching_model import save_teaching_model
 
-from benchmarks.serving.engine import EngineAlone
+from benchmarks.serving.engine import EngineAlone, capturing_for, sizes_of_loads
 from benchmarks.serving.serving import ServingRun, parse
 from benchmarks.shared.workload import random_prompts
 from target_service.config import TargetConfig
+from target_service.model.cuda_graphs.sizes import buckets_up_to, choose_bucket
+from tree_kernels.attention import AttentionBatch
 
 
 @pytest.mark.parametrize("concurrency", [1, 3])
@@ -49,3 +51,28 @@ def test_random_weights_of_a_folder_without_any(tmp_path: Path) -> None:
         assert len(set(alone.last_tokens)) > 1
     finally:
         alone.close()
+
+
+def decoding(sequences: int) -> AttentionBatch:
+    """A step in which so many sequences decode a token each."""
+    starts = tuple(range(sequences + 1))
+    return AttentionBatch(starts, (512,) * sequences, ((0,),) * sequences, 16, (None,) * sequences)
+
+
+def test_loads_decode_in_the_sizes_that_they_always_do() -> None:
+    loads, every = (1, 8, 32, 64), buckets_up_to(8192, 64, common=True)
+    few = sizes_of_loads(every, loads)
+    assert len(few) < len(every) / 4
+    for load in loads:
+        assert choose_bucket(few, decoding(load)) == choose_bucket(every, decoding(load))
+    # Larger layers are compiled by PyTorch where they are captured, for many seconds.
+    assert few[-1].rows == 1536 and few[-1].sequences == 64
+
+
+def test_only_sizes_of_loads_are_captured() -> None:
+    pytest.importorskip("triton")
+    from target_service.model.cuda_graphs import runner
+
+    with capturing_for([1, 4]):
+        assert {one.rows for one in runner.buckets_up_to(64, 4)} == {1, 4, 16, 32, 64}
+    assert len(runner.buckets_up_to(64, 4)) > 5
