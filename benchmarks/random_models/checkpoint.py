@@ -33,6 +33,7 @@ class RandomCheckpoint:
     layers: int
     embedding: str
     for_gpu: bool = False
+    gpu: int = 0  # its number, since threads that read weights have none of their own
 
     @classmethod
     def of_folder(cls, folder: str | Path, formats: Collection[str] = ()) -> RandomCheckpoint:
@@ -44,11 +45,13 @@ class RandomCheckpoint:
         specs = specs_of(Decoder(description.spec, description.names, place).slots())
         stored = {name: StoredTensor(spec.shape, "BF16") for name, spec in specs.items()}
         embedding = f"{description.names.embedding}.weight"
-        return cls(Path(folder), config, stored, settings.num_hidden_layers, embedding)
+        gpu = torch.cuda.current_device() if torch.cuda.is_available() else 0
+        return cls(Path(folder), config, stored, settings.num_hidden_layers, embedding, gpu=gpu)
 
     def read(self, name: str) -> Tensor:
         """See `TensorSource.read`: where a model on a GPU needs it, on that."""
-        weight = torch.empty(self.stored[name].shape, dtype=torch.bfloat16, device="cuda" if self.for_gpu else "cpu")
+        device = torch.device("cuda", self.gpu) if self.for_gpu else torch.device("cpu")
+        weight = torch.empty(self.stored[name].shape, dtype=torch.bfloat16, device=device)
         of_output = name.endswith("lm_head.weight") and self.embedding in self.stored
         fill(name, weight, self.layers, self.read(self.embedding) if of_output else None)
         return weight

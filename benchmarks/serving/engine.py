@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import itertools
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, nullcontext
 from unittest.mock import patch
 
@@ -22,9 +22,12 @@ from target_service.model.cuda_graphs.sizes import Bucket, buckets_up_to
 from tree_models.fused.preparing import MANY_ROWS
 
 
-def sizes_of_loads(buckets: Sequence[Bucket], loads: Sequence[int]) -> tuple[Bucket, ...]:
+def sizes_of_loads(buckets: Sequence[Bucket], loads: Sequence[int], *, trees: bool = False) -> tuple[Bucket, ...]:
     """Of the sizes that may be captured those in which so many sequences decode, and of larger ones those that read
-    prompts for the most sequences, if PyTorch compiles none of their layers."""
+    prompts for the most sequences, or with `trees` all for as many as the smallest load has; none of whose layers
+    PyTorch compiles."""
+    if trees:
+        return tuple(one for one in buckets if one.rows <= MANY_ROWS and one.sequences >= min(loads) and not one.common)
     most = max(loads)
     fitting = ([one for one in buckets if one.rows >= load <= one.sequences and not one.common] for load in loads)
     decoding = {min(sizes) for sizes in fitting}
@@ -33,35 +36,33 @@ def sizes_of_loads(buckets: Sequence[Bucket], loads: Sequence[int]) -> tuple[Buc
 
 
 @contextmanager
-def capturing_for(loads: Sequence[int]) -> Iterator[None]:
-    """Targets that are loaded meanwhile capture the sizes of these loads alone, in a fraction of the time. Larger steps
-    run eagerly, so that prompts take longer, and decoding runs in the sizes in which it always does."""
+def capturing_for(loads: Sequence[int], *, trees: bool = False) -> Iterator[None]:
+    """Targets that are loaded meanwhile capture the sizes of these loads alone, see `sizes_of_loads`, in a fraction of
+    the time. Larger steps run eagerly, so that prompts may take longer, and decoding runs in the sizes in which it
+    always does."""
     # Only here: Triton may be absent.
     from target_service.model.cuda_graphs import runner
 
     def few(max_rows: int, max_sequences: int, *, common: bool = False) -> tuple[Bucket, ...]:
-        return sizes_of_loads(buckets_up_to(max_rows, max_sequences, common=common), loads)
+        return sizes_of_loads(buckets_up_to(max_rows, max_sequences, common=common), loads, trees=trees)
 
     with patch.object(runner, "buckets_up_to", few):
         yield
 
 
-class EngineAlone:
-    """A model's engine without drafts. `steps` records its steps, `last_tokens` has the last one of each answer of the
-    latest wave."""
+class EngineLoads:
+    """Loads on an engine. `steps` records its steps, `last_tokens` has the last token of each answer of the latest
+    wave."""
 
-    def __init__(self, config: TargetConfig, *, random: bool = False, loads: Sequence[int] = ()) -> None:
-        """With `random`, the model's folder has no weights, and gets random ones; with `loads` only sizes of steps are
-        captured that these numbers of sequences need."""
+    def __init__(self, make: Callable[[StepRecorder], Engine]) -> None:
+        """`make` makes the engine, given the observer of its steps."""
         self.steps = StepRecorder()
         self.last_tokens: list[int] = []
         self._latest: dict[int, int] = {}
         self._numbers = itertools.count(1)
         self._answers: dict[int, TimedAnswer] = {}
         self._events = EngineEvents(self._record)
-        with random_weights() if random else nullcontext(), capturing_for(loads) if loads else nullcontext():
-            runner = load_model(config)
-        self._engine = Engine(runner, config, observer=self.steps)
+        self._engine = make(self.steps)
         self._engine.start(self._events.deliver)
 
     def _record(self, verdict: StepVerdict) -> None:
@@ -102,3 +103,18 @@ class EngineAlone:
         number = next(self._numbers)
         self._answers[number] = TimedAnswer(time.monotonic(), [], [])
         return self._engine.submit(request, number)
+
+
+class EngineAlone(EngineLoads):
+    """A model's engine without drafts."""
+
+    def __init__(self, config: TargetConfig, *, random: bool = False, loads: Sequence[int] = ()) -> None:
+        """With `random`, the model's folder has no weights, and gets random ones; with `loads` only sizes of steps are
+        captured that these numbers of sequences need."""
+
+        def make(steps: StepRecorder) -> Engine:
+            with random_weights() if random else nullcontext(), capturing_for(loads) if loads else nullcontext():
+                runner = load_model(config)
+            return Engine(runner, config, observer=steps)
+
+        super().__init__(make)
