@@ -21,6 +21,7 @@ if TYPE_CHECKING:
     from target_service.core.sequence import TriggeredForm
     from target_service.grammars.expected_text import ExpectedText
     from target_service.grammars.following import FollowedGrammar
+    from target_service.grammars.known_masks import FormMasks, MaskStore
     from target_service.grammars.triggers import FormTrigger
     from target_service.grammars.vocabulary import TokenWords
 
@@ -42,10 +43,11 @@ _FIELD = "sampling.structured_output"
 
 @dataclass(eq=False, slots=True)
 class _Kept:
-    """A grammar, and the text that its outputs were found to let expect."""
+    """A grammar, the text that its outputs were found to let expect, and the masks that they have computed."""
 
     grammar: str
     expected: ExpectedText | None = None
+    masks: FormMasks | None = None
 
 
 class _Beginning(NamedTuple):
@@ -74,6 +76,7 @@ class Grammars:
     _kept: OrderedDict[str, OrderedDict[StructuredOutput, _Kept]] = field(default_factory=OrderedDict, init=False)
     # By tenant and form, the one that was used last at the end.
     _beginnings: OrderedDict[tuple[str, StructuredOutput], _Beginning] = field(default_factory=OrderedDict, init=False)
+    _store: MaskStore | None = field(default=None, init=False)
     _lock: threading.Lock = field(default_factory=threading.Lock, init=False)
 
     def keeps(self, form: StructuredOutput, tenant: str) -> bool:
@@ -106,7 +109,8 @@ class Grammars:
             self._expected_text(form, tenant, words),
         )
         if beginning.shared:
-            followed.share(beginning.matcher, partial(self._compiled_anew, form, tenant, beginning))
+            make_own = partial(self._compiled_anew, form, tenant, beginning)
+            followed.share(beginning.matcher, make_own, self._form_masks(form, tenant, words))
         return followed
 
     def has_matcher(self, form: StructuredOutput, tenant: str) -> bool:
@@ -181,6 +185,24 @@ class Grammars:
                 return found
             kept.expected = kept.expected or found
             return kept.expected
+
+    def _form_masks(self, form: StructuredOutput, tenant: str, words: TokenWords) -> FormMasks | None:
+        """The known masks of a tenant's form; None where states of the form have no names."""
+        if form.json_schema is None and not form.json_object:
+            return None
+        from target_service.grammars.json_states import JsonStates
+        from target_service.grammars.known_masks import FormMasks, MaskStore
+
+        schema = {"type": "object"} if form.json_schema is None else json.loads(form.json_schema)
+        with self._lock:
+            self._store = self._store or MaskStore(-(-self.vocabulary_size // 32))
+            own = self._kept.get(tenant)
+            kept = None if own is None else own.get(form)
+            if kept is None:
+                return None
+            if kept.masks is None:
+                kept.masks = FormMasks(JsonStates(schema), self._store, words.tokens, frozenset(self.end_token_ids))
+            return kept.masks
 
     def _compiled(self, form: StructuredOutput, tenant: str, field_path: str) -> LLMatcher:
         """A matcher at the beginning of a form, which nothing else uses. Keeps the grammar."""

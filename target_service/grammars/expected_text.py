@@ -5,7 +5,7 @@ from __future__ import annotations
 
 import heapq
 from collections import OrderedDict
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, NamedTuple
 
 import numpy as np
@@ -128,7 +128,7 @@ class ExpectedText:
         return Trail(hash((chosen, few, token if len(few) <= 8 else -1)))
 
     def behind(
-        self, trail: Trail, few: tuple[int, ...], matcher: LLMatcher, path: Sequence[int], masks: int
+        self, trail: Trail, few: tuple[int, ...], matcher: Callable[[], LLMatcher], path: Sequence[int], masks: int
     ) -> tuple[ExpectedNodes | None, int]:
         """What may follow a state of this `trail`, in which these `few` tokens may come: behind a `path` of tokens that
         a matcher has not read, which is not changed. None where that is not known and no `masks` may be computed for
@@ -140,7 +140,7 @@ class ExpectedText:
         if found is not None:
             self._found.move_to_end(key)
         elif masks > 0:
-            found, taken = self._search(few, matcher, path)
+            found, taken = self._search(few, matcher(), path)
             masks -= taken
             self._found[key] = found
             if len(self._found) > _STATES:

@@ -28,12 +28,13 @@ class ForcedText:
         # By the token before and the text.
         self._found: dict[tuple[int, bytes], tuple[int, ...]] = {}
 
-    def behind(self, matcher: LLMatcher, last: int) -> tuple[int, ...]:
+    def behind(self, matcher: LLMatcher, last: int) -> tuple[int, ...] | None:
         """The tokens that come one after the other behind what a matcher has read, the `last` of which is given, -1 for
-        none: each is allowed alone. Those of the text that is forced, up to one of which that depends on more."""
+        none: each is allowed alone. Those of the text that is forced, up to one of which that depends on more; None
+        where no text is forced."""
         text = matcher.compute_ff_bytes()
         if not text:
-            return ()
+            return None
         found = self._found.get((last, text))
         if found is None:
             # Of all forms: one of seven fields forces some ten texts. Chosen.

@@ -6,9 +6,9 @@ from __future__ import annotations
 import itertools
 import os
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import cache
 from math import inf
 from typing import TYPE_CHECKING, NamedTuple
@@ -75,6 +75,9 @@ class MaskedRows:
         most_seconds: after which no further mask is begun, if masks may be late.
         late: whether some masks were not computed for that reason.
         first: the place of its first mask.
+        known: by row, masks that are not computed.
+        depends_on_last: by row whose mask was computed here, whether it depends on the token before too, as where text
+            is forced.
         forced: by row, tokens that come one after the other behind it, each of which is allowed alone; of the first
             row of each such text. Those behind the root may be known before.
     """
@@ -84,6 +87,8 @@ class MaskedRows:
     text: ForcedText
     chains: list[RowChain]
     forced: dict[int, tuple[int, ...]]
+    known: Mapping[int, Ints] = field(default_factory=dict)
+    depends_on_last: dict[int, bool] = field(default_factory=dict)
     seconds: float = 0.0
     most_seconds: float = inf
     late: bool = False
@@ -91,32 +96,41 @@ class MaskedRows:
 
     @classmethod
     def of(
-        cls, matcher: LLMatcher, tree: TreeRows, lexer: object, text: ForcedText, last: int, forced: tuple[int, ...]
+        cls,
+        matcher: LLMatcher,
+        tree: TreeRows,
+        lexer: object,
+        text: ForcedText,
+        last: int,
+        forced: tuple[int, ...],
+        known: Mapping[int, Ints],
     ) -> MaskedRows:
         """Cut a tree into chains. Copies of the matcher read them: a copy takes a microsecond, and what it meets stays
-        its own. `last` and `forced` are of the root, see `RowChain` and `MaskedRows`."""
-        rows, known = list(range(len(tree.token_ids))), {0: forced} if forced else {}
+        its own. `last` and `forced` are of the root, see `RowChain` and `MaskedRows`, as is `known`."""
+        rows, forced_rows = list(range(len(tree.token_ids))), {0: forced} if forced else {}
         if list(tree.parents[1:]) == rows[:-1]:
-            return cls(tree, lexer, text, [RowChain(matcher, rows, list(tree.token_ids[1:]), last)], known)
+            chain = RowChain(matcher, rows, list(tree.token_ids[1:]), last)
+            return cls(tree, lexer, text, [chain], forced_rows, known)
         children: list[list[int]] = [[] for _ in tree.token_ids]
         for row in range(1, len(tree.token_ids)):
             children[tree.parents[row]].append(row)
         chains, begins = list[RowChain](), [(0, list[int]())]
         while begins:
             row, path = begins.pop()
-            own = matcher
-            if path:
-                own = matcher.deep_copy()
-                if own.try_consume_tokens(path) < len(path):
-                    continue
-            rows, token_ids = [row], list[int]()
+            rows, token_ids, others = [row], list[int](), list[tuple[int, list[int]]]()
             while below := children[row]:
-                begins += [(other, [*path, *token_ids, tree.token_ids[other]]) for other in below[1:]]
+                others += [(other, [*path, *token_ids, tree.token_ids[other]]) for other in below[1:]]
                 row = below[0]
                 rows.append(row)
                 token_ids.append(tree.token_ids[row])
+            own = matcher
+            if path and not all([row in known for row in rows]):
+                own = matcher.deep_copy()
+                if own.try_consume_tokens(path) < len(path):
+                    continue
+            begins += others
             chains.append(RowChain(own, rows, token_ids, path[-1] if path else last))
-        return cls(tree, lexer, text, chains, known)
+        return cls(tree, lexer, text, chains, forced_rows, known)
 
     def without_masks(self, reached: ReachedRows) -> ReachedRows:
         """The rows of this tree, `reached` until now, as if no mask of theirs was computed."""
@@ -163,18 +177,18 @@ class ReachedRows(NamedTuple):
         return [tuple(tokens[:count]) if count else () for count, tokens in zip(counts, listed, strict=True)]
 
 
-def compute_masks(trees: Sequence[MaskedRows], room: Ints) -> tuple[ReachedRows, int]:
-    """Write the masks of trees to `room` [1 + rows, words] from its second place on; in the first stands the mask that
-    allows the end tokens alone. Returns the rows, and the first place behind the masks. A matcher that has met a limit
-    is in error."""
+def compute_masks(trees: Sequence[MaskedRows], room: Ints, first_place: int = 1) -> tuple[ReachedRows, int]:
+    """Write the masks of trees to `room` [1 + rows, words] from its `first_place` on; in the first of all stands the
+    mask that allows the end tokens alone. Returns the rows, and the first place behind the masks. A matcher that has
+    met a limit is in error."""
     counts = [sum([len(chain.rows) for chain in tree.chains]) for tree in trees]
-    firsts = list(itertools.accumulate(counts, initial=1))
+    firsts = list(itertools.accumulate(counts, initial=first_place))
     groups: dict[int, list[MaskedRows]] = {}
     for tree, first in zip(trees, firsts[:-1], strict=True):
         tree.first = first
         groups.setdefault(id(tree.lexer), []).append(tree)
     # Nothing is computed where a grammar ends.
-    room[1 : firsts[-1]].fill(0)
+    room[first_place : firsts[-1]].fill(0)
     left, places = iter([*groups.values()]), _Places(room, room.ctypes.data, room.strides[0])
 
     def compute() -> None:
@@ -185,16 +199,16 @@ def compute_masks(trees: Sequence[MaskedRows], room: Ints) -> tuple[ReachedRows,
             for tree in group:
                 begin = _compute_in_turn(tree, places, begin)
 
-    most = min(len(groups) - 1, (firsts[-1] - 1) // _MASKS_EACH, _MOST_HELPERS)
+    most = min(len(groups) - 1, (firsts[-1] - first_place) // _MASKS_EACH, _MOST_HELPERS)
     helpers = [_helpers().submit(compute) for _ in range(most)]
     compute()
     for helper in helpers:
         if not helper.cancel():
             helper.result()
-    return _reached(trees, room), firsts[-1]
+    return _reached(trees, room, first_place), firsts[-1]
 
 
-def _reached(trees: Sequence[MaskedRows], room: Ints) -> ReachedRows:
+def _reached(trees: Sequence[MaskedRows], room: Ints, first_place: int) -> ReachedRows:
     token_ids, parents, rows, first = list[int](), list[int](), list[int](), 0
     for tree in trees:
         token_ids += tree.tree.token_ids
@@ -202,7 +216,7 @@ def _reached(trees: Sequence[MaskedRows], room: Ints) -> ReachedRows:
         rows += [first + row for chain in tree.chains for row in chain.rows]
         first += len(tree.tree.token_ids)
     reached = ReachedRows.empty(first)
-    reached.places[rows] = np.arange(1, 1 + len(rows))
+    reached.places[rows] = np.arange(first_place, first_place + len(rows))
     find_reached(np.array(token_ids, np.int32), np.array(parents, np.int32), room, *reached)
     return reached
 
@@ -302,6 +316,11 @@ def _compute_chain(tree: MaskedRows, chain: RowChain, places: _Places, first: in
         if first + row > tree.first and is_late():
             tree.late = True
             return
+        words = tree.known.get(chain.rows[row])
+        if words is not None:
+            room[first + row] = words
+            row += 1
+            continue
         forced = tree.forced.get(chain.rows[row])
         if forced is None:
             if read < row:
@@ -315,11 +334,13 @@ def _compute_chain(tree: MaskedRows, chain: RowChain, places: _Places, first: in
                 tree.forced[chain.rows[row]] = forced
             else:
                 chain.matcher.unsafe_compute_mask_ptr(address + (first + row) * mask_bytes, mask_bytes)
+                tree.depends_on_last[chain.rows[row]] = forced is not None
                 row += 1
                 if row == len(chain.rows):
                     return
-        for token in forced:
+        for token in forced or ():
             room[first + row, token >> 5] = _BITS[token & 31]
+            tree.depends_on_last[chain.rows[row]] = True
             row += 1
             if row == len(chain.rows) or chain.token_ids[row - 1] != token:
                 return
