@@ -15,8 +15,7 @@ from outrider.errors import InvalidField
 from outrider.structured_output import StructuredOutput
 from outrider.tree import TokenTree
 from target_service.grammars.expected_text import ExpectedNodes, ExpectedText, Trail
-from target_service.grammars.json_states import JsonState
-from target_service.grammars.known_masks import FORBIDDEN, FormMasks, KnownMask, KnownRows
+from target_service.grammars.known_masks import FormMasks, KnownRows, OutputMasks, write_known
 from target_service.grammars.row_masks import (
     MaskedRows,
     ReachedRows,
@@ -71,11 +70,8 @@ class FollowedGrammar:
         self._matcher = matcher
         # How much of the output it has read: nothing is read where every mask is known.
         self._read_to = 0
-        # Masks of the form that are known, how often they had been forgotten, and the state at the root with its mask.
-        self._form_masks: FormMasks | None = None
-        self._forgotten = 0
-        self._state: JsonState | None = None
-        self._root: KnownMask | None = None
+        # Masks of the form that are known.
+        self._known: OutputMasks | None = None
         # Outputs whose `lexer` is the same object share one: no two threads compute masks of it at once.
         self.lexer: object = matcher
         # Makes a matcher with a lexer of its own; None where the output has one.
@@ -113,16 +109,14 @@ class FollowedGrammar:
         self._matcher.consume_tokens(list(self._begun))
         self._last = self._begun[-1] if self._begun else -1
         self._length = self._began_at = self._read_to = len(output)
-        for token in self._begun:
-            self._move_root(token)
+        if self._known is not None:
+            self._known.read(self._begun)
 
     def share(self, lexer: object, make_own: Callable[[], LLMatcher], masks: FormMasks | None) -> None:
         """The matcher shares a `lexer` with others of the same form, and known `masks`; `make_own` makes one at its
         beginning that shares none. Once, before anything else."""
         self.lexer, self._make_own = lexer, make_own
-        if masks is not None:
-            self._form_masks, self._forgotten, self._state = masks, masks.forgotten, JsonState()
-            self._root = masks.find(self._state, -1)
+        self._known = None if masks is None else OutputMasks(masks)
 
     def _leave_lexer(self) -> bool:
         """Read the output with a matcher of its own from now on: what other outputs brought a lexer to counts against
@@ -130,7 +124,7 @@ class FollowedGrammar:
         if self._make_own is None:
             return False
         self._matcher, self._make_own = self._make_own(), None
-        self.lexer, self._form_masks = self._matcher, None
+        self.lexer, self._known = self._matcher, None
         self._matcher.consume_tokens([*self._begun, *self._output[self._began_at : self._length]])
         self._read_to = self._length
         return True
@@ -173,12 +167,11 @@ class FollowedGrammar:
         if self._kept is not None and self._keeps(tree, output):
             return FollowedTree(self, None, self._kept[1])
         self._read(output)
-        own, known = TreeRows(tree.token_ids, tree.parents), KnownRows([], [])
-        if self._form_masks is not None:
-            known = self._form_masks.rows(own, self._root, self._state)
-            if not known.states:
-                return FollowedTree(self, None, None, own, known)
-        words = {} if self._form_masks is None else self._form_masks.words(known.masks)
+        own = TreeRows(tree.token_ids, tree.parents)
+        known = None if self._known is None else self._known.rows(own)
+        if known is not None and not known.states:
+            return FollowedTree(self, None, None, own, known)
+        words = {} if known is None else known.words()
         rows = MaskedRows.of(self._reader(), own, self.lexer, self._forced_text, self._last, self._forced, words)
         if may_be_late:
             rows.most_seconds = _most_seconds(len(tree.token_ids))
@@ -204,27 +197,12 @@ class FollowedGrammar:
 
     def _read(self, output: Sequence[int]) -> None:
         tokens = list(output[self._length :])
-        if self._form_masks is not None and self._forgotten != self._form_masks.forgotten:
-            self._forgotten, self._root = self._form_masks.forgotten, None
         if tokens:
-            for token in tokens:
-                self._move_root(token)
             self._last = tokens[-1]
             self._trail, self._forced = self._behind(self._followed, tokens)
-        if self._form_masks is not None and self._root is None:
-            self._root = self._form_masks.find(self._state, self._last)
+        if self._known is not None:
+            self._known.read(tokens)
         self._output, self._length, self._kept, self._followed = output, len(output), None, None
-
-    def _move_root(self, token: int) -> None:
-        """Have the state, and its mask if that is known, behind a token of the output."""
-        if self._form_masks is None:
-            return
-        found = None if self._root is None else self._form_masks.below(self._root, token)
-        if found is None or found is FORBIDDEN:
-            self._state = self._form_masks.behind(self._state, token)
-            self._root = self._form_masks.find(self._state, token)
-        else:
-            self._state, self._root = found.state, found
 
     def _behind(self, followed: _MaskedTree | None, tokens: Sequence[int]) -> tuple[Trail, tuple[int, ...]]:
         """The trail behind tokens that follow the root of a tree, and the tokens that are forced there, as far as its
@@ -249,11 +227,11 @@ class FollowedGrammar:
         room: NDArray[np.int32],
         free: int,
         few: list[tuple[int, ...]] | None,
-        states: Sequence[JsonState | None],
+        known: KnownRows | None,
     ) -> tuple[TreeMasks, int]:
         """The masks of a tree's rows, given those that were computed in `room`, and its first place that is then free;
-        `free` is the first one now. `few` as in `_MaskedTree`, if every mask was computed that is needed. Those of the
-        `states`, if there are any, are known from now on."""
+        `free` is the first one now. `few` as in `_MaskedTree`, if every mask was computed that is needed. What was
+        computed is added to what is `known`, if anything can be."""
         tree = masked.tree
         self.slow |= masked.late or masked.seconds > _most_seconds(len(tree.token_ids))
         self.late = masked.late
@@ -267,19 +245,11 @@ class FollowedGrammar:
             if end is None:
                 return self._complexity(len(tree.token_ids)), free
             few, free = reached.few(), max(free, end)
-        if self._form_masks is not None and not failed:
-            for row, state in enumerate(states):
-                depends = masked.depends_on_last.get(row)
-                if depends is not None and reached.words[row] > 0:
-                    last = tree.token_ids[row] if row else self._last
-                    words = room[reached.places[row]]
-                    self._form_masks.add(state, last if depends else None, words, few[row])
+        if known is not None and self._known is not None and not failed:
+            computed = {row: by for row, by in masked.depends_on_last.items() if reached.words[row] > 0}
+            self._known.add(known, tree, computed, room, reached.places, few)
         self._followed = _MaskedTree(tree, few, masked.forced)
         return TreeMasks(room, reached.places), free
-
-    def _follows(self, tree: TreeRows, known: KnownRows) -> None:
-        """A tree is masked whose masks were all known."""
-        self._followed = _MaskedTree(tree, [mask.few for mask in known.masks if mask is not None], {})
 
     def _compute_lacking(
         self, tree: TreeRows, reached: ReachedRows, room: NDArray[np.int32], places: Iterator[int]
@@ -429,7 +399,7 @@ class FollowedTree(NamedTuple):
     rows: MaskedRows | None  # None where all masks are known
     kept: TreeMasks | None = None  # where they are kept
     tree: TreeRows = TreeRows((), ())
-    known: KnownRows = KnownRows([], [])
+    known: KnownRows | None = None
 
 
 def masks_of(trees: Sequence[FollowedTree], room: NDArray[np.int32]) -> tuple[list[TreeMasks], int]:
@@ -438,7 +408,8 @@ def masks_of(trees: Sequence[FollowedTree], room: NDArray[np.int32]) -> tuple[li
     if not trees:
         return [], 0
     room[0] = trees[0].grammar._end_alone
-    places, free = _write_known(trees, room)
+    all_known = [tree.known for tree in trees if tree.rows is None and tree.known is not None]
+    places, free = write_known(all_known, room)
     computed = [tree.rows for tree in trees if tree.rows is not None]
     reached, free = compute_masks(computed, room, free)
     masks, first, whole, known = list[TreeMasks](), 0, bool(reached.words.all()), 0
@@ -451,32 +422,18 @@ def masks_of(trees: Sequence[FollowedTree], room: NDArray[np.int32]) -> tuple[li
             masks.append(TreeMasks(room, np.arange(free, free + count, dtype=np.int32), tree.kept.error))
             free += count
         elif tree.rows is None:
-            end = known + len(tree.known.masks)
+            assert tree.known is not None, "its masks are known"
+            end = known + len(tree.tree.token_ids)
             masks.append(TreeMasks(room, places[known:end]))
-            tree.grammar._follows(tree.tree, tree.known)
+            tree.grammar._followed = _MaskedTree(tree.tree, tree.known.few(), {})
             known = end
         else:
             end = first + len(tree.rows.tree.token_ids)
             own, own_few = reached.part(first, end), few[first:end] if whole else None
-            made, free = tree.grammar._masked(tree.rows, own, room, free, own_few, tree.known.states)
+            made, free = tree.grammar._masked(tree.rows, own, room, free, own_few, tree.known)
             masks.append(made if made.error is None else made._replace(found=room))
             first = end
     return masks, free
-
-
-def _write_known(trees: Sequence[FollowedTree], room: NDArray[np.int32]) -> tuple[NDArray[np.int32], int]:
-    """Write the masks of trees of which all are known to `room`. Returns the places of their rows, and the first one
-    that is free then."""
-    # By place in the store.
-    written = {FORBIDDEN.place: 0}
-    places, store = list[int](), None
-    for tree in trees:
-        if tree.rows is None and tree.kept is None:
-            store = tree.grammar._form_masks.store if tree.grammar._form_masks is not None else store
-            places += [written.setdefault(mask.place, len(written)) for mask in tree.known.masks if mask is not None]
-    if store is not None:
-        np.take(store.masks, list(written)[1:], axis=0, out=room[1 : len(written)], mode="clip")
-    return np.array(places, np.int32), len(written)
 
 
 def _child_of(tree: TreeRows, row: int, token: int) -> int:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import OrderedDict
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import NamedTuple
 
 import numpy as np
@@ -75,12 +75,37 @@ class KnownRows(NamedTuple):
     """The rows of a tree.
 
     Attributes:
+        store: where masks are.
         masks: those that are known.
         states: of the rows; none where every mask is known.
     """
 
+    store: MaskStore
     masks: list[KnownMask | None]
     states: list[JsonState | None]
+
+    def few(self) -> list[tuple[int, ...]]:
+        """The tokens that may follow each row; none where they are many, or no walk reaches it. Every mask is known."""
+        return [mask.few for mask in self.masks if mask is not None]
+
+    def words(self) -> dict[int, Ints]:
+        """By row those of its masks that are known."""
+        known = {row: mask.place for row, mask in enumerate(self.masks) if mask is not None and mask is not FORBIDDEN}
+        return {row: self.store.masks[place] for row, place in known.items()}
+
+
+def write_known(trees: Sequence[KnownRows], room: Ints) -> tuple[Ints, int]:
+    """Write the masks of trees of which all are known to `room` [1 + rows, words], from its second place on. Returns
+    the places of the rows, 0 for those that no walk reaches, and the first place that is free then."""
+    if not trees:
+        return np.zeros(0, np.int32), 1
+    # By place in the store.
+    written, places = {FORBIDDEN.place: 0}, list[int]()
+    for tree in trees:
+        places += [written.setdefault(mask.place, len(written)) for mask in tree.masks if mask is not None]
+    # The usual mode would write to memory of its own first.
+    np.take(trees[0].store.masks, list(written)[1:], axis=0, out=room[1 : len(written)], mode="clip")
+    return np.array(places, np.int32), len(written)
 
 
 class FormMasks:
@@ -128,18 +153,13 @@ class FormMasks:
                     break
                 masks.append(above.below.get(token) or self.below(above, token))
             if len(masks) == len(tree.token_ids) and None not in masks:
-                return KnownRows(masks, [])
+                return KnownRows(self.store, masks, [])
         masks, states = [root], [state]
         for token, parent in zip(tree.token_ids[1:], tree.parents[1:], strict=True):
             above = masks[parent]
             states.append(self.behind(states[parent], token))
             masks.append(self.find(states[-1], token) if above is None else self.below(above, token))
-        return KnownRows(masks, states)
-
-    def words(self, masks: Sequence[KnownMask | None]) -> dict[int, Ints]:
-        """By row those of its masks that are known."""
-        known = {row: mask.place for row, mask in enumerate(masks) if mask is not None and mask is not FORBIDDEN}
-        return {row: self.store.masks[place] for row, place in known.items()}
+        return KnownRows(self.store, masks, states)
 
     def below(self, above: KnownMask, token: int) -> KnownMask | None:
         """The mask behind a token that follows a state; None where it is not known."""
@@ -174,3 +194,48 @@ class FormMasks:
         place = self.store.place(self)
         self.store.masks[place] = words
         self._known[key] = KnownMask(state, place, few)
+
+
+class OutputMasks:
+    """Where one output stands among the known masks of its form."""
+
+    def __init__(self, form: FormMasks) -> None:
+        self._form, self._forgotten = form, form.forgotten
+        self._state: JsonState | None = JsonState()
+        # The mask of the state, if it is known, and the token before it.
+        self._mask: KnownMask | None = None
+        self._last = -1
+
+    def read(self, tokens: Sequence[int]) -> None:
+        """The output goes on by these tokens."""
+        form = self._form
+        if self._forgotten != form.forgotten:
+            self._forgotten, self._mask = form.forgotten, None
+        for token in tokens:
+            found = None if self._mask is None else form.below(self._mask, token)
+            if found is None or found is FORBIDDEN:
+                self._state, self._mask = form.behind(self._state, token), None
+            else:
+                self._state, self._mask = found.state, found
+            self._last = token
+        if self._mask is None:
+            self._mask = form.find(self._state, self._last)
+
+    def rows(self, tree: TreeRows) -> KnownRows:
+        """The masks of a tree's rows, whose root is the last token that was read."""
+        return self._form.rows(tree, self._mask, self._state)
+
+    def add(
+        self,
+        rows: KnownRows,
+        tree: TreeRows,
+        computed: Mapping[int, bool],
+        room: Ints,
+        places: Ints,
+        few: Sequence[tuple[int, ...]],
+    ) -> None:
+        """Keep masks of a tree that `rows` returned: those that were `computed`, by row whether it depends on the token
+        before too. The mask of each row is at its place in `room`, and allows `few` tokens or many."""
+        for row, depends_on_last in computed.items():
+            last = tree.token_ids[row] if row else self._last
+            self._form.add(rows.states[row], last if depends_on_last else None, room[places[row]], few[row])
