@@ -47,6 +47,12 @@ from tree_kernels.verification import DeviceVerifier, Mode, RowsToVerify, Verdic
 log = logging.getLogger(__name__)
 # Results in flight at most: that of a step, and that of the one launched after it.
 _RESULTS = 2
+# Seconds without a step after which a pause is used: a client that asks again once it has its answer did so 4 ms after
+# the answer's last step, measured on an H200 host. Also how often an idle engine looks (`Engine._iterate`). Chosen.
+_PAUSE_BEGINS = 0.05
+# Seconds without a step after which whole sizes are captured, for each of which a request that comes then waits: 0.14 s
+# on an H100 (`benchmarks/results/2026-11-27-h100-start.md`). Chosen.
+_LONG_PAUSE = 0.5
 
 
 def best_steps(runner: ModelRunner, *, max_sequences: int, max_rows: int, typical: bool = False) -> Steps:
@@ -113,8 +119,9 @@ class DeviceSteps:
             mail = Mailboxes(max_sequences, runner.device)
             self.tables, self._pre_pass = NodeTables(max_sequences, mail), PrePass(runner, table, mail)
         self._count = 0
-        # When a step was launched last.
-        self._launched = -inf
+        # When a pause was first seen since a step was launched last. Not the time of that launch: its pass may have run
+        # for long.
+        self._paused_since: float | None = -inf
         self._spans = device_spans() if on_gpu else None
         # Of the last step that was launched.
         self._verdicts = self._verifier.verdicts
@@ -153,11 +160,13 @@ class DeviceSteps:
 
     def use_pause(self) -> bool:
         """See `Steps.use_pause`."""
-        # For each size that is captured, a request that comes then waits: 0.14 s on an H100
-        # (`benchmarks/results/2026-11-27-h100-start.md`). Chosen.
-        if time.monotonic() - self._launched < 0.5:
-            # The next request may come at once.
-            self._post_pass.capture_more()
+        now = time.monotonic()
+        if self._paused_since is None:
+            self._paused_since = now
+        paused = now - self._paused_since
+        if paused < _LONG_PAUSE:
+            if paused >= _PAUSE_BEGINS:
+                self._post_pass.capture_more()
             return True
         done = self._runner.capture_later()
         if done is None:
@@ -172,7 +181,7 @@ class DeviceSteps:
 
     def launch(self, batch: StepBatch, verifiers: SequenceOf[SequenceVerifier], passes: int, ready: Ready) -> Launched:
         """See `Steps.launch`."""
-        self._launched = time.monotonic()
+        self._paused_since = None
         places = self._shaped.write(batch, verifiers)
         rows = [_to_verify(*each) for each in zip(batch.items, verifiers, places, strict=True)]
         masked = any([one.masked for one in verifiers])

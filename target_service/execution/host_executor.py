@@ -96,8 +96,9 @@ class Steps(Protocol):
         """Whether the host goes on while a step runs."""
 
     def use_pause(self) -> bool:
-        """Do for some milliseconds, or where none was launched lately for longer, what later steps would wait for. No
-        step is under way. False where nothing is left to be done."""
+        """Once called in a pause that has lasted, do for some milliseconds what later steps would wait for, or for
+        longer where the pause is long. A pause begins with the first call since a step was launched; before the first
+        step all time is one. No step is under way. False where nothing is left to be done."""
 
     @property
     def tables(self) -> NodeTables | None:

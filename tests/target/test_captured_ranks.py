@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import queue
 import random
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Hashable, Iterable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, replace
 from types import SimpleNamespace
@@ -33,6 +33,7 @@ from target_service.execution import device_executor
 from target_service.execution.device_executor import DeviceSteps
 from target_service.model.cuda_graphs import capturing, sizes
 from target_service.model.cuda_graphs.capturing import capture_steps
+from target_service.model.cuda_graphs.pass_graphs import PassGraphs
 from target_service.model.cuda_graphs.runner import CaptureOptions
 from target_service.model.cuda_graphs.sizes import Bucket, buckets_up_to
 from target_service.model.forward import ForwardInput
@@ -293,11 +294,13 @@ def test_sizes_are_captured_in_pauses(
             assert [outcome.token_ids for outcome in outcomes] == expected
 
         check()
-        # The next request may come at once.
+        # The next request may come at once, however long ago this one's last step was launched.
+        time.now += 1.0
         assert steps.use_pause() and runner.captured_steps == (first, every)
         time.now += 1.0
         assert steps.use_pause() and runner.captured_steps == (first + 1, every)
         check()
+        steps.use_pause()
         time.now += 1.0
         # Without memory no request fails, and the rest is left.
         with monkeypatch.context() as patch:
@@ -310,3 +313,36 @@ def test_sizes_are_captured_in_pauses(
             pass
         assert runner.captured_steps == (every, every)
         check()
+
+
+def test_a_pause_is_used_once_it_has_lasted(
+    without_gpu: None, model: PreTrainedModel, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A client that asks again some milliseconds behind its answer never waits for what is captured in pauses."""
+    del without_gpu
+    time, captured = VirtualClock(), list[object]()
+    monkeypatch.setattr(device_executor, "time", SimpleNamespace(monotonic=time))
+    runner = captured_rank(model)
+    capture_steps(runner, seconds=60.0, memory_share=0.5)
+    with torch.inference_mode():
+        steps = DeviceSteps(runner, max_sequences=SEQUENCES, max_rows=ROWS, backend="torch")
+        steps.warm_up()
+        capture = PassGraphs.capture
+
+        def note(graphs: PassGraphs, buffers: object, work: Hashable, launch: Callable[[], object]) -> None:
+            captured.append(work)
+            capture(graphs, buffers, work, launch)
+
+        wanted = requests(SAMPLINGS["greedy"])[:1]
+        config = engine_config(max_step_rows=ROWS, max_running=SEQUENCES, prefill_chunk=ROWS)
+        monkeypatch.setattr(PassGraphs, "capture", note)
+        # The engine looks at once, and again when nothing came for so long.
+        for wait in (0.0, 0.004, 0.04, 0.004):
+            run(runner, wanted, launch=steps, config=config)
+            # A step may take long.
+            time.now += 0.1
+            assert steps.use_pause()
+            time.now += wait
+            assert steps.use_pause() and not captured
+        time.now += 0.05
+        assert steps.use_pause() and captured
