@@ -39,7 +39,7 @@ OTHERS = {
     "squares": "*fp32", "correction": "*fp32", "partials": "*fp32", "counters": "*i32", "experts": "*i32",
     "weights": "*fp32", "order": "*i32", "sizes": "*i32", "parameters": "*fp32", "parts": "*fp32", "epsilon": "fp32",
     "least_sum": "fp32", "clamped_sum": "fp32", "scaling": "fp32", "count": "i32", "pairs": "i32", "capacity": "i32",
-    "row_stride": "i32", "shares": "*fp32", "logits": "*fp32",
+    "row_stride": "i32", "shares": "*fp32", "logits": "*fp32", "present": "*i32",
 }  # fmt: skip
 # Hidden size, width of an expert, experts, experts of a row.
 SHAPES = {"qwen3": (2048, 768, 128, 8), "gpt_oss": (2880, 2880, 32, 4)}
@@ -87,7 +87,7 @@ def kernels() -> Iterator[tuple[str, Any, dict[str, Any], dict[str, int]]]:
     common |= parts | {"BLOCK_N": 16, "BLOCK_K": 128, "AHEAD": 4}
     for rows in (8, 16):
         own = {"EXPERTS": 128, "BLOCK_E": 128, "TILES": 8, "BLOCK_M": rows, "SIGMOID": False, "CORRECTS": False}
-        own |= {"GROUPS": 1, "TOP_GROUPS": 1, "TOP2": False, "HAS_BIAS": False}
+        own |= {"GROUPS": 1, "TOP_GROUPS": 1, "TOP2": False, "HAS_BIAS": False, "PADDED": True}
         yield f"route {rows}", triton_routing.route_kernel, common | own, {"num_warps": 4, "num_stages": 4}
     own |= {"EXPERTS": 256, "BLOCK_E": 256, "TILES": 16, "SIGMOID": True, "CORRECTS": True, "GROUPS": 8}
     own |= {"TOP_GROUPS": 4, "TOP2": True}
@@ -119,7 +119,7 @@ def vector_kernels(
     }
     route = {"INNER": hidden, "EXPERTS": experts, "BLOCK_E": experts, "BLOCK_TOP_K": top_k, "SIGMOID": False}
     route |= {"CORRECTS": False, "GROUPS": 1, "TOP_GROUPS": 1, "TOP2": False, "RENORMALISES": True, "ROUNDS": False}
-    route |= biased | {"TILES": experts // ROUTER_VECTORS.block_outputs} | parts
+    route |= biased | {"PADDED": True, "TILES": experts // ROUTER_VECTORS.block_outputs} | parts
     gated = {"OUTPUTS": inner, "INNER": hidden} | parts | GATES[name]
     for kind, kernel, own, tiling in (
         ("gated", triton_vectors.expert_gated_vector_kernel, gated, tilings.gated),
@@ -143,7 +143,7 @@ def compiled(name: str, kernel: Any, constants: dict[str, Any], options: dict[st
     aligned = {
         (place,): [["tt.divisibility", 16]]
         for place, each in enumerate(names)
-        if signature[each].startswith("*") or each == "row_stride"
+        if (signature[each].startswith("*") and each != "present") or each == "row_stride"
     }
     source = ASTSource(kernel, signature, {(names.index(each),): value for each, value in constants.items()}, aligned)
 

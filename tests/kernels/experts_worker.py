@@ -17,6 +17,7 @@ from torch import Tensor
 
 from tree_kernels import linear
 from tree_kernels.experts import Chosen, ExpertWeights, Routing, RowExperts
+from tree_kernels.experts.layers import with_first
 from tree_kernels.experts.torch_backend import GroupedExperts
 from tree_kernels.experts.triton_backend import TritonExperts
 from tree_kernels.experts.triton_tiling import ExpertTiling, ExpertTilings, ExpertVectorTilings
@@ -65,6 +66,8 @@ class Sizes:
     biases: bool = False
     # All rows want the same experts, so that one expert has more than a tile.
     crowded: bool = False
+    # Rows that are there; None for all.
+    present: int | None = None
     invariant: bool = False
 
     def kernels(self) -> TritonExperts:
@@ -102,6 +105,8 @@ def cases() -> dict[str, Sizes]:
     found["no gates, many rows"] = replace(qwen, rows=50, **alone)
     found["limits after the activation"] = replace(qwen, rows=5, gate=linear.GateForm(0.4, limits_activated=True))
     found["own tiling"] = replace(qwen, rows=40, hidden=128, tilings=None)
+    found["a few of its rows"] = replace(qwen, rows=20, present=3, layer_norm=True)
+    found["one of its rows, of groups of an odd size"] = replace(found["groups of an odd size"], present=1)
     found |= vector_cases(qwen)
     found["half precision"] = replace(qwen, rows=5, dtype=torch.float16)
     if not INTERPRETED:
@@ -130,6 +135,7 @@ def vector_cases(qwen: Sizes) -> dict[str, Sizes]:
     own = {
         "1 row": base,
         "3 rows": replace(base, rows=3),
+        "two of three rows": replace(base, rows=3, present=2, layer_norm=True),
         "odd sizes": replace(base, rows=2, hidden=41, inner=25, experts=11, routing=Routing(3)),
         "several blocks": replace(base, hidden=600, inner=300, routing=Routing(1), vectors=large),
         "layer norms": replace(base, layer_norm=True),
@@ -166,6 +172,10 @@ class Inputs:
         self.down = self.make(experts, hidden, inner, scale=inner**-0.5)
         self.biases = (self.make(experts, made), self.make(experts, hidden)) if sizes.biases else (None, None)
         self.router_bias = self.make(experts).float() if sizes.biases else None
+        self.present: Tensor | None = None
+        if sizes.present is not None:
+            # Behind other numbers of a plan, at an address that is no multiple of 16 bytes.
+            self.present = torch.tensor([0, sizes.present], dtype=torch.int32, device=DEVICE)[1:]
         assert self.down.dtype == dtype
 
     def make(self, *shape: int, scale: float = 1.0) -> Tensor:
@@ -182,7 +192,7 @@ def kernels(inputs: Inputs, rows: slice = slice(None), *, alone: bool = True) ->
     """What the kernels make of a slice of the rows; `alone` without a residual and a norm behind it too."""
     sizes, experts = inputs.sizes, inputs.sizes.kernels()
     start = linear.RowLinears().scale_rows(inputs.hidden[rows], inputs.norm)
-    chosen = experts.route(start, inputs.router, inputs.correction, sizes.routing, inputs.router_bias)
+    chosen = experts.route(start, inputs.router, inputs.correction, sizes.routing, inputs.router_bias, inputs.present)
     residual = None if inputs.residual is None else inputs.residual[rows]
     mixed, scaled = experts.mix(start, chosen, inputs.weights, residual, inputs.norm, sizes.multiplier)
     assert scaled is not None
@@ -210,8 +220,9 @@ def references(inputs: Inputs, chosen: Tensor) -> dict[str, Tensor]:
     start = replace(start, rows=start.rows.float())
     router = inputs.router.float()
     routing = replace(sizes.routing, rounded=False)
-    own = TORCH.route(start, router, inputs.correction, routing, inputs.router_bias)
-    scores = torch.nn.functional.linear(start.rows, router) * start.scale
+    own = TORCH.route(start, router, inputs.correction, routing, inputs.router_bias, inputs.present)
+    rows = with_first(start, inputs.present)
+    scores = torch.nn.functional.linear(rows.rows, router) * rows.scale
     scores = scores if inputs.router_bias is None else scores + inputs.router_bias
     scores = scores.sigmoid() if routing.scores == "sigmoid" else scores.softmax(-1)
     weights = scores.gather(-1, chosen.long())

@@ -351,6 +351,7 @@ def a_captured_step_takes_rows_spread_in_any_way() -> list[float]:
         plan.clear_schedules()
         output = backend.run(plan, case.query, case.key_cache, case.value_cache, case.scale, case.variant)
         assert all(plan.schedules[layout].max_chunks == one.max_chunks for layout, one in kept.items())
+        assert plan.present is not None and int(plan.present) == case.batch.rows
         errors.append(relative_error(output, reference(case)))
     return errors
 
@@ -362,6 +363,7 @@ def output_rows_are_as_in_a_whole_pass() -> list[float]:
         backend = TritonAttention(DEVICE, TritonSettings(tiling=tiling, processors=5))
         case = make_case([(70, 33, "tree"), (40, 33, "tree"), (9, 12, "tree")], width=16, device=DEVICE)
         plan, expected = backend.plan(case.batch), reference(case)
+        assert plan.present is None
         for first, end in ((1, 9), (9, 17), (17, 33), (0, 1), (32, 33)):
             plan.output_rows = first, end
             plan.clear_schedules()

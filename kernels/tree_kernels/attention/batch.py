@@ -6,6 +6,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
 
+from torch import Tensor
+
 from tree_kernels.window_frames import WindowFrames
 
 # The widest tile of keys: what is a multiple of it no tile has but whole.
@@ -111,6 +113,11 @@ class AttentionPlan:
     """The index work of one step, done once and used by every layer. Backends add their own tensors."""
 
     batch: AttentionBatch
+
+    @property
+    def present(self) -> Tensor | None:
+        """[1] int32, how many rows the step has, on the device; None where all that are computed are there."""
+        return None
 
 
 def plan_integers(batch: AttentionBatch) -> int:

@@ -94,6 +94,11 @@ class TritonPlan(AttentionPlan):
     schedules: dict[HeadLayout, PlanWorkspace] = field(default_factory=dict)  # made by the first layer of a layout
     parts: CommonParts | None = None  # likewise, of a plan with `common`
 
+    @property
+    def present(self) -> Tensor | None:
+        """See `AttentionPlan.present`: a captured step may have fewer rows than its size."""
+        return self.query_starts[-1:] if self.reserved else None
+
     def clear_schedules(self) -> None:
         """Divide the work again at the next layer of each layout, since the step has changed."""
         self.schedules.clear()

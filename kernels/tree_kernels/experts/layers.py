@@ -29,6 +29,7 @@ class RowExperts:
         correction: Tensor | None,
         routing: Routing,
         bias: Tensor | None = None,
+        present: Tensor | None = None,
     ) -> Chosen:
         """The experts of normed rows [R, H], and their weights.
 
@@ -40,9 +41,11 @@ class RowExperts:
             correction: [E] fp32, added to the scores for the choice and not for the weights.
             routing: how they are chosen and weighed.
             bias: [E] fp32 of the router's product.
+            present: [1] int32, how many rows there are. Those behind them hold anything, and go where the first row
+                goes, so that none has an expert's weights read for itself alone. None: all are there.
         """
         check_router(rows, weight, correction, routing, bias)
-        return choose(router_logits(rows, weight, bias), correction, routing, rows.rows.dtype)
+        return choose(router_logits(with_first(rows, present), weight, bias), correction, routing, rows.rows.dtype)
 
     def mix(
         self,
@@ -77,6 +80,16 @@ def of_gate_and_up(both: Tensor, weights: ExpertWeights) -> Tensor:
         return activate(both.float())
     gate, up = both.chunk(2, dim=-1)
     return gated(gate.float(), up, activate, weights.gate_form)
+
+
+def with_first(rows: ScaledRows, present: Tensor | None) -> ScaledRows:
+    """The rows, with the first one in place of those behind the `present` [1] int32 ones; None: all are there."""
+    if present is None:
+        return rows
+    index = torch.arange(len(rows.rows), device=rows.rows.device)
+    index = torch.where(index < present, index, 0)
+    squares = None if rows.squares is None else rows.squares[index]
+    return ScaledRows(rows.rows[index], squares, rows.epsilon)
 
 
 def router_logits(rows: ScaledRows, weight: Tensor, bias: Tensor | None) -> Tensor:

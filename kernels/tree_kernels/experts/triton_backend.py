@@ -12,7 +12,7 @@ import triton
 from torch import Tensor
 
 from tree_kernels.dependent_launch import dependent_launch
-from tree_kernels.experts.layers import RowExperts, check_mix, check_router, choose, router_logits
+from tree_kernels.experts.layers import RowExperts, check_mix, check_router, choose, router_logits, with_first
 from tree_kernels.experts.triton_kernels import combine_kernel, expert_down_kernel, expert_gated_kernel
 from tree_kernels.experts.triton_routing import order_kernel, route_kernel, route_vector_kernel
 from tree_kernels.experts.triton_tiling import (
@@ -63,15 +63,18 @@ class TritonExperts(RowExperts):
         correction: Tensor | None,
         routing: Routing,
         bias: Tensor | None = None,
+        present: Tensor | None = None,
     ) -> Chosen:
         check_router(rows, weight, correction, routing, bias)
-        check_contiguous(weight=weight, squares=rows.squares, correction=correction, bias=bias)
+        check_contiguous(weight=weight, squares=rows.squares, correction=correction, bias=bias, present=present)
         count, inner = rows.rows.shape
         experts = len(weight)
+        # The first one of any step is there, or none.
+        present = present if count > 1 else None
         block_rows = 16 if self._invariant or count > 8 else 8
         blocks = triton.cdiv(count, block_rows)
         if blocks > _MAX_BLOCKS or not _has_even_groups(experts, routing):
-            return choose(router_logits(rows, weight, bias), correction, routing, rows.rows.dtype)
+            return choose(router_logits(with_first(rows, present), weight, bias), correction, routing, rows.rows.dtype)
         found = Chosen(
             torch.empty(count, routing.top_k, dtype=torch.int32, device=weight.device),
             torch.empty(count, routing.top_k, dtype=torch.float32, device=weight.device),
@@ -83,6 +86,7 @@ class TritonExperts(RowExperts):
             "TOP_K": routing.top_k,
             "BLOCK_TOP_K": triton.next_power_of_2(routing.top_k),
             "SIGMOID": routing.scores == "sigmoid",
+            "PADDED": present is not None,
             "HAS_BIAS": bias is not None,
             "CORRECTS": correction is not None,
             "GROUPS": routing.groups,
@@ -94,16 +98,16 @@ class TritonExperts(RowExperts):
             **self._dependent,
         }
         if self._vectors is not None or (not self._invariant and reads_few_rows(count, inner)):
-            self._route_vectors(rows, weight, (bias, correction), routing, found, options)
+            self._route_vectors(rows, weight, (bias, correction, present), routing, found, options)
         else:
-            self._route_blocks(rows, weight, (bias, correction), routing, found, options, block_rows)
+            self._route_blocks(rows, weight, (bias, correction, present), routing, found, options, block_rows)
         return found
 
     def _route_vectors(
         self,
         rows: ScaledRows,
         weight: Tensor,
-        added: tuple[Tensor | None, Tensor | None],
+        others: tuple[Tensor | None, Tensor | None, Tensor | None],
         routing: Routing,
         found: Chosen,
         options: dict[str, Any],
@@ -113,7 +117,7 @@ class TritonExperts(RowExperts):
         tiles = triton.cdiv(experts, tiling.block_outputs)
         route_vector_kernel[(tiles, count)](
             rows.rows, or_other(rows.squares, found.weights), weight,
-            *(or_other(one, weight) for one in added),
+            *(or_other(one, weight) for one in others),
             torch.empty(count, experts, dtype=torch.float32, device=weight.device), self._counters, found.experts,
             found.weights, rows.rows.stride(0), rows.epsilon, routing.least_sum, routing.clamped_sum, routing.scaling,
             TILES=tiles, BLOCK_N=tiling.block_outputs, CHUNKS=tiling.chunks, BLOCK_T=tiling.block_inner,
@@ -124,7 +128,7 @@ class TritonExperts(RowExperts):
         self,
         rows: ScaledRows,
         weight: Tensor,
-        added: tuple[Tensor | None, Tensor | None],
+        others: tuple[Tensor | None, Tensor | None, Tensor | None],
         routing: Routing,
         found: Chosen,
         options: dict[str, Any],
@@ -138,7 +142,7 @@ class TritonExperts(RowExperts):
         numbers = blocks * splits * options["BLOCK_E"] * block_rows
         route_kernel[(blocks, tiles, splits)](
             rows.rows, or_other(rows.squares, found.weights), weight,
-            *(or_other(one, weight) for one in added),
+            *(or_other(one, weight) for one in others),
             torch.empty(numbers, dtype=torch.float32, device=weight.device), self._counters, found.experts,
             found.weights, count, rows.rows.stride(0), rows.epsilon, routing.least_sum, routing.clamped_sum,
             routing.scaling, TILES=tiles, SPLITS=splits, BLOCK_M=block_rows, BLOCK_N=_ROUTER_OUTPUTS,

@@ -93,14 +93,15 @@ def _choose(  # type: ignore[no-untyped-def]
     tl.store(weights + at, found, mask=kept)
 
 
-@triton.jit
+# It may lie anywhere in a plan.
+@triton.jit(do_not_specialize=["present"])
 def route_kernel(  # type: ignore[no-untyped-def]
-    rows, squares, weight, bias, correction, partials, counters, experts, weights, count, row_stride, epsilon,
+    rows, squares, weight, bias, correction, present, partials, counters, experts, weights, count, row_stride, epsilon,
     least_sum, clamped_sum, scaling,
     PARTS: tl.constexpr, BLOCK_PARTS: tl.constexpr, INNER: tl.constexpr, EXPERTS: tl.constexpr, BLOCK_E: tl.constexpr,
     TOP_K: tl.constexpr, BLOCK_TOP_K: tl.constexpr, SIGMOID: tl.constexpr, HAS_BIAS: tl.constexpr,
     CORRECTS: tl.constexpr, GROUPS: tl.constexpr, TOP_GROUPS: tl.constexpr, TOP2: tl.constexpr,
-    RENORMALISES: tl.constexpr, ROUNDS: tl.constexpr, TILES: tl.constexpr, SPLITS: tl.constexpr,
+    RENORMALISES: tl.constexpr, ROUNDS: tl.constexpr, PADDED: tl.constexpr, TILES: tl.constexpr, SPLITS: tl.constexpr,
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, AHEAD: tl.constexpr, DEPENDENT: tl.constexpr,
 ):  # fmt: skip
     """A share of the router's product of BLOCK_M rows; the last program of those rows to arrive chooses for them."""
@@ -110,6 +111,10 @@ def route_kernel(  # type: ignore[no-untyped-def]
     await_inputs(weight, tl.minimum(column, EXPERTS - 1), weight, INNER, SPLITS, AHEAD, False, DEPENDENT)
     row = block * BLOCK_M + tl.arange(0, BLOCK_M)
     there = row < count
+    # Whose numbers are read.
+    source = row
+    if PADDED:
+        source = tl.where(row < tl.load(present), row, 0)
     SHARE: tl.constexpr = INNER // SPLITS
     begin = tl.program_id(2) * SHARE
     total = tl.zeros([BLOCK_N, BLOCK_M], tl.float32)
@@ -122,7 +127,7 @@ def route_kernel(  # type: ignore[no-untyped-def]
             other=0.0,
         )
         right = tl.load(
-            rows + row[None, :].to(tl.int64) * row_stride + inner[:, None],
+            rows + source[None, :].to(tl.int64) * row_stride + inner[:, None],
             mask=there[None, :] & kept[:, None],
             other=0.0,
         )
@@ -141,7 +146,7 @@ def route_kernel(  # type: ignore[no-untyped-def]
         logits = tl.load(parts, mask=written, other=0.0, cache_modifier=".cg")
         for split in tl.static_range(1, SPLITS):
             logits += tl.load(parts + split * BLOCK_E * BLOCK_M, mask=written, other=0.0, cache_modifier=".cg")
-        sums = load_squares(squares, row, there, PARTS, BLOCK_PARTS)
+        sums = load_squares(squares, source, there, PARTS, BLOCK_PARTS)
         logits = finish_norm(logits, sums, epsilon, PARTS, INNER)
         _choose(
             logits, bias, correction, experts, weights, row, there, least_sum, clamped_sum, scaling, rows,
@@ -150,14 +155,14 @@ def route_kernel(  # type: ignore[no-untyped-def]
         )  # fmt: skip
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["present"])
 def route_vector_kernel(  # type: ignore[no-untyped-def]
-    rows, squares, weight, bias, correction, logits, counters, experts, weights, row_stride, epsilon, least_sum,
-    clamped_sum, scaling,
+    rows, squares, weight, bias, correction, present, logits, counters, experts, weights, row_stride, epsilon,
+    least_sum, clamped_sum, scaling,
     PARTS: tl.constexpr, BLOCK_PARTS: tl.constexpr, INNER: tl.constexpr, EXPERTS: tl.constexpr, BLOCK_E: tl.constexpr,
     TOP_K: tl.constexpr, BLOCK_TOP_K: tl.constexpr, SIGMOID: tl.constexpr, HAS_BIAS: tl.constexpr,
     CORRECTS: tl.constexpr, GROUPS: tl.constexpr, TOP_GROUPS: tl.constexpr, TOP2: tl.constexpr,
-    RENORMALISES: tl.constexpr, ROUNDS: tl.constexpr, TILES: tl.constexpr, BLOCK_N: tl.constexpr,
+    RENORMALISES: tl.constexpr, ROUNDS: tl.constexpr, PADDED: tl.constexpr, TILES: tl.constexpr, BLOCK_N: tl.constexpr,
     CHUNKS: tl.constexpr, BLOCK_T: tl.constexpr, DEPENDENT: tl.constexpr,
 ):  # fmt: skip
     """As `route_kernel`, of one row, through registers."""
@@ -169,7 +174,10 @@ def route_vector_kernel(  # type: ignore[no-untyped-def]
     loaded = load_weights(weight, read, 0, INNER, CHUNKS, BLOCK_T)
     if DEPENDENT:
         gdc_wait()
-    numbers = rows + row.to(tl.int64) * row_stride
+    source = row
+    if PADDED:
+        source = tl.where(row < tl.load(present), row, 0)
+    numbers = rows + source.to(tl.int64) * row_stride
     own = logits + row * EXPERTS
     tl.store(own + column, dot_rest(loaded, numbers, weight, read, INNER, CHUNKS, BLOCK_T), mask=column < EXPERTS)
     tl.debug_barrier()
@@ -178,7 +186,7 @@ def route_vector_kernel(  # type: ignore[no-untyped-def]
         tl.store(counters + row, 0)
         expert = tl.arange(0, BLOCK_E)[None, :]
         found = tl.load(own + expert, mask=expert < EXPERTS, other=0.0, cache_modifier=".cg")
-        found *= norm_factor(squares + row * PARTS, epsilon, PARTS, BLOCK_PARTS, INNER)
+        found *= norm_factor(squares + source * PARTS, epsilon, PARTS, BLOCK_PARTS, INNER)
         line = tl.arange(0, 1)
         _choose(
             found, bias, correction, experts, weights, row + line, line == 0, least_sum, clamped_sum, scaling, rows,

@@ -253,7 +253,7 @@ class FusedForm:
             if not parts.parallel:
                 fed = normed or ScaledRows(hidden, None, 0.0)
         if parts.mlp is not None:
-            hidden, normed = self._fed(linears, parts.mlp, fed, hidden, after)
+            hidden, normed = self._fed(linears, parts.mlp, fed, hidden, after, step)
         if parts.added is None and parts.scale is None:
             return hidden, normed
         return self._finished(linears, hidden, vectors)
@@ -273,14 +273,15 @@ class FusedForm:
         scaled: ScaledRows,
         hidden: Tensor,
         after: Norm | None,
+        step: PagedPass,
     ) -> tuple[Tensor, ScaledRows | None]:
         """The residual with what an MLP or experts add, and the first half of the norm `after` them."""
         if isinstance(mlp, MLPParts):
             activated = _activated(linears, mlp, scaled)
             return self._added(linears, activated, mlp.down, hidden, after, self.parts.mlp_sum)
         if isinstance(mlp, ExpertParts):
-            return self._mixed(linears, mlp, scaled, hidden, after)
-        return self._side_by_side(linears, mlp, hidden, after)
+            return self._mixed(linears, mlp, scaled, hidden, after, step)
+        return self._side_by_side(linears, mlp, hidden, after, step)
 
     def _finished(
         self, linears: RowLinears, hidden: Tensor, vectors: Tensor | None
@@ -319,7 +320,13 @@ class FusedForm:
         return linears.add_rows(ranks.summed(part), residual, norm, form)
 
     def _mixed(
-        self, linears: RowLinears, parts: ExpertParts, scaled: ScaledRows, hidden: Tensor, norm: Norm | None
+        self,
+        linears: RowLinears,
+        parts: ExpertParts,
+        scaled: ScaledRows,
+        hidden: Tensor,
+        norm: Norm | None,
+        step: PagedPass,
     ) -> tuple[Tensor, ScaledRows | None]:
         """The residual with what experts add, and with what the MLP for every row adds before."""
         form, shared, ranks = self.parts.mlp_sum, parts.shared, self.ranks
@@ -332,7 +339,7 @@ class FusedForm:
                 gate = parts.shared_gate
                 activated = activated * linears.activated_linear(scaled, gate.weight, gate.bias, _SIGMOID)
             before, _ = linears.add_linear(activated, shared.down.weight, shared.down.bias, before, None, own)
-        chosen = parts.router.choose(scaled, self.experts)
+        chosen = parts.router.choose(scaled, self.experts, step.plan.present)
         if whole:
             return self.experts.mix(scaled, chosen, parts.weights, before, norm, form.multiplier)
         part, _ = self.experts.mix(scaled, chosen, parts.weights, before)
@@ -344,14 +351,19 @@ class FusedForm:
         return linears.add_rows(ranks.summed(part), hidden, norm, form)
 
     def _side_by_side(
-        self, linears: RowLinears, parts: DenseAndExpertParts, hidden: Tensor, norm: Norm | None
+        self,
+        linears: RowLinears,
+        parts: DenseAndExpertParts,
+        hidden: Tensor,
+        norm: Norm | None,
+        step: PagedPass,
     ) -> tuple[Tensor, ScaledRows | None]:
         """The residual with an MLP and experts, whose sum may be normed."""
         down = parts.dense.down
         activated = _activated(linears, parts.dense, linears.scale_rows(hidden, parts.before_dense))
         dense, _ = linears.add_linear(activated, down.weight, down.bias)
         scaled = linears.scale_rows(hidden, parts.before_experts)
-        chosen = parts.experts.router.choose(ScaledRows(hidden, None, 0.0), self.experts)
+        chosen = parts.experts.router.choose(ScaledRows(hidden, None, 0.0), self.experts, step.plan.present)
         mixed, _ = self.experts.mix(scaled, chosen, parts.experts.weights)
         if self.ranks is not None:
             dense, mixed = self.ranks.summed(torch.cat([dense, mixed])).chunk(2)

@@ -49,12 +49,13 @@ class TopKRouter(nn.Module):
         # In fp32, since it decides between close scores.
         self.correction = place.empty(count, dtype=torch.float32) if spec.router.correction else None
 
-    def choose(self, rows: ScaledRows, experts: RowExperts) -> Chosen:
-        """The experts of normed rows [R, H], or with a norm of its own of rows that are not normed."""
+    def choose(self, rows: ScaledRows, experts: RowExperts, present: Tensor | None = None) -> Chosen:
+        """The experts of normed rows [R, H], or with a norm of its own of rows that are not normed; `present` as in
+        `RowExperts.route`."""
         if self.norm is not None:
             rows = ScaledRows(self.norm(rows.rows), None, 0.0)
         if self.routing is not None:
-            chosen = experts.route(rows, self.weight, self.correction, self.routing, self.bias)
+            chosen = experts.route(rows, self.weight, self.correction, self.routing, self.bias, present)
             if self.expert_scales is None:
                 return chosen
             return replace(chosen, weights=chosen.weights * self.expert_scales[chosen.experts])
