@@ -51,6 +51,8 @@ SHAPES = {
     "qwen3-30b-a3b": Shape(2048, 768, 128, Routing(8)),
     "mixtral-8x7b": Shape(4096, 14336, 8, Routing(2)),
     "glm-4.5-air": Shape(4096, 1408, 128, Routing(8, "sigmoid"), corrects=True),
+    # Without its biases.
+    "gpt-oss-20b": Shape(2880, 2880, 32, Routing(4, rounded=True)),
     "olmoe-1b-7b": Shape(2048, 1024, 64, Routing(8, renormalised=False)),
 }
 TINY = Shape(64, 48, 16, Routing(4))
