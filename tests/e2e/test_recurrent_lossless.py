@@ -26,6 +26,7 @@ from kernel_worker import INTERPRETED, work
 from recurrent_models import ALIKE, RECURRENT
 from running_engine import Running
 from transformers import PreTrainedModel
+from usual_models import USUAL_RECURRENT, usual
 
 from outrider.sampling import SamplingParams
 from outrider.tree import TokenTree
@@ -59,7 +60,7 @@ def accepted(outcomes: list[Outcome]) -> int:
 
 @pytest.mark.values
 @pytest.mark.parametrize("sampling", SAMPLINGS.values(), ids=SAMPLINGS)
-@pytest.mark.parametrize("name", [name for name in RECURRENT if name not in ALIKE])
+@pytest.mark.parametrize("name", usual((name for name in RECURRENT if name not in ALIKE), USUAL_RECURRENT))
 def test_trees_change_nothing(name: str, sampling: SamplingParams) -> None:
     """Trees that are often right, verified by what a device runs, with prompts in parts, and by the host with whole
     prompts; then without drafts."""

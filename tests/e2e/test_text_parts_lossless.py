@@ -17,6 +17,7 @@ from engine_harness import (
     run,
 )
 from text_parts import TEXT_PARTS
+from usual_models import USUAL_TEXT_PARTS, usual
 from windowed_models import GREEDY, SEEDED, VOCABULARY, windowed_requests
 
 from outrider.sampling import SamplingParams
@@ -31,7 +32,7 @@ def accepted(outcomes: list[Outcome]) -> int:
 
 
 @pytest.mark.parametrize("sampling", SAMPLINGS.values(), ids=SAMPLINGS)
-@pytest.mark.parametrize("name", TEXT_PARTS)
+@pytest.mark.parametrize("name", usual(TEXT_PARTS, USUAL_TEXT_PARTS))
 def test_drafts_change_nothing(name: str, sampling: SamplingParams) -> None:
     """Trees that are often right, rows of lookup and of predictions that a device chooses, and trees of a trie."""
     model_type, settings = TEXT_PARTS[name]

@@ -16,6 +16,7 @@ from engine_harness import (
     real_drafter,
     run,
 )
+from usual_models import USUAL_WINDOWED, usual
 from windowed_models import GREEDY, SEEDED, VOCABULARY, WINDOWED, windowed_model, windowed_requests
 
 from outrider.sampling import SamplingParams
@@ -30,7 +31,7 @@ def accepted(outcomes: list[Outcome]) -> int:
 
 
 @pytest.mark.parametrize("sampling", SAMPLINGS.values(), ids=SAMPLINGS)
-@pytest.mark.parametrize("name", WINDOWED)
+@pytest.mark.parametrize("name", usual(WINDOWED, USUAL_WINDOWED))
 def test_trees_change_nothing(name: str, sampling: SamplingParams) -> None:
     """Trees that are often right, verified by what a device runs, with prompts in parts; then without drafts."""
     model, wanted = windowed_model(name), windowed_requests(sampling)

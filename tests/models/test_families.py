@@ -19,6 +19,7 @@ from text_parts import TEXT_PARTS
 from thread_ranks import ThreadRank, on_ranks
 from torch import Tensor
 from transformers.models.falcon.modeling_falcon import build_alibi_tensor
+from usual_models import USUAL, usual
 from windowed_models import EXPERTS, PARTIAL, WINDOWED
 
 from tree_kernels.attention import AttentionBatch, TreeAttention
@@ -220,6 +221,10 @@ class Served:
         return logits
 
 
+# One of every family.
+PLAINLY = [name for name in TINY_MODELS if "," not in name]
+
+
 @pytest.fixture(scope="module", params=TINY_MODELS, ids=str)
 def pair(request: pytest.FixtureRequest) -> tuple[Any, Decoder]:
     """transformers' model and ours, of the same weights."""
@@ -270,6 +275,9 @@ def test_logits_are_those_of_transformers(pair: tuple[Any, Decoder], page_size: 
             torch.testing.assert_close(rows[path], expected, **TOLERANCE)
 
 
+# Of every family, and of settings of one that make a description of its own: by transformers' layers, those of a
+# family are the same.
+@pytest.mark.parametrize("pair", usual(TINY_MODELS, {*PLAINLY, *USUAL}), indirect=True)
 def test_the_check_at_load_finds_no_layer_that_differs(pair: tuple[Any, Decoder]) -> None:
     """Or a model of the family would be computed by transformers' layers, or be refused."""
     model, decoder = pair
@@ -310,6 +318,8 @@ def size_of(decoder: Decoder) -> int:
     return sum(weight.numel() for weight in decoder.parameters())
 
 
+# Shares are made of a description alone.
+@pytest.mark.parametrize("pair", usual(TINY_MODELS, USUAL), indirect=True)
 def test_ranks_compute_the_same_logits(pair: tuple[Any, Decoder], request: pytest.FixtureRequest) -> None:
     """A prompt, and a tree behind it, on every rank. Every second family has four ranks, more than there are key
     heads."""

@@ -6,8 +6,9 @@ from typing import Any
 
 import pytest
 from conftest import TINY, TINY_OF
-from models.test_families import TINY_MODELS
+from models.test_families import PLAINLY, TINY_MODELS
 from transformers import AutoConfig
+from usual_models import USUAL, usual
 
 from tree_models.families import describe
 from tree_models.surroundings import surroundings_that_differ
@@ -22,13 +23,13 @@ def _config(model_type: str, settings: dict[str, Any]) -> Any:
     return AutoConfig.for_model(model_type, **(TINY | TINY_OF.get(model_type, {}) | settings))
 
 
-@pytest.mark.parametrize("name", TINY_MODELS)
+@pytest.mark.parametrize("name", usual(TINY_MODELS, {*PLAINLY, *USUAL}))
 def test_every_family_has_the_surroundings_of_transformers(name: str) -> None:
     model_type, settings = TINY_MODELS[name]
     assert surroundings_that_differ(_config(model_type, settings)) == []
 
 
-@pytest.mark.parametrize("name", [name for name in TINY_MODELS if "," not in name])
+@pytest.mark.parametrize("name", PLAINLY)
 def test_leftover_keys_mean_what_they_mean_to_transformers(name: str) -> None:
     model_type, settings = TINY_MODELS[name]
     own = {key: value for key, value in _LEFTOVER.items() if key != _OTHERWISE.get(model_type)}
