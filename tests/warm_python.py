@@ -79,7 +79,12 @@ _STANDS_FOR = "behind-{}"
 _OF_COMMANDS = (*OF_SERVICES, "draft_service.training.run", "target_service.distillation")
 _PRELOADED = {
     "services": _OF_COMMANDS,
-    "interpreter": ("torch", "triton.language", "triton.runtime.interpreter", "tree_kernels.verification"),
+    "interpreter": (
+        "triton.language",
+        "triton.runtime.interpreter",
+        "engine_harness",
+        "target_service.model.preparing",
+    ),
     "workers": (*_OF_COMMANDS, "engine_harness", "outrider_gateway.server", "openai"),
 }
 _ENVIRONMENTS = {
