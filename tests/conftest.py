@@ -134,8 +134,10 @@ _until_the_end = contextlib.ExitStack()
 atexit.register(_until_the_end.close)
 
 
-def pytest_collection_finish() -> None:
+def pytest_collection_finish(session: pytest.Session) -> None:
     """Tests and libraries stay: the collector need not look at them again, nor where services of tests end."""
+    if session.config.option.collectonly:
+        return
     # PyTorch has 56 that do not, and pytest would attach two handlers to each of them three times a test.
     for logger in logging.root.manager.loggerDict.values():
         if isinstance(logger, logging.Logger):

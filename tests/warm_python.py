@@ -71,6 +71,8 @@ OF_SERVICES = (
     "transformers.models.llama.modeling_llama",
     "compiled",
 )
+# The variable with arguments of pytest, by which the process that workers are forked from imports their tests.
+COLLECTED = "OUTRIDER_TESTS_COLLECTED"
 # Every process of a run that uses a shared one holds it open.
 _LEASE = "lease"
 # A file that holds the number of the process that another stands for.
@@ -386,6 +388,11 @@ if __name__ == "__main__":
     if "huggingface_hub.constants" in sys.modules:
         # As at its import, which may have been before this process was forked.
         sys.modules["huggingface_hub.constants"].HF_HUB_OFFLINE = os.environ.get("HF_HUB_OFFLINE") == "1"
+    if _arguments := os.environ.pop(COLLECTED, ""):
+        import pytest
+
+        with Path(os.devnull).open("w") as _nowhere, contextlib.redirect_stdout(_nowhere):
+            pytest.main(["--collect-only", "-qq", "-p", "no:cacheprovider", *json.loads(_arguments)])
     # What is never looked at stays in memory that all share.
     gc.collect()
     gc.freeze()

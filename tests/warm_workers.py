@@ -1,14 +1,15 @@
-"""Workers of xdist that are forked from one process that has imported what tests import: by themselves, each of them
-imports it for fifteen seconds."""
+"""Workers of xdist that are forked from one process that has imported the tests: by themselves, each of them imports
+what these import for fifteen seconds, and rewrites their assertions for ten where no other run has."""
 
 from __future__ import annotations
 
+import json
 import os
 import sys
 from typing import Any
 
 import pytest
-from warm_python import shared_python
+from warm_python import COLLECTED, shared_python
 
 
 def pytest_configure(config: pytest.Config) -> None:
@@ -17,9 +18,15 @@ def pytest_configure(config: pytest.Config) -> None:
 
 
 @pytest.hookimpl(optionalhook=True)
-def pytest_xdist_setupnodes(specs: list[Any]) -> None:
-    for spec in specs:
-        spec.python = str(shared_python("workers") / "python")
+def pytest_xdist_setupnodes(config: pytest.Config, specs: list[Any]) -> None:
+    profile = config.getoption("--hypothesis-profile", None)
+    # Settings of properties are made where these are defined.
+    os.environ[COLLECTED] = json.dumps([*config.args, *(["--hypothesis-profile", profile] if profile else [])])
+    try:
+        for spec in specs:
+            spec.python = str(shared_python("workers") / "python")
+    finally:
+        del os.environ[COLLECTED]
 
 
 @pytest.hookimpl(optionalhook=True)
