@@ -128,7 +128,7 @@ def outputs(tree: TokenTree, seed: int, length: int) -> tuple[int, ...]:
     ids=["chain", "wide", "cut by rank", "cut by worth", "large"],
 )
 def test_outputs_have_the_targets_distribution(shape: TreeShape) -> None:
-    length, batches = 3, 16 if is_full() else 6
+    length, batches = 3, 16 if is_full() else 3
     counts = Counter(outputs(tree, seed, length) for seed, tree in trees(shape, batches))
     samples = BATCH * batches
     expected = np.empty(VOCABULARY**length)
@@ -153,7 +153,7 @@ def test_children_are_drawn_from_the_distribution_they_carry(temperature: float)
     firsts, seconds = Counter[int](), Counter[tuple[int, int]]()
     distribution = np.zeros(VOCABULARY)
     count = 0
-    for _, tree in trees(shape_of(2, 3, 6), 16, temperature):
+    for _, tree in trees(shape_of(2, 3, 6), 16 if is_full() else 4, temperature):
         children = [tree.token_ids[child] for child in tree.children[0]]
         firsts[children[0]] += 1
         seconds[children[0], children[1]] += 1
