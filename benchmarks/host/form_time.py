@@ -1,14 +1,14 @@
 """The processor time that the engine's thread takes for a step of forms, by what it does, without a device.
 
-    python -m benchmarks.host.form_time [--sequences 1,8,32] [--waves 6] [--free] [--json FILE]
+    python -m benchmarks.host.form_time [--sequences 1,8,32] [--waves 6] [--rows 128] [--free] [--json FILE]
 
 As `host_time`, but every sequence fills in a form of seven fields, with the tokens of SmolLM2 and a grammar as the
 service compiles it. The rows of a pass are those of least cost in the tables that the engine has published by then,
 beside chains as lookup finds them; accepted are those that agree with an answer that was drawn beforehand. Choosing and
-verifying rows is the device's work and does not count, nor do copies to it. A pass has 16 rows of one sequence, 32 of
-eight and 64 of 32, whatever the row policy would choose by times that others on the machine change. Sequences begin
-together in waves, of which the first is not counted, and steps count in which all of them decode. `--free` has the same
-texts without a form.
+verifying rows is the device's work and does not count, nor do copies to it. A pass has `--rows`, or 16 of one sequence,
+32 of eight and 64 of 32, whatever the row policy would choose by times that others on the machine change. Sequences
+begin together in waves, of which the first is not counted, and steps count in which all of them decode. `--free` has
+the same texts without a form.
 
 Times are of processors. Of the engine's thread, `engine` is a step's and the other phases are its parts; the `other
 threads` compute masks. Other processes on the machine take caches and halves of cores, which shows in processor time
@@ -143,7 +143,7 @@ class FormBench:
         self.steps = steps
         observer = PrometheusObserver("none", "none", "0")
         self.loop = EngineLoop(self.runner, config, steps=steps, step_cost=cost, observer=observer)
-        self._fix_rows(min(16 * sequences, max(32, 2 * sequences)))
+        self._fix_rows(options.rows or min(16 * sequences, max(32, 2 * sequences)))
         self._watch()
         self._count, self._dice = 0, random.Random(3)
         # Of the steps that count: tokens, drafted rows, and nanoseconds of the fixed loop.
@@ -243,6 +243,7 @@ def main() -> None:
     parser.add_argument("--sequences", default="1,8,32", type=comma_separated(int))
     parser.add_argument("--pass-ms", type=float, default=7.0)
     parser.add_argument("--waves", type=int, default=6)
+    parser.add_argument("--rows", type=int, help="of a pass")
     parser.add_argument("--free", action="store_true", help="the same texts without a form")
     options = parser.parse_args()
     torch.set_num_threads(1)
