@@ -4,6 +4,7 @@ them. It is found once for each state of a form, and not again at every pass and
 from __future__ import annotations
 
 import heapq
+import itertools
 from collections import OrderedDict
 from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, NamedTuple
@@ -69,9 +70,13 @@ class ExpectedNodes:
 
     def add_below(self, parent: int, nodes: ExpectedNodes) -> None:
         """Add a tree whose root is a node of this one that has no children; -1 for the text's last token."""
-        first = len(self.token_ids)
-        for token, above, score in zip(nodes.token_ids, nodes.parents, nodes.scores, strict=True):
-            self.add(first + above if above >= 0 else parent, token, score)
+        first, parents = len(self.token_ids), self.parents
+        parents += [first + above if above >= 0 else parent for above in nodes.parents]
+        self.token_ids += nodes.token_ids
+        self.scores += nodes.scores
+        added = parents[first:]
+        self._places.update(zip(zip(added, nodes.token_ids, strict=True), itertools.count(first), strict=False))
+        self._inner.update(added)
 
     def packed(self) -> tuple[Ints, Reals]:
         """[2, n] the token and the parent of each node, and [n] the probabilities: the same arrays at every call, so
