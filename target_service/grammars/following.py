@@ -411,7 +411,9 @@ def masks_of(trees: Sequence[FollowedTree], room: NDArray[np.int32]) -> tuple[li
     all_known = [tree.known for tree in trees if tree.rows is None and tree.known is not None]
     places, free = write_known(all_known, room)
     computed = [tree.rows for tree in trees if tree.rows is not None]
-    reached, free = compute_masks(computed, room, free)
+    reached = ReachedRows.empty(0)
+    if computed:
+        reached, free = compute_masks(computed, room, free)
     masks, first, whole, known = list[TreeMasks](), 0, bool(reached.words.all()), 0
     # Of all at once: a call of numpy takes longer than what it does with the rows of one.
     few = reached.few() if whole else []
