@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from enum import IntEnum
@@ -23,6 +24,8 @@ _KNOWN = {"type", "enum", "const", *_OF_STRINGS, *_OF_CONTAINERS, *_OF_NUMBERS}
 _SPACE, _DIGIT_OR_WORD, _ESCAPED = b" \t\r\n", b"-0123456789tfn", b'"\\/bfnrt'
 _QUOTE, _BACKSLASH, _COMMA, _COLON = b'"\\,:'
 _DONE = b"_"
+# Of characters of one byte, which end or change nothing within a string.
+_PLAIN = re.compile(rb'[^"\\\x00-\x1F\x80-\xFF]*')
 
 
 class _At(IntEnum):
@@ -66,6 +69,30 @@ class JsonState(NamedTuple):
         around = sum([len(each.done) for each in self.opened])
         return len(self.text) <= _VALUE_BYTES and around <= _AROUND_BYTES
 
+    def counts_characters(self) -> bool:
+        """Whether it is within a string of which the number of characters counts alone, and not within a character."""
+        return self.at == _At.COUNTED and not self.text
+
+
+def _end_of_plain(state: JsonState, text: bytes, begin: int) -> int:
+    """Where the first byte of a text is that has to be looked at alone."""
+    if state.at == _At.COUNTED and state.text:
+        return begin
+    if state.at in (_At.COUNTED, _At.NAME, _At.STRING, _At.WHOLE_STRING):
+        found = _PLAIN.match(text, begin)
+        return begin if found is None else found.end()
+    return begin
+
+
+def plain_length(text: bytes) -> int | None:
+    """The characters of a text that a string of JSON has as it stands; None for another text."""
+    if _QUOTE in text or _BACKSLASH in text or not text or min(text) < 0x20:
+        return None
+    try:
+        return len(text.decode())
+    except UnicodeDecodeError:
+        return None
+
 
 @dataclass(eq=False, slots=True)
 class _Value:
@@ -107,11 +134,21 @@ class JsonStates:
 
     def behind(self, state: JsonState | None, text: bytes) -> JsonState | None:
         """The state behind a text that follows another one; None where JSON does not go on so."""
-        for byte in text:
-            if state is None:
-                return None
-            state = self._step(state, byte)
+        at = 0
+        while at < len(text) and state is not None:
+            end = _end_of_plain(state, text, at)
+            if end > at:
+                state = self._behind_plain(state, text[at:end])
+                at = end
+            else:
+                state = self._step(state, text[at])
+                at += 1
         return state
+
+    def _behind_plain(self, state: JsonState, text: bytes) -> JsonState:
+        if state.at == _At.COUNTED:
+            return self._count(state, len(text))
+        return state._replace(text=state.text + text)
 
     def _step(self, state: JsonState, byte: int) -> JsonState | None:
         at = state.at
@@ -151,8 +188,8 @@ class JsonStates:
             return state._replace(text=bytes([byte]))
         return self._count(state) if byte >= 0x20 else None
 
-    def _count(self, state: JsonState) -> JsonState:
-        most, count = self._here(state).most, state.characters + 1
+    def _count(self, state: JsonState, characters: int = 1) -> JsonState:
+        most, count = self._here(state).most, state.characters + characters
         return JsonState(state.opened, _At.COUNTED, b"", count if most is None else min(count, most))
 
     def _between(self, state: JsonState, byte: int) -> JsonState | None:

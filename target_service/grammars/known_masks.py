@@ -9,7 +9,7 @@ from typing import NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
-from target_service.grammars.json_states import JsonState, JsonStates
+from target_service.grammars.json_states import JsonState, JsonStates, plain_length
 from target_service.grammars.row_masks import TreeRows
 
 Ints = NDArray[np.int32]
@@ -29,13 +29,15 @@ class KnownMask:
         place: where in the store it is; -1 for rows that no walk reaches.
         few: the tokens that it allows, none where they are many.
         below: the masks behind tokens, as far as they were asked for.
+        by_length: of a state within a string of which characters are counted, those behind so many.
     """
 
-    __slots__ = ("below", "few", "place", "state")
+    __slots__ = ("below", "by_length", "few", "place", "state")
 
     def __init__(self, state: JsonState, place: int, few: tuple[int, ...]) -> None:
         self.state, self.place, self.few = state, place, few
         self.below: dict[int, KnownMask] = {}
+        self.by_length: dict[int, KnownMask] | None = {} if state.counts_characters() else None
 
 
 # Of rows that a grammar forbids, and of those behind a text's end.
@@ -122,6 +124,8 @@ class FormMasks:
         # By state, and where text is forced with the last token.
         self._known: dict[JsonState | tuple[JsonState, int], KnownMask] = {}
         self._count_below = 0
+        # By token.
+        self._lengths: dict[int, int | None] = {}
         # How often all were forgotten: a mask of before must not be used.
         self.forgotten = 0
 
@@ -157,8 +161,13 @@ class FormMasks:
         masks, states = [root], [state]
         for token, parent in zip(tree.token_ids[1:], tree.parents[1:], strict=True):
             above = masks[parent]
-            states.append(self.behind(states[parent], token))
-            masks.append(self.find(states[-1], token) if above is None else self.below(above, token))
+            found = None if above is None else self.below(above, token)
+            if found is None:
+                states.append(self.behind(states[parent], token))
+                masks.append(self.find(states[-1], token) if above is None else None)
+            else:
+                states.append(None if found is FORBIDDEN else found.state)
+                masks.append(found)
         return KnownRows(self.store, masks, states)
 
     def below(self, above: KnownMask, token: int) -> KnownMask | None:
@@ -169,7 +178,7 @@ class FormMasks:
         if above is FORBIDDEN or token in self._ends or not self._allows(above, token):
             found = FORBIDDEN
         else:
-            found = self.find(self.behind(above.state, token), token)
+            found = self._found_below(above, token)
         if found is not None and above is not FORBIDDEN:
             if self._count_below >= _MOST_BELOW:
                 self._count_below = 0
@@ -178,6 +187,24 @@ class FormMasks:
             self._count_below += 1
             above.below[token] = found
         return found
+
+    def _found_below(self, above: KnownMask, token: int) -> KnownMask | None:
+        # Each token of a string would be a text of its own.
+        length = None if above.by_length is None else self._length_of(token)
+        if length is None or above.by_length is None:
+            return self.find(self.behind(above.state, token), token)
+        found = above.by_length.get(length)
+        if found is None:
+            found = self.find(self.behind(above.state, token), token)
+            if found is not None:
+                above.by_length[length] = found
+        return found
+
+    def _length_of(self, token: int) -> int | None:
+        """The characters of a token whose text a string has as it stands; None for another one."""
+        if token not in self._lengths:
+            self._lengths[token] = plain_length(self._texts[token])
+        return self._lengths[token]
 
     def _allows(self, above: KnownMask, token: int) -> bool:
         return bool(self.store.masks[above.place, token >> 5] >> (token & 31) & 1)

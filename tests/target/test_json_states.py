@@ -15,7 +15,7 @@ from structured_forms import VOCABULARY, trained_tokenizer
 
 from outrider.structured_output import StructuredOutput
 from target_service.grammars.compiling import grammar_of
-from target_service.grammars.json_states import JsonState, JsonStates
+from target_service.grammars.json_states import JsonState, JsonStates, plain_length
 from target_service.grammars.vocabulary import grammar_tokenizer, token_words
 
 END = 2
@@ -119,6 +119,21 @@ OF_TWO = {"type": "object", "properties": {"a": BOUNDED, "b": {"type": "array", 
 )
 def test_which_texts_have_one_state(schema: dict[str, Any], one: str, other: str, are_same: bool) -> None:
     assert same(schema, one, other) == are_same
+
+
+@pytest.mark.parametrize("text", ["a", " né", "🙂🙃", "a\tb", 'a"', "\\", "\x7f", ""])
+def test_plain_text_is_as_long_as_the_characters_that_are_counted(text: str) -> None:
+    states, length = JsonStates(BOUNDED), plain_length(text.encode())
+    within = states.behind(JsonState(), b'"')
+    assert within is not None and within.counts_characters()
+    behind = states.behind(within, text.encode())
+    if length is None:
+        assert behind is None or not behind.counts_characters() or not text
+    else:
+        assert behind is not None and (behind.characters, behind.counts_characters()) == (length, True)
+    assert (length is None) == (text in ("a\tb", 'a"', "\\", ""))
+    # The beginning of a character.
+    assert plain_length("é".encode()[:1]) is None
 
 
 def test_a_recursive_schema_has_states_of_its_own_at_each_level() -> None:
