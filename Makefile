@@ -43,7 +43,7 @@ WORKERS ?= $(shell expr $$(getconf _NPROCESSORS_ONLN) + 2)
 test test-full build/.compiled: export OMP_NUM_THREADS := 1
 
 NUMBA_FILES := $(shell grep -rl --include='*.py' -e numba -e draft_service.compiling draft_service target_service)
-# Loops of the drafters are compiled once, in forty seconds, and not by every process that begins before they are kept.
+# Loops of drafters and targets are compiled once, in fifty seconds, and not by every process that begins before they are kept.
 build/.compiled: $(NUMBA_FILES) tests/compiled.py $(VENV)/.installed
 	@mkdir -p build
 	$(BIN)/python tests/compiled.py

@@ -19,12 +19,19 @@ from draft_service.eagle.checkpoint import save_head
 from draft_service.eagle.config import EagleConfig
 from draft_service.medusa.checkpoint import save_heads
 from draft_service.medusa.config import MedusaConfig
+from target_service.execution import node_tables
+from target_service.grammars import row_masks
+from target_service.speculation.policy import estimates, lookup_baseline
 
 _SIZES = {"vocab_size": 50, "draft_vocab_size": 50}
 
 
 def _load() -> None:
-    """Start the drafters that together run all of them."""
+    """Run a target's, and start the drafters that together run all of theirs."""
+    estimates.compile_pooled()
+    lookup_baseline.compile_loops()
+    node_tables.warm_up()
+    row_masks.warm_up()
     with TemporaryDirectory() as folder:
         head = save_head(make_head(**_SIZES), Path(folder) / "eagle", embedding=True)
         heads = save_heads(make_heads(**_SIZES), Path(folder) / "medusa")
