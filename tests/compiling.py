@@ -17,18 +17,29 @@ TARGET = GPUTarget("cuda", 90, 32)
 _TYPES = {torch.int32: "*i32", torch.float32: "*fp32", torch.float64: "*fp64", torch.bfloat16: "*bf16"}
 # Kernels that this process has compiled to machine code, each with its kind.
 _compiled = set[tuple[Any, str]]()
+# Of kernels whose memory this process has laid out: the sizes that it depends on.
+_laid_out = set[frozenset[tuple[Any, ...]]]()
 # Constants that choose code, beside those that are named BLOCK...
 _CHOOSING = ("AHEAD", "MOST", "PAGE_SIZE")
 
 
 def shared_bytes(
-    source: ASTSource, options: dict[str, Any], *, kind: str = "", check: Callable[[str], None] | None = None
+    source: ASTSource,
+    options: dict[str, Any],
+    *,
+    kind: str = "",
+    by_flags: bool = False,
+    check: Callable[[str], None] | None = None,
 ) -> int:
     """Bytes of shared memory of one program. The first variant of a kernel and `kind` is compiled to machine code, and
     in `make test-full` all are: `check` gets its PTX. The others are compiled until their memory is laid out, behind
-    which little depends on sizes and most of the time goes."""
-    if (source.fn, kind) in _compiled and not is_full():
-        return laid_out_bytes(source, options)
+    which little depends on sizes and most of the time goes; and where only flags differ, until their types are checked:
+    0 bytes. `by_flags` where flags take memory too."""
+    sizes = _sizes_of(source, options)
+    seen, first = sizes in _laid_out and not by_flags, (source.fn, kind) not in _compiled
+    _laid_out.add(sizes)
+    if not first and not is_full():
+        return laid_out_bytes(source, options, typed_alone=seen)
     found = compile(source, target=TARGET, options=options)
     _compiled.add((source.fn, kind))
     if check is not None:
@@ -36,7 +47,13 @@ def shared_bytes(
     return int(found.metadata.shared)
 
 
-def laid_out_bytes(source: ASTSource, options: dict[str, Any]) -> int:
+def _sizes_of(source: ASTSource, options: dict[str, Any]) -> frozenset[tuple[Any, ...]]:
+    constants = ((source.fn.arg_names[place], value) for (place, *_), value in source.constants.items())
+    sizes = {(source.fn, *one) for one in (*constants, *options.items()) if type(one[1]) is int}
+    return frozenset(one for one in sizes if one[1].startswith(("BLOCK", "num_")) or one[1] in _CHOOSING)
+
+
+def laid_out_bytes(source: ASTSource, options: dict[str, Any], *, typed_alone: bool = False) -> int:
     """The same by the stages of `triton.compiler.compile` before LLVM, and that one's passes until memory is laid
     out (Triton 3.9, `CUDABackend.make_llir`)."""
     backend = make_backend(TARGET)
@@ -48,8 +65,10 @@ def laid_out_bytes(source: ASTSource, options: dict[str, Any]) -> int:
     module = source.make_ir(
         TARGET, parsed, backend.get_codegen_implementation(parsed), backend.get_module_map(), context
     )
-    for stage in ("ttir", "ttgir"):
-        module = stages[stage](module, metadata)
+    module = stages["ttir"](module, metadata)
+    if typed_alone:
+        return 0
+    module = stages["ttgir"](module, metadata)
     manager = ir.pass_manager(context)
     passes.ttgpuir.add_combine_tensor_select_and_if(manager)
     passes.ttgpuir.add_allocate_warp_groups(manager, False)

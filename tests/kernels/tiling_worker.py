@@ -98,7 +98,7 @@ def compiled_bytes(
     kind = GluonASTSource if kernel.is_gluon() else ASTSource
     source = kind(kernel, signature, {(names.index(k),): v for k, v in constants.items()}, aligned)
     options = {"num_warps": tiling.warps, "num_stages": tiling.stages, "launch_pdl": True}
-    return compiling.shared_bytes(source, options, check=check)
+    return compiling.shared_bytes(source, options, by_flags=True, check=check)
 
 
 def main() -> None:
