@@ -253,7 +253,8 @@ class Branching:
 @pytest.mark.values
 @pytest.mark.parametrize("name", ["qwen3_next", "jamba"])
 @pytest.mark.parametrize("way", WAYS)
-@pytest.mark.parametrize("seed", range(8))
+# One for each way, and in make test-full more.
+@pytest.mark.parametrize("seed", [*range(len(WAYS)), *(pytest.param(seed, marks=pytest.mark.full) for seed in (6, 7))])
 @pytest.mark.usefixtures("without_gpu")
 def test_whatever_ends_and_when_answers_are_the_same(name: str, way: str, seed: int) -> None:
     branching = Branching(name, WAYS[way], seed)

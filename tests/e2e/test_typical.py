@@ -9,7 +9,18 @@ from collections.abc import Sequence
 from dataclasses import replace
 
 import pytest
-from engine_harness import DEVICE_SEQUENCES, Outcome, Propose, ScriptedDraft, grow, make_runner, plain, request, run
+from engine_harness import (
+    DEVICE_SEQUENCES,
+    Outcome,
+    Propose,
+    ScriptedDraft,
+    grow,
+    make_runner,
+    plain,
+    plain_each,
+    request,
+    run,
+)
 from transformers import PreTrainedModel
 
 from outrider.drafting.events import DraftEvents
@@ -53,8 +64,9 @@ def greedy_drafts(model: PreTrainedModel) -> Propose:
 def departures(model: PreTrainedModel, wanted: SequenceRequest, outcome: Outcome) -> int:
     """Tokens of an answer that the model would not have drawn after those before them, by the request's seed."""
     coupled, prompt = replace(wanted, mode=VerificationMode.COUPLED, max_tokens=1), wanted.token_ids
-    own = [plain(model, replace(coupled, token_ids=(*prompt, *outcome.token_ids[:place])))[0] for place in range(24)]
-    return sum(one != other for one, other in zip(own, outcome.token_ids, strict=True))
+    begun = [replace(coupled, token_ids=(*prompt, *outcome.token_ids[:place])) for place in range(24)]
+    own = plain_each(model, begun)
+    return sum(one != other for (one,), other in zip(own, outcome.token_ids, strict=True))
 
 
 @pytest.mark.parametrize("verified_by", ["host", "device", "device that chooses rows", "device, several passes"])
