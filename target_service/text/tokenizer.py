@@ -10,7 +10,13 @@ from typing import Any
 from tokenizers import Tokenizer
 
 from target_service.text.answer_format import AnswerFormat, answer_format
-from target_service.text.decoding.detokenizer import PROMPT_TOKENS, Detokenizer, TableDetokenizer, WindowDetokenizer
+from target_service.text.decoding.detokenizer import (
+    CHARACTER_BYTES,
+    PROMPT_TOKENS,
+    Detokenizer,
+    TableDetokenizer,
+    WindowDetokenizer,
+)
 from target_service.text.decoding.stop_strings import StopStrings
 from target_service.text.decoding.token_bytes import TokenBytes, token_bytes
 
@@ -91,11 +97,12 @@ class ModelTokenizer:
 
     def detokenizer(self, prompt: Sequence[int] = ()) -> Detokenizer:
         """Decodes an answer to `prompt`, in which special tokens have no text."""
-        end = self._visible_end(prompt)
-        if self._table is None:
+        table = self._table
+        end = self._visible_end(prompt, table)
+        if table is None:
             return WindowDetokenizer(self.backend, self.special_ids, end)
         begins = not end or (self._sections_begin_with_space and prompt[-1] in self.special_ids)
-        return TableDetokenizer(self.backend, self._table, end, begins=begins)
+        return TableDetokenizer(self.backend, table, end, begins=begins)
 
     def answer(
         self,
@@ -141,14 +148,15 @@ class ModelTokenizer:
         # Its decoder puts a space before every word, whatever the encoding found there.
         return self.backend.decoder is None or type(self.backend.decoder).__name__ == "WordPiece"
 
-    def _visible_end(self, prompt: Sequence[int]) -> list[int]:
-        """The last tokens of a prompt that have text."""
-        end: list[int] = []
+    def _visible_end(self, prompt: Sequence[int], table: TokenBytes | None) -> list[int]:
+        """The last tokens of a prompt that have text; with a `table` of their bytes no more than a character takes."""
+        end, size = list[int](), 0
         for token in reversed(prompt):
-            if len(end) == PROMPT_TOKENS:
+            if len(end) == PROMPT_TOKENS or size >= CHARACTER_BYTES:
                 break
             if token not in self.special_ids and self.backend.id_to_token(token) is not None:
                 end.append(token)
+                size += 0 if table is None else len(table.middle.get(token, b""))
         return end[::-1]
 
 

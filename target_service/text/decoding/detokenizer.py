@@ -19,6 +19,8 @@ REPLACEMENT = "\ufffd"
 # Tokens of the prompt that are decoded before an answer, where its text may depend on them. Chosen: a word of single
 # bytes fits.
 PROMPT_TOKENS = 32
+# Of UTF-8, at most. Bytes before a prompt's last four change nothing in what an unfinished character at its end needs.
+CHARACTER_BYTES = 4
 
 
 class Detokenizer(Protocol):
