@@ -14,6 +14,7 @@ import time
 from collections.abc import Mapping
 
 from opentelemetry import trace
+from opentelemetry.context import Context
 
 from outrider.errors import OutriderError
 from outrider.serving import current_tenant
@@ -62,13 +63,16 @@ class RequestTrace:
         # Until the request ends.
         self.recording = self._span.is_recording() or logs
         self.traceparent = traceparent_of(self._span)
-        self._in_span = trace.set_span_in_context(self._span)
         self._steps_left = MAX_STEP_SPANS if tracing.steps and self._span.is_recording() else 0
         self._last_step_ns = 0
         self._model_version = 0
         # Sums of the verdicts so far: all that is known of a request that is cancelled.
         self._seen = SequenceTotals()
         self._lossy = False
+
+    @property
+    def _in_span(self) -> Context:
+        return trace.set_span_in_context(self._span)
 
     def accepted(
         self, sequence_id: int, request: SequenceRequest, model: str, *, chat: bool = False, requested_model: str = ""

@@ -69,11 +69,14 @@ def set_up_tracing(service: str, endpoint: str, *, ratio: float = 1.0, steps: bo
 def context_from_metadata(metadata: Metadata | None) -> Context:
     """The caller's trace context; empty if it is malformed."""
     carrier = {key: value for key, value in metadata or () if key in _FIELDS and isinstance(value, str)}
-    return _PROPAGATOR.extract(carrier, Context())
+    # Most have none.
+    return _PROPAGATOR.extract(carrier, Context()) if carrier else Context()
 
 
 def context_from_traceparent(traceparent: str) -> Context:
     """The trace context of a `traceparent` field; empty if that is empty or malformed."""
+    if not traceparent:
+        return Context()
     return _PROPAGATOR.extract({"traceparent": traceparent}, Context())
 
 
