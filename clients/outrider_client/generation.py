@@ -192,10 +192,11 @@ class Generation:
         """Read the call's status, so that the target does not count the call as cancelled."""
         assert self._call is not None
         # A target that keeps the call open after its last event is not waited for.
-        with contextlib.suppress(grpc.RpcError, TimeoutError):
-            await asyncio.wait_for(self._call.read(), _END_SECONDS)
+        if not self._call.done():
+            with contextlib.suppress(grpc.RpcError, TimeoutError):
+                await asyncio.wait_for(self._call.read(), _END_SECONDS)
         await self._read_trailers(self._call)
-        if self._result is not None:
+        if self._result is not None and self.draft_refused:
             self._result = replace(self._result, draft_refused=self.draft_refused)
 
     async def _read_trailers(self, call: _Call) -> None:

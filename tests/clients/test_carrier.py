@@ -19,7 +19,7 @@ from outrider.sampling import SamplingParams
 from outrider.serving import Authenticator, Caller
 from outrider.v1 import target_pb2 as pb
 from outrider.v1 import target_pb2_grpc
-from outrider.wire.trees import error_of_rpc
+from outrider.wire.trees import error_of_rpc, sampling_to_pb
 from outrider_client import carrier as carrier_module
 from outrider_client.carrier import CarriedGenerate
 from outrider_client.client import Client
@@ -170,6 +170,23 @@ async def test_a_server_that_stops_does_not_wait_for_an_idle_stream() -> None:
         async with asyncio.timeout(HUNG_SECONDS):
             # Of which it waits none.
             await target.server.stop(2 * HUNG_SECONDS)
+
+
+async def test_an_end_comes_with_what_was_said_last() -> None:
+    """Else its reader would wake twice."""
+    async with target_over(None, TEXTUAL) as target:
+        stream = target.stub.GenerateMany()
+        asked = pb.GenerateRequest(text="a", sampling=sampling_to_pb(sampling(3)))
+        begun = [pb.CarriedCall(call=number, request=asked.SerializeToString()) for number in (1, 2)]
+        await stream.write(pb.GenerateManyRequest(begin=begun))
+        ended = set[int]()
+        while len(ended) < len(begun):
+            message = await stream.read()
+            events = [pb.GenerateResponse.FromString(response) for response in message.responses]
+            finished = {call for call, event in zip(message.calls, events, strict=True) if event.HasField("finished")}
+            assert finished == {end.call for end in message.ends}
+            ended |= finished
+        stream.cancel()
 
 
 async def test_numbers_must_grow_and_requests_must_be_messages() -> None:

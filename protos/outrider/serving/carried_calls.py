@@ -13,6 +13,7 @@ import time
 from collections.abc import AsyncIterator, Callable, Iterable, Mapping, Sequence
 from contextlib import asynccontextmanager
 from contextvars import ContextVar
+from dataclasses import dataclass, field
 from typing import Any, NoReturn
 
 import grpc
@@ -91,6 +92,11 @@ class CarriedContext(grpc.aio.ServicerContext[Any, Any]):
             if last:
                 all_sent.set_result(None)
         return responses
+
+    @property
+    def has_said_all(self) -> bool:
+        """Whether `send_from` is about to return."""
+        return self._all_sent is not None and self._all_sent.done()
 
     def pause(self) -> None:
         self.paused = True
@@ -197,6 +203,18 @@ class CarriedContext(grpc.aio.ServicerContext[Any, Any]):
 
     def disable_next_message_compression(self) -> None:
         """Do nothing: the stream's own holds."""
+
+
+@dataclass(slots=True)
+class _Said:
+    """What goes into one message: responses of calls, their bytes, and ends; `last` is whether a call's last response
+    is among them without its end."""
+
+    calls: list[int] = field(default_factory=list)
+    responses: list[bytes] = field(default_factory=list)
+    ends: list[pb.CarriedEnd] = field(default_factory=list)
+    size: int = 0
+    last: bool = False
 
 
 class CarriedCalls:
@@ -323,33 +341,40 @@ class CarriedCalls:
             await self._changed.wait()
             self._changed.clear()
             while self._ready:
-                message = self._collected()
-                if message is not None:
-                    await self._context.write(message)
+                said = _Said()
+                self._collect(said)
+                if said.last:
+                    # Its handler ends in the loop's next turn: the end goes with what it said last, for which a reader
+                    # would otherwise wake twice.
+                    await asyncio.sleep(0)
+                    self._collect(said)
+                if said.calls or said.ends:
+                    await self._context.write(
+                        pb.GenerateManyResponse(calls=said.calls, responses=said.responses, ends=said.ends)
+                    )
                 self._sent.set()
 
-    def _collected(self) -> pb.GenerateManyResponse | None:
-        calls, responses, ends, size = list[int](), list[bytes](), list[pb.CarriedEnd](), 0
+    def _collect(self, said: _Said) -> None:
+        """Add what is ready."""
         ready, self._ready = self._ready, {}
         # After so many bytes a message is sent; what else is ready goes into the next. Chosen: far below what clients
         # take.
-        while ready and size < 1 << 20:
+        while ready and said.size < 1 << 20:
             number = next(iter(ready))
             call = ready.pop(number)
             if call.cancelled_by_caller or (call.paused and call.end is None):
                 continue
             for response in call.pending():
-                calls.append(number)
-                responses.append(response)
-                size += len(response)
+                said.calls.append(number)
+                said.responses.append(response)
+                said.size += len(response)
             if call.end is not None:
-                ends.append(call.end)
+                said.ends.append(call.end)
+            elif call.has_said_all:
+                said.last = True
         if ready:
             # Calls may have become ready anew.
             self._ready = {**ready, **self._ready}
-        if not calls and not ends:
-            return None
-        return pb.GenerateManyResponse(calls=calls, responses=responses, ends=ends)
 
 
 class CarryingInterceptor(grpc.aio.ServerInterceptor):
