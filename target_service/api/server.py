@@ -75,6 +75,8 @@ class TargetServicer(target_pb2_grpc.TargetServiceServicer):
             queue = EventQueue(UNREAD_STEPS, self.sequences.cancel)
             sequence_id = self.sequences.submit(admitted, queue.put)
             try:
+                # What the engine's process is sent leaves at the end of the loop's turn: before an answer is prepared.
+                await asyncio.sleep(0)
                 model, chat = self.served.name, request.HasField("chat")
                 trace.accepted(sequence_id, admitted, model, chat=chat, requested_model=request.model)
                 await context.write(replies.started(sequence_id, admitted, model))
