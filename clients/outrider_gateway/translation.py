@@ -169,7 +169,7 @@ def completed(
         raise BadField("outrider.trees", "needs drafts to be true", "invalid_value")
     if given.prompt_logprobs is not None and (given.stream or request.echo):
         raise BadField("prompt_logprobs", "is for answers that are not streamed, without echo", "invalid_value")
-    if request.sampling.prompt_logprobs is None:
+    if request.sampling.prompt_logprobs is None and given.prompt_logprobs is not None:
         request = replace(request, sampling=replace(request.sampling, prompt_logprobs=given.prompt_logprobs))
     if form is not None:
         structured, name = form
