@@ -1,7 +1,10 @@
 PYTHON ?= python3
 VENV := .venv
 BIN := $(VENV)/bin
-PIP_INSTALL := $(BIN)/pip install --disable-pip-version-check --constraint constraints.txt
+# Bytecode is written of what is imported, whatever the environment says: two thirds of installing were for that of ten
+# thousand modules, most of which nobody imports.
+PIP_INSTALL := $(BIN)/pip install --disable-pip-version-check --no-compile --constraint constraints.txt
+unexport PYTHONDONTWRITEBYTECODE
 # Generated code runs on its own and on newer runtimes only, so it is made with the oldest supported tools.
 PROTO_TOOLS := grpcio-tools==1.75.1 protobuf==6.31.1 mypy-protobuf==3.6.0 setuptools==75.8.0
 PROTOC := PATH=$(CURDIR)/.venv-proto/bin:$$PATH $(CURDIR)/.venv-proto/bin/python -m grpc_tools.protoc -I . -I third_party
@@ -37,8 +40,7 @@ $(VENV)/.installed: pyproject.toml constraints.txt
 # Two workers more than cores, since tests wait for a fifth of their time: where three of them took 603 s on two
 # cores, four took 568.
 # Torch computes with one thread in each: teams that share cores wait for each other. Files in the order of
-# tests/conftest.py, the longest first: sorted by their numbers of tests, those of few long ones came last. Compiled tests
-# are kept where the environment says not to: each worker compiled all of them anew, for four seconds.
+# tests/conftest.py, the longest first: sorted by their numbers of tests, those of few long ones came last.
 WORKERS ?= $(shell expr $$(getconf _NPROCESSORS_ONLN) + 2)
 test test-full build/.compiled: export OMP_NUM_THREADS := 1
 
@@ -52,12 +54,12 @@ build/.compiled: $(NUMBA_FILES) tests/compiled.py $(VENV)/.installed
 # make test          everything that a CPU can prove
 .PHONY: test
 test: install build/.compiled
-	env -u PYTHONDONTWRITEBYTECODE $(BIN)/python -m pytest -n $(WORKERS) --dist loadfile --no-loadscope-reorder --rerun-failed-alone --durations 20 -m "not full and not gpu and not compose and not sdk and not install and not chaos and not ray"
+	$(BIN)/python -m pytest -n $(WORKERS) --dist loadfile --no-loadscope-reorder --rerun-failed-alone --durations 20 -m "not full and not gpu and not compose and not sdk and not install and not chaos and not ray"
 
 # make test-full     the same and the long matrix: 42 real prompts, every drafter
 .PHONY: test-full
 test-full: install build/.compiled
-	env -u PYTHONDONTWRITEBYTECODE $(BIN)/python -m pytest -n $(WORKERS) --dist loadfile --no-loadscope-reorder --rerun-failed-alone --hypothesis-profile others --durations 20 -m "not gpu and not compose and not sdk and not install and not chaos and not ray"
+	$(BIN)/python -m pytest -n $(WORKERS) --dist loadfile --no-loadscope-reorder --rerun-failed-alone --hypothesis-profile others --durations 20 -m "not gpu and not compose and not sdk and not install and not chaos and not ray"
 
 # make test-chaos    a thousand fault runs, a million frames, two soaks of an hour, attacks; three hours on two cores, figures in build/chaos
 .PHONY: test-chaos
@@ -66,7 +68,7 @@ test-chaos: export OUTRIDER_CHAOS_RESULTS := build/chaos
 test-chaos: install
 	$(BIN)/python -m pytest -s -m chaos tests/chaos
 
-# Both may run beside each other, as in .ci/run: what failed in one is no other's.
+# All may run beside each other, as in .ci/run: what failed in one is no other's.
 # make test-install  a wheel and a source distribution, installed in a clean environment, each role run
 .PHONY: test-install
 test-install: install

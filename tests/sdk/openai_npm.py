@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from sdk.toolchains import BUILD
+from sdk.toolchains import BUILD, HANGS
 from waits import HUNG_SECONDS
 
 SOURCE = Path(__file__).with_name("openai_npm")
@@ -32,7 +32,7 @@ def install() -> None:
     for file in SOURCE.iterdir():
         shutil.copy(file, INSTALLED)
     done = subprocess.run(
-        ["npm", "ci", "--ignore-scripts"], cwd=INSTALLED, capture_output=True, text=True, timeout=400, check=False
+        ["npm", "ci", "--ignore-scripts"], cwd=INSTALLED, capture_output=True, text=True, timeout=HANGS, check=False
     )
     if done.returncode:
         pytest.fail(f"npm ci\n{done.stdout}{done.stderr}", pytrace=False)

@@ -21,6 +21,8 @@ GO = BUILD / "go"
 GO_MODULE = "example.com/team/outrider/clients/go"
 GO_VERSION = "v0.1.0"
 EXAMPLES = ("chat", "sampling")
+# Of a compiler, beside as many processes as there are.
+HANGS = 1500
 
 
 @dataclass(frozen=True)
@@ -42,7 +44,7 @@ class Toolchain:
     def run(self, *argv: str, folder: Path | None = None) -> str:
         """What a build step prints. Fails with everything that it printed."""
         where = folder or self.folder
-        done = subprocess.run(argv, cwd=where, env=self.environment, capture_output=True, text=True, timeout=400)
+        done = subprocess.run(argv, cwd=where, env=self.environment, capture_output=True, text=True, timeout=HANGS)
         if done.returncode:
             pytest.fail(f"{' '.join(argv)}\n{done.stdout}{done.stderr}", pytrace=False)
         return done.stdout
