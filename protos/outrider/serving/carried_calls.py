@@ -10,8 +10,7 @@ from __future__ import annotations
 import asyncio
 import logging
 import time
-from collections.abc import AsyncIterator, Callable, Iterable, Mapping, Sequence
-from contextlib import asynccontextmanager
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextvars import ContextVar
 from dataclasses import dataclass, field
 from typing import Any, NoReturn
@@ -23,7 +22,7 @@ from outrider.admission.pacing import RefusalPace
 from outrider.errors import InvalidField, OutriderError, QuotaExceeded, check_most
 from outrider.runtime import end_tasks, until_first_ends
 from outrider.serving.calls import MAX_METADATA_BYTES
-from outrider.serving.interceptors import Context, Continuation, Handler, guarded
+from outrider.serving.interceptors import Context, Continuation, Handler, Proceed, guarded
 from outrider.v1 import target_pb2 as pb
 from outrider.wire.trees import status_of
 
@@ -398,10 +397,9 @@ class CarryingInterceptor(grpc.aio.ServerInterceptor):
         metadata = handler_call_details.invocation_metadata
         carried = await self._wrapped(continuation, details(f"{_SERVICE}/Generate", metadata))
 
-        @asynccontextmanager
-        async def guard(request: Any, _context: Context) -> AsyncIterator[Any]:
+        async def guard(request: Any, _context: Context, proceed: Proceed) -> Any:
             _carrying.set((self, carried))
-            yield request
+            return await proceed(request)
 
         return guarded(handler, guard)
 

@@ -6,8 +6,8 @@ import asyncio
 import inspect
 import logging
 import traceback
-from collections.abc import AsyncIterator, Awaitable, Callable, Mapping
-from contextlib import AbstractAsyncContextManager, aclosing, asynccontextmanager
+from collections.abc import Awaitable, Callable, Mapping
+from contextlib import aclosing
 from contextvars import ContextVar
 from dataclasses import dataclass
 from typing import Any, Protocol, TypeAlias, runtime_checkable
@@ -35,8 +35,11 @@ from outrider.wire.trees import status_of
 logger = logging.getLogger(__name__)
 Context = grpc.aio.ServicerContext[Any, Any]
 Parser = Callable[[bytes], Any]
-# Given a call's request, or requests, and its context; yields the request that the handler gets.
-Guard = Callable[[Any, Context], AbstractAsyncContextManager[Any]]
+# Runs the rest of a call, given the request that its handler gets.
+Proceed = Callable[[Any], Awaitable[Any]]
+# Given a call's request, or requests, and its context; runs the rest once, or raises. No context manager: that of a
+# generator takes ten times as long as a call, and each call passes four guards.
+Guard = Callable[[Any, Context, Proceed], Awaitable[Any]]
 Handler: TypeAlias = "grpc.RpcMethodHandler[Any, Any]"
 Continuation: TypeAlias = "Callable[[grpc.HandlerCallDetails], Awaitable[Handler | None]]"
 
@@ -66,15 +69,17 @@ def guarded(handler: Handler, guard: Guard, parse: Parser | None = None, *, read
     behaviour = getattr(handler, kind)
 
     async def call(request: Any, context: Context) -> Any:
-        async with guard(request, context) as given:
-            return await behaviour(given, context)
+        return await guard(request, context, lambda given: behaviour(given, context))
 
     # A coroutine for a generator: gRPC would leave that of a cancelled call to the garbage collector.
     async def iterate(request: Any, context: Context) -> None:
-        # `aclosing` frees what a cancelled call holds at once.
-        async with guard(request, context) as given, aclosing(behaviour(given, context)) as responses:
-            async for response in responses:
-                await context.write(response)
+        async def write_all(given: Any) -> None:
+            # `aclosing` frees what a cancelled call holds at once.
+            async with aclosing(behaviour(given, context)) as responses:
+                async for response in responses:
+                    await context.write(response)
+
+        await guard(request, context, write_all)
 
     handle: Any = iterate if inspect.isasyncgenfunction(behaviour) else call
     serialise = handler.response_serializer
@@ -116,13 +121,12 @@ def _first_message_within(handler: Handler, seconds: float) -> Handler:
             deadline.reschedule(None)
         return parse(payload)
 
-    @asynccontextmanager
-    async def begun(requests: Any, _context: Context) -> AsyncIterator[Any]:
+    async def begun(requests: Any, _context: Context, proceed: Proceed) -> Any:
         deadline = asyncio.timeout(seconds)
         _first_message.set(deadline)
         try:
             async with deadline:
-                yield requests
+                return await proceed(requests)
         except TimeoutError:
             if not deadline.expired():
                 raise
@@ -142,8 +146,7 @@ def _request_within(handler: Handler, limits: CallLimits, unread: NewestWaits | 
     """
     within = asyncio.timeout if unread is None else unread.within
 
-    @asynccontextmanager
-    async def read(_requests: Any, context: Context) -> AsyncIterator[Any]:
+    async def read(_requests: Any, context: Context, proceed: Proceed) -> Any:
         try:
             async with within(limits.request_seconds):
                 request = await context.read()
@@ -152,7 +155,7 @@ def _request_within(handler: Handler, limits: CallLimits, unread: NewestWaits | 
         if request is grpc.aio.EOF:
             most = limits.message_bytes
             raise InvalidField("request", f"is missing, or larger than the {most} bytes of --max-message-bytes")
-        yield request
+        return await proceed(request)
 
     return guarded(handler, read, _checked(handler.request_deserializer), reads=True)
 
@@ -207,15 +210,14 @@ class ErrorInterceptor(grpc.aio.ServerInterceptor):
         handler = await continuation(handler_call_details)
         method = str(handler_call_details.method)
 
-        @asynccontextmanager
-        async def guard(request: Any, context: Context) -> AsyncIterator[Any]:
+        async def guard(request: Any, context: Context, proceed: Proceed) -> Any:
             task = asyncio.current_task()
             assert task is not None
             self._running.add(task)
             # Asked for now: a call that gRPC has ended has none.
             peer = context.peer()
             try:
-                yield request
+                return await proceed(request)
             except asyncio.CancelledError:
                 if self._ending is None or context.done():
                     raise
@@ -262,21 +264,19 @@ class AuthInterceptor(grpc.aio.ServerInterceptor):
         for_health = method.startswith(f"/{health.SERVICE_NAME}/")
         watches = method == f"/{health.SERVICE_NAME}/Watch"
 
-        @asynccontextmanager
-        async def guard(request: Any, context: Context) -> AsyncIterator[Any]:
+        async def guard(request: Any, context: Context, proceed: Proceed) -> Any:
             # Stands for the tenant of callers without a valid token, where their refusals are paced. No tenant has this
             # name.
             tenant = ""
             try:
                 if for_health:
                     with self._calls.health(watches=watches):
-                        yield request
-                    return
+                        return await proceed(request)
                 caller = self.authenticator.caller(context.invocation_metadata() or ())
                 current_caller.set(caller)
                 tenant = caller.tenant
                 with self._calls.of(tenant):
-                    yield request
+                    return await proceed(request)
             except OutriderError as error:
                 size = _request_bytes.get()
                 refused_large = size > LARGE_BYTES and error.code not in _NOT_THE_CALLERS_FAULT

@@ -3,13 +3,12 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator, Iterator
-from contextlib import asynccontextmanager
+from collections.abc import Iterator
 from typing import Any
 
 import grpc
 
-from outrider.serving.interceptors import Context, Continuation, Handler, guarded
+from outrider.serving.interceptors import Context, Continuation, Handler, Proceed, guarded
 from outrider.telemetry.registry import MetricSet, Reading
 from outrider.telemetry.table import RPC
 
@@ -46,12 +45,11 @@ class RpcMetricsInterceptor(grpc.aio.ServerInterceptor):
         handler = await continuation(handler_call_details)
         method = str(handler_call_details.method).lstrip("/")
 
-        @asynccontextmanager
-        async def guard(request: Any, context: Context) -> AsyncIterator[Any]:
+        async def guard(request: Any, context: Context, proceed: Proceed) -> Any:
             self._in_flight[method] = self._in_flight.get(method, 0) + 1
             ended: BaseException | None = None
             try:
-                yield request
+                return await proceed(request)
             except BaseException as error:
                 ended = error
                 raise
