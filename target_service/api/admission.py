@@ -125,8 +125,11 @@ class Admission:
         rules = (await self._calling(rules[0], tools, prompt, tenant), *rules[1:])
         prediction = await self._prompts.prediction(request, tenant)
         enabled = options.enabled if options.HasField("enabled") else True
-        sequence = replace(
-            self._request(prompt, rules, tenant, traceparent),
+        sequence = self._request(
+            prompt,
+            rules,
+            tenant,
+            traceparent,
             speculate=enabled and served.speculation and max_nodes > 0,
             max_draft_nodes=max_nodes,
             corpus=corpus,
@@ -199,8 +202,8 @@ class Admission:
             raise InvalidField("open.sampling.prompt_logprobs", "is for Generate")
         prompt = self._prompts.checked(request.token_ids, "open.token_ids")
         await self._forms.check(rules[0].structured_output, tenant, "open.sampling.structured_output")
-        common = self._request(prompt, rules, tenant, traceparent)
-        return replace(common, speculate=False, max_draft_nodes=self.served.max_rows - 1, external=True)
+        most = self.served.max_rows - 1
+        return self._request(prompt, rules, tenant, traceparent, speculate=False, max_draft_nodes=most, external=True)
 
     def _check(self, model: str, tenant: str) -> None:
         """Count a request. Raises `QuotaExceeded`, and `UnknownModel` where it names another model than the served."""
@@ -209,8 +212,10 @@ class Admission:
         if model and not answers_to(names, model):
             raise UnknownModel("another model is served", served=", ".join(names))
 
-    def _request(self, prompt: tuple[int, ...], rules: _Rules, tenant: str, traceparent: str) -> SequenceRequest:
-        """What both calls have in common."""
+    def _request(
+        self, prompt: tuple[int, ...], rules: _Rules, tenant: str, traceparent: str, **own: Any
+    ) -> SequenceRequest:
+        """What both calls have in common, and what is a call's `own`."""
         (sampling, mode, typical), limits = rules, self.quotas.table.of(tenant)
         return SequenceRequest(
             token_ids=prompt,
@@ -223,6 +228,7 @@ class Admission:
             tenant=tenant,
             limits=limits,
             traceparent=traceparent,
+            **own,
         )
 
     def _rules(
