@@ -97,6 +97,9 @@ class Fields:
 
 def read_object(kind: type[Nested], value: Any, path: str) -> Nested:
     """A value as an object that has these fields and no others. Raises `BadField`."""
+    if value == {}:
+        # As where it is not given.
+        return converted(value, kind, path)
     fields = Fields(value if type(value) is dict else converted(value, dict[str, Any], path), path)
     found = fields.read(kind)
     fields.ignore(kind.ignored)
