@@ -150,7 +150,14 @@ class Pages:
     def slots(self, pages: Sequence[int], start: int, count: int) -> list[int]:
         """The slots of tokens start .. start + count of a sequence that holds `pages`."""
         size = self.page_size
-        return [pages[t // size] * size + t % size for t in range(start, start + count)]
+        if count <= size:
+            return [pages[t // size] * size + t % size for t in range(start, start + count)]
+        # Of a prompt: page by page takes a tenth of the time.
+        first, slots = start // size, list[int]()
+        for page in pages[first : self.pages_for(start + count)]:
+            slots += range(page * size, (page + 1) * size)
+        begin = start - first * size
+        return slots[begin : begin + count]
 
     def check_integrity(self, owned: Collection[Sequence[int]], cached: Iterable[int] = ()) -> None:
         """Raise AssertionError unless every page is free, or owned as often as it is counted: once by each of `owned`

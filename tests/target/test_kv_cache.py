@@ -120,6 +120,12 @@ def test_pages_for_rounds_up(tokens: int, pages: int) -> None:
 def test_slots_cross_pages_in_the_sequences_own_order() -> None:
     assert cache_of().slots([6, 2], 2, 4) == [26, 27, 8, 9]
     assert cache_of().slots([6, 2], 8, 0) == []
+    # Of a prompt, from the beginning, the middle and the end of a page on.
+    pages = [6, 2, 3, 9]
+    for start in (0, 1, 3, 4):
+        for count in range(4, 17 - start):
+            slots = [4 * pages[token // 4] + token % 4 for token in range(start, start + count)]
+            assert cache_of().slots(pages, start, count) == slots
 
 
 def test_any_order_of_taking_and_giving_back_keeps_the_books() -> None:
