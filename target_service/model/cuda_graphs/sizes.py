@@ -85,10 +85,11 @@ def choose_bucket(buckets: Iterable[Bucket], batch: AttentionBatch, room: int = 
     that the device makes of them; None if none does. `buckets` are in that order. One for common pages is for steps
     that have some, if it has as few rows: others hold them too."""
     trees = max((len(parents) for parents in batch.parents if parents is not None), default=KEPT + 1 if room else 0)
+    rows, sequences = max(batch.rows, room), batch.sequences
     fitting = (
         bucket
         for bucket in buckets
-        if max(batch.rows, room) <= bucket.rows and batch.sequences <= bucket.sequences and trees <= bucket.largest_tree
+        if rows <= bucket.rows and sequences <= bucket.sequences and trees <= bucket.largest_tree
     )
     if not batch.common_pages:
         return next((bucket for bucket in fitting if not bucket.common), None)
