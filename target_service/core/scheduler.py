@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import functools
 import math
 from collections import Counter, defaultdict, deque
 from collections.abc import Callable, Iterator
@@ -418,7 +417,15 @@ class Scheduler:
 
     def _once_ordered(self) -> Callable[[], list[tuple[Sequence, float]]]:
         """`order_of_preemption`, worked out when it is first asked for: as long as nothing is preempted."""
-        return functools.cache(lambda: list(order_of_preemption(self.running, self._idle)))
+        found: list[tuple[Sequence, float]] | None = None
+
+        def order() -> list[tuple[Sequence, float]]:
+            nonlocal found
+            if found is None:
+                found = list(order_of_preemption(self.running, self._idle))
+            return found
+
+        return order
 
     def _held(self, tenant: str) -> int:
         return sum(len(sequence.pages) for sequence in self.running if sequence.request.tenant == tenant)
