@@ -11,31 +11,44 @@ from typing import Any
 from compiling import few, shared_bytes
 from triton.compiler import ASTSource
 
-from tree_kernels.recurrence import triton_gating, triton_kernels, triton_keyed, triton_mixing, triton_selective
+from tree_kernels.recurrence import (
+    triton_gating,
+    triton_kernels,
+    triton_keyed,
+    triton_mixing,
+    triton_selective,
+)
 
 HALF = ("inputs", "ring", "windows", "weight", "bias", "output", "folded", "rows", "queries", "keys", "reading")
 HALF += ("values", "scores", "product", "mixed", "gate", "norm")
 OTHERS = dict.fromkeys(("gates", "ring_gates", "folded_gates", "states", "reached", "ends", "steps"), "*fp32")
 OTHERS |= {"decay": "*fp32", "words": "*i64", "stride": "i32", "epsilon": "fp32"}
-OTHERS |= {"skip": "*fp32", "values_stride": "i32", "gate_stride": "i32"}
+OTHERS |= {"sequences": "i32", "chunks": "i32", "skip": "*fp32", "values_stride": "i32", "gate_stride": "i32"}
 
 
 def kernels() -> Iterator[tuple[str, Any, dict[str, Any]]]:
     """Name, kernel and constants."""
-    yield "plan", triton_kernels.plan_kernel, {"PAGE": 16, "WINDOW": 64, "BLOCK": 64}
+    plan = {"PAGE": 16, "WINDOW": 64, "FEW": 16, "BLOCK": 64, "BLOCK_B": 64}
+    yield "plan", triton_kernels.plan_kernel, plan
     delta = {"WINDOW": 64, "CHANNELS": 8192, "HEADS": 32, "GROUP": 2, "DK": 128, "DV": 128, "QUERY_AT": 0}
     delta |= {"KEY_AT": 2048, "VALUE_AT": 4096, "NORMED": True, "SCALING": 128**-0.5, "BLOCK_K": 128}
-    delta |= {"FEW": 16, "PRECISION": "tf32x3"}
-    kept = {"BLOCK_V": 32, "TAPS": 4, "KEPT": 64, "STAGES": 2}
-    kept |= {"BLOCK_R": 16, "BLOCK_C": 64, "BLOCK_T": 4, "BLOCK_G": 64}
+    delta |= {"PARTS": 4, "BLOCK_V": 32, "FEW": 16, "PRECISION": "tf32x3", "STAGES": 2, "STATES": 128, "TAPS": 4}
+    delta |= {"BLOCK_R": 4, "BLOCK_C": 256, "BLOCK_T": 4, "BLOCK_G": 64}
+    mixing = {
+        "single": triton_mixing.mix_single_kernel,
+        "few": triton_mixing.mix_few_kernel,
+        "many": triton_mixing.mix_many_kernel,
+        "prepare": triton_mixing.prepare_kernel,
+    }
     for rule, own in (("sum", {"DELTA": False, "NORMED": False}), ("delta", {"DELTA": True})):
-        for most in (1, 64, 16):
-            yield f"mix {rule} {most}", triton_mixing.mix_kernel, delta | kept | own | {"MOST": most}
-        yield f"prepare {rule}", triton_mixing.prepare_kernel, delta | own | {"BLOCK_V": 128}
+        for name, kernel in mixing.items():
+            sizes = delta | own | ({"BLOCK_V": 128} if name == "prepare" else {})
+            yield f"{name} {rule}", kernel, {each: sizes[each] for each in kernel.arg_names if each in sizes}
     for name, channels, taps, gates in (("delta", 8192, 4, 64), ("short", 2048, 3, 0)):
-        sizes = {"WINDOW": 64, "CHANNELS": channels, "TAPS": taps, "BLOCK_R": 16, "GATES": gates}
-        own = {"SILU": name == "delta", "BIAS": name == "short", "BLOCK_C": 128, "BLOCK_G": max(1, gates)}
-        yield f"convolve {name}", triton_kernels.convolve_kernel, sizes | own
+        for rows in (4, 16):
+            sizes = {"WINDOW": 64, "CHANNELS": channels, "TAPS": taps, "BLOCK_R": rows, "GATES": gates}
+            own = {"SILU": name == "delta", "BIAS": name == "short", "BLOCK_C": 128, "BLOCK_G": max(1, gates)}
+            yield f"convolve {name} {rows}", triton_kernels.convolve_kernel, sizes | own
     sizes = {"WINDOW": 64, "CHANNELS": 2048, "TAPS": 3, "BLOCK_R": 16, "BLOCK_C": 256, "BLOCK_T": 2}
     yield "keep", triton_kernels.keep_kernel, sizes
     yield "gates", triton_gating.delta_gates_kernel, {"HEADS": 32, "BLOCK": 32}
@@ -77,7 +90,8 @@ def compiled(name: str, kernel: Any, constants: dict[str, Any]) -> int:
 
 
 def options_of(name: str) -> dict[str, int]:
-    return {"num_warps": {"plan": 2, "prepare keyed": 8}.get(name, 4)}
+    wide = name.startswith("prepare") or (name.startswith("convolve") and name.endswith("16"))
+    return {"num_warps": 8 if wide else 2 if name == "plan" else 4}
 
 
 def main() -> None:

@@ -25,6 +25,7 @@ from tree_kernels.recurrence import (
     StateRule,
     StateShape,
     TreeRecurrence,
+    triton_backend,
 )
 
 INTERPRETED = not torch.cuda.is_available()
@@ -64,6 +65,8 @@ class Case:
     passes: tuple[tuple[int, int, int], ...] = PASSES
     # Two of the sequences leave page ends of so many tokens.
     page_size: int = 0
+    # Launched as a captured pass is, whose sequences may have any rows.
+    captured: bool = False
 
 
 CASES = {
@@ -77,6 +80,8 @@ CASES = {
     "sum, one tap": Case(StateRule.SUM, ONE_TAP, 6, passes=((5, 9, -1), (-6, 3, 1))),
     # Products of bf16 are not interpreted.
     "16 bits": Case(StateRule.DELTA, TINY, 40, torch.float16 if INTERPRETED else torch.bfloat16),
+    "captured": Case(StateRule.DELTA, TINY, 20, captured=True),
+    "captured, window of one": Case(StateRule.DELTA, TINY, 1, passes=((5, 2, 1), (1, 1, 0), (1, 3, 1)), captured=True),
     "broken node": Case(StateRule.DELTA, TINY, 40, broken=True),
     "page ends": Case(StateRule.DELTA, TINY, 9, passes=TURNS, page_size=4),
     "page ends, sum": Case(StateRule.SUM, ONE_TAP, 9, passes=TURNS, page_size=4),
@@ -166,6 +171,9 @@ class Compared:
         made = []
         for form, states in zip(self.forms, self.states, strict=True):
             plan = form.plan(batch, (1, 2, 3), states)
+            if self.case.captured and form is self.forms[0]:
+                bounded = triton_backend.SequenceKinds.bounded(3, batch.rows, self.case.window)
+                plan = replace(plan, kinds=bounded)  # type: ignore[call-arg]
             of_pass = RecurrentPass(form, plan, states)
             early = gates[:, : self.case.shape.early_gates]
             convolved = of_pass.convolve(1, inputs, early, self.convolution)

@@ -1,5 +1,5 @@
-"""Recurrent layers over trees in Triton: one launch plans the pass, and two compute a layer, or three where a sequence
-may have more than 16 rows. Nothing is read back."""
+"""Recurrent layers over trees in Triton: one launch plans the pass, and two compute a layer, one more where a sequence
+may have several rows, and two more where one may have more than 16. Nothing is read back."""
 
 from __future__ import annotations
 
@@ -25,7 +25,13 @@ from tree_kernels.recurrence.triton_gating import (
 )
 from tree_kernels.recurrence.triton_kernels import convolve_kernel, keep_kernel, plan_kernel
 from tree_kernels.recurrence.triton_keyed import mix_keyed_kernel, prepare_keyed_kernel
-from tree_kernels.recurrence.triton_mixing import CHUNK, mix_kernel, prepare_kernel
+from tree_kernels.recurrence.triton_mixing import (
+    CHUNK,
+    mix_few_kernel,
+    mix_many_kernel,
+    mix_single_kernel,
+    prepare_kernel,
+)
 from tree_kernels.recurrence.triton_selective import SCANNED, keep_gates_kernel, scan_kernel, scan_later_kernel
 from tree_kernels.recurrence.types import (
     MOST_NODES,
@@ -39,6 +45,11 @@ from tree_kernels.recurrence.types import (
 
 # Tiles are chosen, not measured.
 _ROWS, _CHANNELS, _KEPT_CHANNELS, _FEW_ROWS, _COLUMNS = 16, 128, 256, 16, 32
+# Of sequences with fewer rows than a tile: most of them have one, and one pending key.
+_ROWS_OF_FEW = 4
+# Programs of the convolution that fill an H200, a few for each of its processors: a token's block that is not there is
+# a program that ends at once, and of 64 sequences with a window of 64 those were seven of eight.
+_CONVOLVED_PROGRAMS = 1024
 _GATED_HEADS = 4
 _SCANNED_CHANNELS, _KEPT_GATES = 32, 1024
 
@@ -54,6 +65,44 @@ class PassTensors:
     slots: Tensor  # [B], of states
 
 
+@dataclass(frozen=True, slots=True)
+class StateTiles:
+    """Columns of values and warps of a program, and how many such programs a processor has where they take items in
+    turn: as many as run beside one another, by what they need of registers and shared memory (`ptxas`, sm_90a). Chosen
+    so, not measured: `benchmarks.recurrence.launches --sweep` compares them."""
+
+    # Of one row, six programs of 16 KB of states beside one another on an H200.
+    single: tuple[int, int] = (32, 4)
+    few: tuple[int, int, int] = (32, 4, 2)
+    many: tuple[int, int, int] = (32, 4, 1)
+    prepared: tuple[int, int] = (8, 1)  # warps and programs, of all columns
+
+
+@dataclass(frozen=True, slots=True)
+class SequenceKinds:
+    """At most so many sequences of a pass have one row, few, and many; and the most rows of one."""
+
+    single: int
+    few: int
+    many: int
+    most_rows: int
+
+    @classmethod
+    def counted(cls, counts: Sequence[int], window: int) -> SequenceKinds:
+        """Of the rows of each sequence."""
+        least = max(1, min(_FEW_ROWS, window))
+        single, many = sum(count == 1 for count in counts), sum(count > least for count in counts)
+        return cls(single, sum(count > 1 for count in counts) - many, many, max(counts, default=0))
+
+    @classmethod
+    def bounded(cls, sequences: int, rows: int, window: int) -> SequenceKinds:
+        """Of any sequences with so many rows."""
+        many = rows // (1 + max(1, min(_FEW_ROWS, window)))
+        # Where the window has one row, several are many.
+        few = rows // 2 if window > 1 else 0
+        return cls(sequences, min(sequences, few), min(sequences, many), rows)
+
+
 @dataclass
 class TritonRecurrencePlan(RecurrencePlan):
     """Device tensors of one pass, at fixed addresses where those of `tensors` are."""
@@ -64,7 +113,8 @@ class TritonRecurrencePlan(RecurrencePlan):
     targets: Tensor  # [B] int32, and behind it
     words: Tensor  # [R] int64, ancestors of each node and itself
     depths: Tensor  # [R] int32
-    most_rows: int  # of one sequence
+    listed: Tensor  # [2 + 2 * B] int32, see `plan_kernel`
+    kinds: SequenceKinds
 
 
 @dataclass
@@ -92,8 +142,11 @@ class TritonRecurrence:
     """See `tree_kernels.recurrence.TreeRecurrence`."""
 
     def __init__(self, device: torch.device) -> None:
-        self._device = device
-        self._precision = "tf32x3" if device.type == "cuda" else "ieee"
+        self._device, self.tiles = device, StateTiles()
+        on_gpu = device.type == "cuda"
+        self._precision = "tf32x3" if on_gpu else "ieee"
+        # Interpreted, few: each takes several items.
+        self._processors = torch.cuda.get_device_properties(device).multi_processor_count if on_gpu else 2
 
     def plan(self, batch: AttentionBatch, slots: Sequence[int], states: RecurrentStates) -> TritonRecurrencePlan:
         for rows, tree in zip(batch.row_counts, batch.parents, strict=True):
@@ -108,26 +161,30 @@ class TritonRecurrence:
         count, rows = batch.sequences, batch.rows
         integers = torch.frombuffer(packed, dtype=torch.int32).to(self._device, non_blocking=True)
         sizes = [count + 1, count, count, rows, count]
-        return self.plan_on_device(batch, PassTensors(*torch.split(integers, sizes)), states)
+        kinds = SequenceKinds.counted(batch.row_counts, states.window)
+        return self.plan_on_device(batch, PassTensors(*torch.split(integers, sizes)), states, kinds)
 
     def plan_on_device(
-        self, batch: AttentionBatch, tensors: PassTensors, states: RecurrentStates
+        self, batch: AttentionBatch, tensors: PassTensors, states: RecurrentStates, kinds: SequenceKinds | None = None
     ) -> TritonRecurrencePlan:
         """The plan of a pass that the device has, of as many sequences and at most the rows of `batch`. May be
-        captured: nothing of the batch is read but its sizes."""
+        captured: nothing of the batch is read but its sizes. Without `kinds` any sequence may have any rows."""
         if states.window > MOST_NODES:
             raise ValueError(f"expected trees of at most {MOST_NODES} rows, got {states.window}")
         count, rows = batch.sequences, len(tensors.parents)
-        pending, sources, targets, depths, node_slots = (
-            torch.empty(size, dtype=torch.int32, device=self._device) for size in (count, count, count, rows, rows)
+        sizes = count, count, count, rows, rows, 2 + 2 * count
+        pending, sources, targets, depths, node_slots, listed = (
+            torch.empty(size, dtype=torch.int32, device=self._device) for size in sizes
         )
         words = torch.empty(rows, dtype=torch.int64, device=self._device)
         plan_kernel[(count,)](
             tensors.query_starts, tensors.prefix_lengths, tensors.slots, tensors.causal, tensors.parents,
-            states.lengths, states.seconds, pending, sources, targets, words, depths, node_slots, PAGE=states.page_size,
-            WINDOW=states.window, BLOCK=MOST_NODES, num_warps=2,
+            states.lengths, states.seconds, pending, sources, targets, words, depths, node_slots, listed,
+            PAGE=states.page_size, WINDOW=states.window, FEW=min(_FEW_ROWS, states.window), BLOCK=MOST_NODES,
+            BLOCK_B=triton.next_power_of_2(count), num_warps=2,
         )  # fmt: skip
-        return TritonRecurrencePlan(batch, node_slots, tensors, pending, sources, targets, words, depths, rows)
+        kinds = kinds or SequenceKinds.bounded(count, rows, states.window)
+        return TritonRecurrencePlan(batch, node_slots, tensors, pending, sources, targets, words, depths, listed, kinds)
 
     def convolve(
         self, at: LayerStates, inputs: Tensor, gates: Tensor, convolution: ShortConvolution
@@ -141,13 +198,19 @@ class TritonRecurrence:
         folded = inputs.new_empty(count, states.window, shape.channels)
         folded_gates = gates.new_empty(count, states.window, shape.early_gates)
         bias = convolution.weight if convolution.bias is None else convolution.bias
-        grid = count, triton.cdiv(shape.channels, _CHANNELS), triton.cdiv(plan.most_rows + states.window, _ROWS)
-        convolve_kernel[grid](
+        wide = len(inputs) >= _ROWS * count
+        block = _ROWS if wide else _ROWS_OF_FEW
+        parts, blocks = triton.cdiv(shape.channels, _CHANNELS), triton.cdiv(plan.kinds.most_rows + states.window, block)
+        if plan.kinds.most_rows <= states.window or not wide:
+            # Most of them are not there.
+            blocks = max(1, min(blocks, _CONVOLVED_PROGRAMS // (parts * count)))
+        convolve_kernel[(parts, count, blocks)](
             inputs, states.inputs[layer], states.gates[layer], states.windows[layer], convolution.weight, bias, output,
             folded, folded_gates, tensors.query_starts, tensors.prefix_lengths, plan.sources, tensors.causal,
             tensors.parents, plan.pending, inputs.stride(0), WINDOW=states.window, CHANNELS=shape.channels,
             TAPS=shape.taps, GATES=shape.early_gates, SILU=convolution.silu, BIAS=convolution.bias is not None,
-            BLOCK_R=_ROWS, BLOCK_C=_CHANNELS, BLOCK_G=triton.next_power_of_2(max(1, shape.early_gates)), num_warps=4,
+            BLOCK_R=block, BLOCK_C=_CHANNELS, BLOCK_G=triton.next_power_of_2(max(1, shape.early_gates)),
+            num_warps=8 if wide else 4,
         )  # fmt: skip
         if not shape.early_gates:
             # Behind what reads the pending keys.
@@ -162,32 +225,52 @@ class TritonRecurrence:
     def mix(self, at: LayerStates, convolved: Convolved, gates: Tensor, layout: HeadsLayout) -> Tensor:
         plan, states, layer = at
         assert isinstance(plan, TritonRecurrencePlan) and isinstance(convolved, TritonConvolved)
-        shape, tensors, rows, gates = states.shape, plan.tensors, convolved.rows, gates.contiguous()
+        shape, rows, gates, kinds = states.shape, convolved.rows, gates.contiguous(), plan.kinds
         output, inputs = rows.new_empty(len(rows), shape.heads, shape.value_width), convolved.inputs
-        few = min(_FEW_ROWS, states.window)
-        most = 1 if plan.most_rows == 1 else _FEW_ROWS if plan.most_rows <= few else CHUNK.value
+        tokens, state = (rows, convolved.folded, convolved.folded_gates, gates), states.states[layer]
+        of_plan = plan.tensors.query_starts, plan.tensors.prefix_lengths, plan.sources, plan.targets, plan.pending
         constants = self._constants(shape, layout, states.window)
-        prepared = self._prepared(plan, shape, rows, gates, constants, many=most > _FEW_ROWS)
-        parts = triton.cdiv(shape.value_width, _COLUMNS)
-        kept = triton.cdiv(shape.channels, shape.heads * parts)
-        # Chunks in flight: those of 16-bit numbers fit the shared memory twice.
-        mix_kernel[(plan.batch.sequences, shape.heads, parts)](
-            inputs, states.inputs[layer], states.windows[layer], rows, convolved.folded, convolved.folded_gates, gates,
-            states.gates[layer], states.states[layer], output, prepared.queries, prepared.keys, prepared.reading,
-            prepared.values, prepared.scores, prepared.reached, tensors.query_starts, tensors.prefix_lengths,
-            plan.sources, plan.targets, plan.pending, plan.words, plan.depths, inputs.stride(0), MOST=most,
-            TAPS=shape.taps, BLOCK_V=_COLUMNS, STAGES=2 if rows.element_size() == 2 else 1, KEPT=kept, BLOCK_R=_ROWS,
-            BLOCK_C=triton.next_power_of_2(kept), BLOCK_T=triton.next_power_of_2(max(1, shape.taps - 1)),
-            BLOCK_G=triton.next_power_of_2(shape.gates), num_warps=4, **constants,
+        columns, warps = self.tiles.single
+        of_tile = {"BLOCK_V": columns, "PARTS": triton.cdiv(shape.value_width, columns), "num_warps": warps}
+        programs = shape.heads * triton.cdiv(shape.value_width, columns) if kinds.single else 0
+        keeping = triton.cdiv(shape.channels, _KEPT_CHANNELS)
+        mix_single_kernel[(programs + keeping, plan.batch.sequences)](
+            inputs, states.inputs[layer], states.windows[layer], *tokens, states.gates[layer], state, output, *of_plan,
+            inputs.stride(0), STATES=programs, TAPS=shape.taps, BLOCK_R=_ROWS_OF_FEW, BLOCK_C=_KEPT_CHANNELS,
+            BLOCK_T=triton.next_power_of_2(max(1, shape.taps - 1)), BLOCK_G=triton.next_power_of_2(shape.gates),
+            **of_tile, **_of(mix_single_kernel, constants),
         )  # fmt: skip
+        if kinds.few:
+            programs, of_tile = self._in_turn(kinds.few, shape, self.tiles.few)
+            mix_few_kernel[(programs,)](
+                *tokens, state, output, *of_plan, plan.words, plan.depths, plan.listed, FEW=_FEW_ROWS, **of_tile,
+                **_of(mix_few_kernel, constants),
+            )  # fmt: skip
+        if kinds.many:
+            prepared = self._prepared(plan, shape, rows, gates, constants)
+            programs, of_tile = self._in_turn(kinds.many, shape, self.tiles.many)
+            # Chunks in flight: those of 16-bit numbers fit the shared memory twice.
+            mix_many_kernel[(programs,)](
+                convolved.folded, convolved.folded_gates, state, output, prepared.queries, prepared.keys,
+                prepared.reading, prepared.values, prepared.scores, prepared.reached, *of_plan, plan.listed,
+                plan.batch.sequences, STAGES=2 if rows.element_size() == 2 else 1, **of_tile,
+                **_of(mix_many_kernel, constants),
+            )  # fmt: skip
         return output
+
+    def _in_turn(self, sequences: int, shape: StateShape, tile: tuple[int, int, int]) -> tuple[int, dict[str, int]]:
+        """Programs for the states of so many sequences, which take parts of them in turn, and how they are tiled."""
+        columns, warps, resident = tile
+        parts = triton.cdiv(shape.value_width, columns)
+        programs = min(sequences * shape.heads * parts, resident * self._processors)
+        return programs, {"BLOCK_V": columns, "PARTS": parts, "num_warps": warps}
 
     def scan(self, at: LayerStates, convolved: Convolved, gates: Tensor, queries: Tensor, decay: Tensor) -> Tensor:
         plan, states, layer = at
         assert isinstance(plan, TritonRecurrencePlan) and isinstance(convolved, TritonConvolved)
         shape, tensors, rows, ring = states.shape, plan.tensors, convolved.rows, states.gates[layer]
         output, count = torch.empty_like(rows, dtype=torch.float32), plan.batch.sequences
-        chunks = triton.cdiv(plan.most_rows, SCANNED.value) if plan.most_rows > states.window else 1
+        chunks = triton.cdiv(plan.kinds.most_rows, SCANNED.value) if plan.kinds.most_rows > states.window else 1
         places = triton.cdiv(len(rows), SCANNED.value) + count if chunks > 1 else 0
         ends, steps = (decay.new_empty(places, shape.channels, width) for width in (shape.key_width, 1))
         sizes: dict[str, Any] = {
@@ -214,14 +297,18 @@ class TritonRecurrence:
         assert isinstance(plan, TritonRecurrencePlan) and isinstance(convolved, TritonConvolved)
         shape, tensors, rows = states.shape, plan.tensors, convolved.rows
         output = rows.new_empty(len(rows), shape.heads, shape.value_width)
-        prompts = plan.most_rows > states.window
-        constants = self._keyed_constants(shape, layout, states.window)
-        prepared = self._prepared(plan, shape, rows, gates, constants, many=prompts, keyed=True)
+        prompts = plan.kinds.most_rows > states.window
+        constants = self._constants(shape, layout, states.window)
+        # Without prompts, tensors that are not read.
+        prepared = PreparedRows(rows, rows, rows, rows, rows, gates)
+        if prompts:
+            prepared = self._prepared(plan, shape, rows, gates, constants, keyed=True)
         mix_keyed_kernel[(plan.batch.sequences, shape.heads, triton.cdiv(shape.value_width, _COLUMNS))](
             rows, gates, convolved.folded, states.gates[layer], states.states[layer], output, prepared.queries,
             prepared.keys, prepared.reading, prepared.values, prepared.scores, prepared.reached, tensors.query_starts,
             tensors.prefix_lengths, plan.sources, plan.targets, tensors.causal, plan.pending, plan.words,
-            PROMPTS=prompts, BLOCK_V=_COLUMNS, STAGES=2 if rows.element_size() == 2 else 1, num_warps=4, **constants,
+            PROMPTS=prompts, BLOCK_V=_COLUMNS, STAGES=2 if rows.element_size() == 2 else 1, num_warps=4,
+            **_of(mix_keyed_kernel, constants),
         )  # fmt: skip
         self._keep_gates(plan, states, layer, gates)
         return output
@@ -280,35 +367,39 @@ class TritonRecurrence:
 
     def _prepared(
         self, plan: TritonRecurrencePlan, shape: StateShape, rows: Tensor, gates: Tensor, constants: dict[str, Any], *,
-        many: bool, keyed: bool = False,
+        keyed: bool = False,
     ) -> PreparedRows:  # fmt: skip
-        """What is solved ahead of sequences of many rows; without such, tensors that are not read."""
-        if not many:
-            return PreparedRows(rows, rows, rows, rows, rows, gates)
+        """What is solved ahead of sequences of many rows."""
         count, heads, sequences, width = len(rows), shape.heads, plan.batch.sequences, constants["BLOCK_K"]
         queries, keys, reading = (rows.new_empty(count, heads, width) for _ in range(3))
         values, scores = (rows.new_empty(count, heads, width) for width in (shape.value_width, CHUNK.value))
         # By row, or of keyed states by chunk.
         sizes = (triton.cdiv(count, CHUNK.value) + sequences, heads, width) if keyed else (count, heads)
         prepared = PreparedRows(queries, keys, reading, values, scores, gates.new_empty(sizes))
-        kernel, words = (prepare_keyed_kernel, ()) if keyed else (prepare_kernel, (plan.words,))
-        kernel[(sequences, heads, triton.cdiv(plan.most_rows, CHUNK.value))](
-            rows, gates, queries, keys, reading, values, scores, prepared.reached, plan.tensors.query_starts, *words,
-            BLOCK_V=max(16, triton.next_power_of_2(shape.value_width)), num_warps=8, **constants,
-        )  # fmt: skip
+        chunks = triton.cdiv(plan.kinds.most_rows, CHUNK.value)
+        constants = constants | {"BLOCK_V": max(16, triton.next_power_of_2(shape.value_width))}
+        made = rows, gates, queries, keys, reading, values, scores, prepared.reached, plan.tensors.query_starts
+        if keyed:
+            prepare_keyed_kernel[(sequences, heads, chunks)](*made, num_warps=8, **_of(prepare_keyed_kernel, constants))
+            return prepared
+        warps, resident = self.tiles.prepared
+        programs = min(plan.kinds.many * chunks * heads, resident * self._processors)
+        prepare_kernel[(programs,)](
+            *made, plan.words, plan.listed, sequences, chunks, num_warps=warps, **_of(prepare_kernel, constants)
+        )
         return prepared
 
-    def _keyed_constants(self, shape: StateShape, layout: HeadsLayout, window: int) -> dict[str, Any]:
-        """What both kernels of keyed states are compiled for."""
-        own = self._constants(shape, layout, window)
-        return {name: value for name, value in own.items() if name not in ("GROUP", "DELTA", "FEW")}
-
     def _constants(self, shape: StateShape, layout: HeadsLayout, window: int) -> dict[str, Any]:
-        """What both kernels are compiled for."""
+        """What kernels of states are compiled for; see `_of`."""
         return {
             "WINDOW": window, "CHANNELS": shape.channels, "HEADS": shape.heads,
             "GROUP": shape.heads // layout.key_heads, "DK": shape.key_width, "DV": shape.value_width,
             "QUERY_AT": layout.query_at, "KEY_AT": layout.key_at, "VALUE_AT": layout.value_at, "NORMED": layout.normed,
-            "SCALING": layout.scaling, "DELTA": layout.rule is StateRule.DELTA, "FEW": _FEW_ROWS,
+            "SCALING": layout.scaling, "DELTA": layout.rule is StateRule.DELTA,
             "BLOCK_K": max(16, triton.next_power_of_2(shape.key_width)), "PRECISION": self._precision,
         }  # fmt: skip
+
+
+def _of(kernel: Any, constants: dict[str, Any]) -> dict[str, Any]:
+    """Those of the constants that a kernel is compiled for."""
+    return {name: value for name, value in constants.items() if name in kernel.arg_names}

@@ -14,14 +14,28 @@ import triton.language as tl
 @triton.jit
 def plan_kernel(  # type: ignore[no-untyped-def]
     query_starts, prefix_lengths, slots, causal, parents, lengths, seconds, pending, sources, targets, words, depths,
-    node_slots, PAGE: tl.constexpr, WINDOW: tl.constexpr, BLOCK: tl.constexpr,
+    node_slots, listed, PAGE: tl.constexpr, WINDOW: tl.constexpr, FEW: tl.constexpr, BLOCK: tl.constexpr,
+    BLOCK_B: tl.constexpr,
 ):  # fmt: skip
     """One sequence a program: its pending keys, the slots of its state before and behind, its rows' ancestors as bits,
     their depths and places of their inputs. Takes the pass into the state's length. Of two slots the one with the
-    longer state is read, and the other is written where that goes past a page end; see `RecurrentStates`."""
+    longer state is read, and the other is written where that goes past a page end; see `RecurrentStates`.
+
+    `listed` [2 + 2 * B] gets how many sequences have 2 to `FEW` rows, how many have more, and then both by number."""
     b = tl.program_id(0)
     start = tl.load(query_starts + b)
     count = tl.load(query_starts + b + 1) - start
+    each = tl.arange(0, BLOCK_B)
+    exists = each < tl.num_programs(0)
+    counts = tl.load(query_starts + each + 1, mask=exists, other=0) - tl.load(query_starts + each, mask=exists, other=0)
+    few = ((counts > 1) & (counts <= FEW)).to(tl.int32)
+    many = (counts > tl.maximum(FEW, 1)).to(tl.int32)
+    if b == 0:
+        tl.store(listed, tl.sum(few, 0))
+        tl.store(listed + 1, tl.sum(many, 0))
+    if count > 1:
+        before = tl.sum(tl.where(each < b, tl.where(count <= FEW, few, many), 0), 0)
+        tl.store(listed + 2 + tl.where(count <= FEW, 0, tl.num_programs(0)) + before, b)
     if count > 0:
         prefix, slot = tl.load(prefix_lengths + b), tl.load(slots + b)
         second = tl.load(seconds + slot)
@@ -81,26 +95,29 @@ def _inputs_at(  # type: ignore[no-untyped-def]
     return found + tl.load(windows + at[:, None] * CHANNELS + column, mask=kept, other=0.0).to(tl.float32)
 
 
-@triton.jit(do_not_specialize=["stride"])
+@triton.jit
 def convolve_kernel(  # type: ignore[no-untyped-def]
     inputs, ring, ring_gates, windows, weight, bias, output, folded, folded_gates, query_starts, prefix_lengths,
     sources, causal, parents, pending_keys, stride, WINDOW: tl.constexpr, CHANNELS: tl.constexpr, TAPS: tl.constexpr,
     GATES: tl.constexpr, SILU: tl.constexpr, BIAS: tl.constexpr, BLOCK_R: tl.constexpr, BLOCK_C: tl.constexpr,
     BLOCK_G: tl.constexpr,
 ):  # fmt: skip
-    """Program (sequence, channels, tokens): the convolution of pending keys into `folded` [B, window, C], and of rows
-    into `output` [R, C]. Copies the gates of pending keys to `folded_gates` [B, window, G], so that the next launch may
-    write the ring. Writes nothing else."""
-    b = tl.program_id(0)
-    start = tl.load(query_starts + b)
-    count = tl.load(query_starts + b + 1) - start
-    pending = tl.load(pending_keys + b)
-    first = tl.program_id(2) * BLOCK_R - pending
-    if (count > 0) & (first < count):
-        prefix, slot = tl.load(prefix_lengths + b), tl.load(sources + b).to(tl.int64)
-        token, channel = first + tl.arange(0, BLOCK_R), tl.program_id(1) * BLOCK_C + tl.arange(0, BLOCK_C)
-        there, chain = token < count, tl.load(causal + b) + tl.zeros_like(token)
-        within = channel < CHANNELS
+    """Program (channels, sequence, block of tokens, and each so many blocks behind it): the convolution of pending keys
+    into `folded` [B, window, C], and of rows into `output` [R, C]. Copies the gates of pending keys to `folded_gates`
+    [B, window, G], so that the next launch may write the ring. Writes nothing else."""
+    part, b = tl.program_id(0), tl.program_id(1)
+    # All before the first is needed: each that waits for another takes as long as all of them.
+    start, end = tl.load(query_starts + b), tl.load(query_starts + b + 1)
+    prefix, slot = tl.load(prefix_lengths + b), tl.load(sources + b).to(tl.int64)
+    pending, is_chain = tl.load(pending_keys + b), tl.load(causal + b)
+    count = end - start
+    # Of a sequence without rows, no block.
+    first = tl.where(count > 0, tl.program_id(2) * BLOCK_R - pending, count)
+    channel = part * BLOCK_C + tl.arange(0, BLOCK_C)
+    within = channel < CHANNELS
+    while first < count:
+        token = first + tl.arange(0, BLOCK_R)
+        there, chain = token < count, is_chain + tl.zeros_like(token)
         total, place = tl.zeros([BLOCK_R, BLOCK_C], tl.float32), token
         for back in tl.static_range(TAPS):
             read = _inputs_at(
@@ -121,13 +138,14 @@ def convolve_kernel(  # type: ignore[no-untyped-def]
         of_keys = (b.to(tl.int64) * WINDOW + token + pending)[:, None] * CHANNELS + channel[None, :]
         tl.store(folded + of_keys, total, mask=(token < 0)[:, None] & within[None, :])
         if GATES > 0:  # noqa: SIM102, of a constant and of a value
-            if (tl.program_id(1) == 0) & (first < 0):
+            if (part == 0) & (first < 0):
                 gate = tl.arange(0, BLOCK_G)
                 asked = (token < 0)[:, None] & (gate < GATES)[None, :]
                 at = slot * WINDOW + (prefix + token) % WINDOW
                 kept = tl.load(ring_gates + at[:, None] * GATES + gate[None, :], mask=asked)
                 of_key = b.to(tl.int64) * WINDOW + token + pending
                 tl.store(folded_gates + of_key[:, None] * GATES + gate[None, :], kept, mask=asked)
+        first += tl.num_programs(2) * BLOCK_R
 
 
 @triton.jit
@@ -165,7 +183,7 @@ def keep_rows(  # type: ignore[no-untyped-def]
                     tl.store(ring_gates + place[:, None] * GATES + gate[None, :], of_node, mask=asked)
 
 
-@triton.jit(do_not_specialize=["stride"])
+@triton.jit
 def keep_kernel(  # type: ignore[no-untyped-def]
     inputs, ring, windows, query_starts, prefix_lengths, sources, targets, pending_keys, stride, WINDOW: tl.constexpr,
     CHANNELS: tl.constexpr, TAPS: tl.constexpr, BLOCK_R: tl.constexpr, BLOCK_C: tl.constexpr, BLOCK_T: tl.constexpr,

@@ -1,7 +1,11 @@
-"""Triton: the states of heads, in one launch: fold what was accepted, read the state at each row, keep the rows.
+"""Triton: the states of heads: fold what was accepted, read the state at each row. Beside it, in programs of their own,
+what is kept of the inputs of all sequences' rows.
 
-Sequences of up to 16 rows are solved here. Of more rows `prepare_kernel` solves what does not need the state first, 64
-rows at a time: a tree, or a chunk of a prompt (the WY representation of arXiv 2412.06464, of any tree's ancestors).
+Sequences of one row and of up to 16 rows are solved in one launch each. Of more rows `prepare_kernel` solves what does
+not need the state first, 64 rows at a time: a tree, or a chunk of a prompt (the WY representation of arXiv 2412.06464,
+of any tree's ancestors). Each kind of sequence has launches of its own: what one of them needs of a processor, which is
+most of it for many rows, would leave few programs of the others to run beside one another. `plan_kernel` lists those of
+several rows, so that a captured pass launches few programs for a kind that may be absent.
 """
 
 from __future__ import annotations
@@ -51,14 +55,27 @@ def broken_rows(rows):  # type: ignore[no-untyped-def]
 def one_part(row, at, WIDTH: tl.constexpr, BLOCK: tl.constexpr, NORMED: tl.constexpr):  # type: ignore[no-untyped-def]
     """[BLOCK] fp32: numbers `at` on of one row, as `parts_of` and `of_length_one` have them."""
     k = tl.arange(0, BLOCK)
-    part = tl.load(row + at + k, mask=k < WIDTH, other=0.0).to(tl.float32)
+    return part_of_length_one(tl.load(row + at + k, mask=k < WIDTH, other=0.0).to(tl.float32), NORMED)
+
+
+@triton.jit
+def part_of_length_one(part, NORMED: tl.constexpr):  # type: ignore[no-untyped-def]
+    """One head [BLOCK], as `of_length_one` has it."""
     if NORMED:
         part = part * tl.rsqrt(tl.sum(part * part, 0) + _EPSILON)
     return part
 
 
 @triton.jit
-def _with_token(state, key, value, decay, beta, DELTA: tl.constexpr):  # type: ignore[no-untyped-def]
+def _token_at(token, gate, key_at, value_at, of_key, of_value, HEADS: tl.constexpr):  # type: ignore[no-untyped-def]
+    """A token's key and value [m] fp32, where `of_key` and `of_value` are, the logarithm of its decay, and its beta."""
+    key = tl.load(token + key_at, mask=of_key, other=0.0).to(tl.float32)
+    value = tl.load(token + value_at, mask=of_value, other=0.0).to(tl.float32)
+    return key, value, tl.load(gate), tl.load(gate + HEADS)
+
+
+@triton.jit
+def with_token(state, key, value, decay, beta, DELTA: tl.constexpr):  # type: ignore[no-untyped-def]
     """A state [Dk, Dv] behind one more token."""
     state = state * decay
     if DELTA:
@@ -96,62 +113,67 @@ def inverse_of(system, PRECISION: tl.constexpr):  # type: ignore[no-untyped-def]
 
 @triton.jit
 def prepare_kernel(  # type: ignore[no-untyped-def]
-    rows, gates, queries, keys, reading, values, scores, reached, query_starts, words, WINDOW: tl.constexpr,
-    CHANNELS: tl.constexpr, HEADS: tl.constexpr, GROUP: tl.constexpr, DK: tl.constexpr, DV: tl.constexpr,
-    QUERY_AT: tl.constexpr, KEY_AT: tl.constexpr, VALUE_AT: tl.constexpr, NORMED: tl.constexpr, SCALING: tl.constexpr,
-    DELTA: tl.constexpr, BLOCK_K: tl.constexpr, BLOCK_V: tl.constexpr, FEW: tl.constexpr, PRECISION: tl.constexpr,
+    rows, gates, queries, keys, reading, values, scores, reached, query_starts, words, listed, sequences, chunks,
+    WINDOW: tl.constexpr, CHANNELS: tl.constexpr, HEADS: tl.constexpr, GROUP: tl.constexpr, DK: tl.constexpr,
+    DV: tl.constexpr, QUERY_AT: tl.constexpr, KEY_AT: tl.constexpr, VALUE_AT: tl.constexpr, NORMED: tl.constexpr,
+    SCALING: tl.constexpr, DELTA: tl.constexpr, BLOCK_K: tl.constexpr, BLOCK_V: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
-    """Program (sequence, head, chunk), for sequences of more than `FEW` rows or of known ones: what `mix_kernel`
-    multiplies the state S before a chunk with. A node's output is queries S + scores u, with u = values - reading S,
-    and the state behind a chain's chunk is reached (of its last row) S + keys^T u. See `torch_backend` for the
-    formulas.
+    """Each (sequence of many rows, chunk of up to `chunks`, head) in turn: what `mix_many_kernel` multiplies the state
+    S before a chunk with. A node's output is queries S + scores u, with u = values - reading S, and the state behind a
+    chain's chunk is reached (of its last row) S + keys^T u. See `torch_backend` for the formulas.
 
     `queries`, `keys`, `reading` [R, H, BLOCK_K], `values` [R, H, DV], `scores` [R, H, 64] have the type of rows;
     `reached` [R, H] is fp32.
     """
-    b, head, first = tl.program_id(0), tl.program_id(1), tl.program_id(2) * CHUNK
-    start = tl.load(query_starts + b)
-    count = tl.load(query_starts + b + 1) - start
-    if ((count > FEW) | (count > WINDOW)) & (first < count):
-        i, k, column = tl.arange(0, CHUNK), tl.arange(0, BLOCK_K), tl.arange(0, BLOCK_V)
-        row, there = (start + first + i).to(tl.int64), first + i < count
-        mask = i[:, None] >= i[None, :]
-        if count <= WINDOW:
-            word = tl.load(words + row, mask=there, other=0)
-            mask = ((word[:, None] >> i.to(tl.int64)[None, :]) & 1) != 0
-        of_key = head // GROUP * DK
-        query = of_length_one(parts_of(rows, row, QUERY_AT + of_key, DK, BLOCK_K, CHANNELS, there), NORMED) * SCALING
-        key = of_length_one(parts_of(rows, row, KEY_AT + of_key, DK, BLOCK_K, CHANNELS, there), NORMED)
-        value = parts_of(rows, row, VALUE_AT + head * DV, DV, BLOCK_V, CHANNELS, there)
-        log = tl.load(gates + row * 2 * HEADS + head, mask=there, other=0.0)
-        beta = tl.load(gates + row * 2 * HEADS + HEADS + head, mask=there, other=0.0)
-        # Of no effect on nodes that do not descend from it.
-        broken = broken_rows(key) | broken_rows(value) | (is_broken(log) + is_broken(beta) > 0)
-        key, value = tl.where(broken[:, None], 0.0, key), tl.where(broken[:, None], 0.0, value)
-        log, beta = tl.where(broken, 0.0, log), tl.where(broken, 0.0, beta)
-        sums = tl.sum(tl.where(mask, log[None, :], 0.0), 1)
-        weights = tl.where(mask, tl.exp(sums[:, None] - sums[None, :]), 0.0)
-        kind = rows.dtype.element_ty
-        of_state = row * HEADS + head
-        wide = of_state[:, None] * BLOCK_K + k[None, :]
-        rounded = key.to(kind)
-        of_keys = tl.dot(query.to(kind), tl.trans(rounded), input_precision=PRECISION) * weights
-        spoiled = tl.sum(tl.where(mask & broken[None, :], 1, 0), 1) > 0
-        of_keys = tl.where(spoiled[:, None], float("nan"), of_keys)
-        tl.store(scores + of_state[:, None] * CHUNK + i[None, :], of_keys, mask=there[:, None])
-        tl.store(queries + wide, query * tl.exp(sums)[:, None], mask=there[:, None])
-        tl.store(reached + of_state, tl.exp(sums), mask=there)
-        # Decays of a chain from each row to the last.
-        tl.store(keys + wide, key * tl.exp(tl.sum(log, 0) - sums)[:, None], mask=there[:, None])
-        added = beta[:, None] * value
-        if DELTA:
-            system = beta[:, None] * tl.dot(rounded, tl.trans(rounded), input_precision=PRECISION) * weights
-            inverse = inverse_of(tl.where(i[:, None] > i[None, :], system, 0.0), PRECISION).to(kind)
-            read = (beta * tl.exp(sums))[:, None] * key
-            tl.store(reading + wide, tl.dot(inverse, read.to(kind), input_precision=PRECISION), mask=there[:, None])
-            added = tl.dot(inverse, added.to(kind), input_precision=PRECISION)
-        here = there[:, None] & (column < DV)[None, :]
-        tl.store(values + of_state[:, None] * DV + column[None, :], added, mask=here)
+    item, items = tl.program_id(0), tl.load(listed + 1) * chunks * HEADS
+    while item < items:
+        head, place = item % HEADS, item // HEADS
+        b, first = tl.load(listed + 2 + sequences + place // chunks), place % chunks * CHUNK
+        start = tl.load(query_starts + b)
+        count = tl.load(query_starts + b + 1) - start
+        if first < count:
+            i, k, column = tl.arange(0, CHUNK), tl.arange(0, BLOCK_K), tl.arange(0, BLOCK_V)
+            row, there = (start + first + i).to(tl.int64), first + i < count
+            mask = i[:, None] >= i[None, :]
+            if count <= WINDOW:
+                word = tl.load(words + row, mask=there, other=0)
+                mask = ((word[:, None] >> i.to(tl.int64)[None, :]) & 1) != 0
+            of_key = head // GROUP * DK
+            query = (
+                of_length_one(parts_of(rows, row, QUERY_AT + of_key, DK, BLOCK_K, CHANNELS, there), NORMED) * SCALING
+            )
+            key = of_length_one(parts_of(rows, row, KEY_AT + of_key, DK, BLOCK_K, CHANNELS, there), NORMED)
+            value = parts_of(rows, row, VALUE_AT + head * DV, DV, BLOCK_V, CHANNELS, there)
+            log = tl.load(gates + row * 2 * HEADS + head, mask=there, other=0.0)
+            beta = tl.load(gates + row * 2 * HEADS + HEADS + head, mask=there, other=0.0)
+            # Of no effect on nodes that do not descend from it.
+            broken = broken_rows(key) | broken_rows(value) | (is_broken(log) + is_broken(beta) > 0)
+            key, value = tl.where(broken[:, None], 0.0, key), tl.where(broken[:, None], 0.0, value)
+            log, beta = tl.where(broken, 0.0, log), tl.where(broken, 0.0, beta)
+            sums = tl.sum(tl.where(mask, log[None, :], 0.0), 1)
+            weights = tl.where(mask, tl.exp(sums[:, None] - sums[None, :]), 0.0)
+            kind = rows.dtype.element_ty
+            of_state = row * HEADS + head
+            wide = of_state[:, None] * BLOCK_K + k[None, :]
+            rounded = key.to(kind)
+            of_keys = tl.dot(query.to(kind), tl.trans(rounded), input_precision=PRECISION) * weights
+            spoiled = tl.sum(tl.where(mask & broken[None, :], 1, 0), 1) > 0
+            of_keys = tl.where(spoiled[:, None], float("nan"), of_keys)
+            tl.store(scores + of_state[:, None] * CHUNK + i[None, :], of_keys, mask=there[:, None])
+            tl.store(queries + wide, query * tl.exp(sums)[:, None], mask=there[:, None])
+            tl.store(reached + of_state, tl.exp(sums), mask=there)
+            # Decays of a chain from each row to the last.
+            tl.store(keys + wide, key * tl.exp(tl.sum(log, 0) - sums)[:, None], mask=there[:, None])
+            added = beta[:, None] * value
+            if DELTA:
+                system = beta[:, None] * tl.dot(rounded, tl.trans(rounded), input_precision=PRECISION) * weights
+                inverse = inverse_of(tl.where(i[:, None] > i[None, :], system, 0.0), PRECISION).to(kind)
+                read = (beta * tl.exp(sums))[:, None] * key
+                tl.store(reading + wide, tl.dot(inverse, read.to(kind), input_precision=PRECISION), mask=there[:, None])
+                added = tl.dot(inverse, added.to(kind), input_precision=PRECISION)
+            here = there[:, None] & (column < DV)[None, :]
+            tl.store(values + of_state[:, None] * DV + column[None, :], added, mask=here)
+        item += tl.num_programs(0)
 
 
 @triton.jit
@@ -229,73 +251,141 @@ def _solve_few(  # type: ignore[no-untyped-def]
     tl.store(output + output_at, made, mask=here)
 
 
-@triton.jit(do_not_specialize=["stride"])
-def mix_kernel(  # type: ignore[no-untyped-def]
-    inputs, ring, windows, rows, folded, folded_gates, gates, ring_gates, states, output, queries, keys, reading,
-    values, scores, reached, query_starts, prefix_lengths, sources, targets, pending_keys, words, depths, stride,
-    MOST: tl.constexpr, WINDOW: tl.constexpr, CHANNELS: tl.constexpr, TAPS: tl.constexpr, HEADS: tl.constexpr,
-    GROUP: tl.constexpr, DK: tl.constexpr, DV: tl.constexpr, QUERY_AT: tl.constexpr, KEY_AT: tl.constexpr,
-    VALUE_AT: tl.constexpr, NORMED: tl.constexpr, SCALING: tl.constexpr, DELTA: tl.constexpr, BLOCK_K: tl.constexpr,
-    BLOCK_V: tl.constexpr, FEW: tl.constexpr, STAGES: tl.constexpr, KEPT: tl.constexpr, BLOCK_R: tl.constexpr,
-    BLOCK_C: tl.constexpr, BLOCK_T: tl.constexpr, BLOCK_G: tl.constexpr, PRECISION: tl.constexpr,
+@triton.jit
+def state_behind(  # type: ignore[no-untyped-def]
+    states, folded, folded_gates, b, head, column, prefix, pending, source, target, count, WINDOW: tl.constexpr,
+    CHANNELS: tl.constexpr, HEADS: tl.constexpr, GROUP: tl.constexpr, DK: tl.constexpr, DV: tl.constexpr,
+    KEY_AT: tl.constexpr, VALUE_AT: tl.constexpr, NORMED: tl.constexpr, DELTA: tl.constexpr, BLOCK_K: tl.constexpr,
 ):  # fmt: skip
-    """Program (sequence, head, columns of values): fold pending keys into the state, then the outputs of all rows. And
-    `keep_rows` of `KEPT` channels. Sequences have up to `MOST` rows: 1, 16, or any number.
+    """The state [BLOCK_K, m] of a sequence behind its pending keys, read from one slot and written to another. Of known
+    rows it is not written: more follows."""
+    k = tl.arange(0, BLOCK_K)
+    here, of_tile = (k < DK)[:, None] & (column < DV)[None, :], k[:, None] * DV + column[None, :]
+    before = states + (source * HEADS + head) * DK * DV + of_tile
+    # Of a sequence that begins, the slot holds what another left.
+    state = tl.load(before, mask=here & (prefix + tl.zeros_like(k) > 0)[:, None], other=0.0)
+    token, gate = folded + b.to(tl.int64) * WINDOW * CHANNELS, folded_gates + b.to(tl.int64) * WINDOW * 2 * HEADS + head
+    key_at, value_at = KEY_AT + head // GROUP * DK + k, VALUE_AT + head * DV + column
+    # The next token is read while one is taken into the state. What is read without a next one is not used.
+    key, value, log, beta = _token_at(token, gate, key_at, value_at, k < DK, column < DV, HEADS)
+    for t in range(pending):
+        ahead = tl.minimum(t + 1, WINDOW - 1)
+        of_next = _token_at(
+            token + ahead * CHANNELS, gate + ahead * 2 * HEADS, key_at, value_at, k < DK, column < DV, HEADS
+        )
+        state = with_token(state, part_of_length_one(key, NORMED), value, tl.exp(log), beta, DELTA)
+        key, value, log, beta = of_next
+    if count <= WINDOW:
+        tl.store(states + (target * HEADS + head) * DK * DV + of_tile, state, mask=here)
+    return state
 
-    What runs for one row is short: each launch of a step reads its code from memory, as other layers' weights have
-    passed through the cache since.
+
+@triton.jit
+def mix_single_kernel(  # type: ignore[no-untyped-def]
+    inputs, ring, windows, rows, folded, folded_gates, gates, ring_gates, states, output, query_starts, prefix_lengths,
+    sources, targets, pending_keys, stride, STATES: tl.constexpr, WINDOW: tl.constexpr, CHANNELS: tl.constexpr,
+    TAPS: tl.constexpr, HEADS: tl.constexpr, GROUP: tl.constexpr, DK: tl.constexpr, DV: tl.constexpr,
+    QUERY_AT: tl.constexpr, KEY_AT: tl.constexpr, VALUE_AT: tl.constexpr, NORMED: tl.constexpr, SCALING: tl.constexpr,
+    DELTA: tl.constexpr, BLOCK_K: tl.constexpr, BLOCK_V: tl.constexpr, PARTS: tl.constexpr, BLOCK_R: tl.constexpr,
+    BLOCK_C: tl.constexpr, BLOCK_T: tl.constexpr, BLOCK_G: tl.constexpr,
+):  # fmt: skip
+    """Program (head and columns of values, sequence): see `torch_backend`. Programs from number `STATES` on, which is 0
+    where no sequence has one row, call `keep_rows` of BLOCK_C channels, of any sequence.
+
+    A program reads its part of the state once and writes it once, and little else. What counts is how many run beside
+    one another, so that enough of the state is on its way: nothing here needs much of a processor, and no read waits
+    for another but for the first ones.
     """
-    b, head, part = tl.program_id(0), tl.program_id(1), tl.program_id(2)
-    start = tl.load(query_starts + b)
-    count = tl.load(query_starts + b + 1) - start
-    if count > 0:
+    item, b = tl.program_id(0), tl.program_id(1)
+    start, end = tl.load(query_starts + b), tl.load(query_starts + b + 1)
+    prefix, pending = tl.load(prefix_lengths + b), tl.load(pending_keys + b)
+    source, target = tl.load(sources + b).to(tl.int64), tl.load(targets + b).to(tl.int64)
+    count = end - start
+    if item >= STATES:
+        if count > 0:
+            channel = (item - STATES) * BLOCK_C + tl.arange(0, BLOCK_C)
+            keep_rows(
+                inputs, gates, ring, ring_gates, windows, start, count, prefix, source, target, pending, channel,
+                item == STATES, stride, WINDOW, CHANNELS, TAPS, 2 * HEADS, BLOCK_R, BLOCK_T, BLOCK_G,
+            )  # fmt: skip
+    elif count == 1:
+        # Neighbours read one head, which lies in one piece.
+        head, k, column = item // PARTS, tl.arange(0, BLOCK_K), item % PARTS * BLOCK_V + tl.arange(0, BLOCK_V)
+        row, of_row, gate = start.to(tl.int64), rows + start.to(tl.int64) * CHANNELS, gates + start * 2 * HEADS + head
+        log, beta = tl.load(gate), tl.load(gate + HEADS)
+        key = tl.load(of_row + KEY_AT + head // GROUP * DK + k, mask=k < DK, other=0.0).to(tl.float32)
+        query = tl.load(of_row + QUERY_AT + head // GROUP * DK + k, mask=k < DK, other=0.0).to(tl.float32)
+        value = tl.load(of_row + VALUE_AT + head * DV + column, mask=column < DV, other=0.0).to(tl.float32)
+        state = state_behind(
+            states, folded, folded_gates, b, head, column, prefix, pending, source, target, count, WINDOW, CHANNELS,
+            HEADS, GROUP, DK, DV, KEY_AT, VALUE_AT, NORMED, DELTA, BLOCK_K,
+        )  # fmt: skip
+        state = with_token(state, part_of_length_one(key, NORMED), value, tl.exp(log), beta, DELTA)
+        query = part_of_length_one(query, NORMED) * SCALING
+        made = tl.sum(query[:, None] * state, 0)
+        tl.store(output + (row * HEADS + head) * DV + column, made, mask=column < DV)
+
+
+@triton.jit
+def mix_few_kernel(  # type: ignore[no-untyped-def]
+    rows, folded, folded_gates, gates, states, output, query_starts, prefix_lengths, sources, targets, pending_keys,
+    words, depths, listed, WINDOW: tl.constexpr, CHANNELS: tl.constexpr, HEADS: tl.constexpr, GROUP: tl.constexpr,
+    DK: tl.constexpr, DV: tl.constexpr, QUERY_AT: tl.constexpr, KEY_AT: tl.constexpr, VALUE_AT: tl.constexpr,
+    NORMED: tl.constexpr, SCALING: tl.constexpr, DELTA: tl.constexpr, BLOCK_K: tl.constexpr, BLOCK_V: tl.constexpr,
+    PARTS: tl.constexpr, FEW: tl.constexpr, PRECISION: tl.constexpr,
+):  # fmt: skip
+    """Each (sequence of 2 to `FEW` rows, head, columns of values) in turn: fold pending keys into the state, then the
+    outputs of all rows."""
+    item, items = tl.program_id(0), tl.load(listed) * HEADS * PARTS
+    while item < items:
+        b, head = tl.load(listed + 2 + item // (HEADS * PARTS)), item // PARTS % HEADS
+        start, end = tl.load(query_starts + b), tl.load(query_starts + b + 1)
         prefix, pending = tl.load(prefix_lengths + b), tl.load(pending_keys + b)
         source, target = tl.load(sources + b).to(tl.int64), tl.load(targets + b).to(tl.int64)
-        k, column = tl.arange(0, BLOCK_K), part * BLOCK_V + tl.arange(0, BLOCK_V)
-        of_key, of_value = head // GROUP * DK, VALUE_AT + head * DV + column
-        here = (k < DK)[:, None] & (column < DV)[None, :]
-        of_slot = head * DK * DV + k[:, None] * DV + column[None, :]
-        before, at = states + source * HEADS * DK * DV + of_slot, states + target * HEADS * DK * DV + of_slot
-        state = tl.load(before, mask=here & (prefix + tl.zeros_like(k) > 0)[:, None], other=0.0)
-        for t in range(pending):
-            place = b.to(tl.int64) * WINDOW + t
-            decay = tl.exp(tl.load(folded_gates + place * 2 * HEADS + head))
-            beta = tl.load(folded_gates + place * 2 * HEADS + HEADS + head)
-            key = one_part(folded + place * CHANNELS, KEY_AT + of_key, DK, BLOCK_K, NORMED)
-            value = tl.load(folded + place * CHANNELS + of_value, mask=column < DV, other=0.0).to(tl.float32)
-            state = _with_token(state, key, value, decay, beta, DELTA)
-        if count <= WINDOW:
-            tl.store(at, state, mask=here)
-        if count == 1:
-            row = start.to(tl.int64)
-            decay = tl.exp(tl.load(gates + row * 2 * HEADS + head))
-            beta = tl.load(gates + row * 2 * HEADS + HEADS + head)
-            key = one_part(rows + row * CHANNELS, KEY_AT + of_key, DK, BLOCK_K, NORMED)
-            query = one_part(rows + row * CHANNELS, QUERY_AT + of_key, DK, BLOCK_K, NORMED) * SCALING
-            value = tl.load(rows + row * CHANNELS + of_value, mask=column < DV, other=0.0).to(tl.float32)
-            made = tl.sum(query[:, None] * _with_token(state, key, value, decay, beta, DELTA), 0)
-            tl.store(output + (row * HEADS + head) * DV + column, made, mask=column < DV)
-        elif MOST > 1:
-            if (count <= FEW) & (count <= WINDOW):
-                i = tl.arange(0, FEW)
-                word = tl.load(words + start + i, mask=i < count, other=0)
-                mask = ((word[:, None] >> i.to(tl.int64)[None, :]) & 1) != 0
-                depth = tl.max(tl.load(depths + start + i, mask=i < count, other=0), 0)
-                _solve_few(
-                    state, rows, gates, output, start + i, i < count, mask, depth, head, column, HEADS, GROUP, DK, DV,
-                    QUERY_AT, KEY_AT, VALUE_AT, CHANNELS, NORMED, SCALING, DELTA, BLOCK_K, PRECISION,
-                )  # fmt: skip
-            elif MOST > FEW:
-                state = _mix_prepared(
-                    state, queries, keys, reading, values, scores, reached, output, start, count, head, column, HEADS,
-                    DV, DELTA, BLOCK_K, STAGES, PRECISION,
-                )  # fmt: skip
-                if count > WINDOW:
-                    tl.store(at, state, mask=here)
-        program = head * tl.num_programs(2) + part
-        channel = program * KEPT + tl.arange(0, BLOCK_C)
-        keep_rows(
-            inputs, gates, ring, ring_gates, windows, start, count, prefix, source, target, pending,
-            tl.where(tl.arange(0, BLOCK_C) < KEPT, channel, CHANNELS), program == 0, stride, WINDOW, CHANNELS, TAPS,
-            2 * HEADS, BLOCK_R, BLOCK_T, BLOCK_G,
+        count, column = end - start, item % PARTS * BLOCK_V + tl.arange(0, BLOCK_V)
+        state = state_behind(
+            states, folded, folded_gates, b, head, column, prefix, pending, source, target, count, WINDOW, CHANNELS,
+            HEADS, GROUP, DK, DV, KEY_AT, VALUE_AT, NORMED, DELTA, BLOCK_K,
         )  # fmt: skip
+        i = tl.arange(0, FEW)
+        word = tl.load(words + start + i, mask=i < count, other=0)
+        mask = ((word[:, None] >> i.to(tl.int64)[None, :]) & 1) != 0
+        depth = tl.max(tl.load(depths + start + i, mask=i < count, other=0), 0)
+        _solve_few(
+            state, rows, gates, output, start + i, i < count, mask, depth, head, column, HEADS, GROUP, DK, DV, QUERY_AT,
+            KEY_AT, VALUE_AT, CHANNELS, NORMED, SCALING, DELTA, BLOCK_K, PRECISION,
+        )  # fmt: skip
+        item += tl.num_programs(0)
+
+
+@triton.jit
+def mix_many_kernel(  # type: ignore[no-untyped-def]
+    folded, folded_gates, states, output, queries, keys, reading, values, scores, reached, query_starts, prefix_lengths,
+    sources, targets, pending_keys, listed, sequences, WINDOW: tl.constexpr, CHANNELS: tl.constexpr,
+    HEADS: tl.constexpr, GROUP: tl.constexpr, DK: tl.constexpr, DV: tl.constexpr, KEY_AT: tl.constexpr,
+    VALUE_AT: tl.constexpr, NORMED: tl.constexpr, DELTA: tl.constexpr, BLOCK_K: tl.constexpr, BLOCK_V: tl.constexpr,
+    PARTS: tl.constexpr, STAGES: tl.constexpr, PRECISION: tl.constexpr,
+):  # fmt: skip
+    """Each (sequence of more rows, head, columns of values) in turn: fold pending keys into the state, then the outputs
+    of rows that were prepared, and of known ones the state behind them."""
+    item, items = tl.program_id(0), tl.load(listed + 1) * HEADS * PARTS
+    while item < items:
+        b, head = tl.load(listed + 2 + sequences + item // (HEADS * PARTS)), item // PARTS % HEADS
+        start, end = tl.load(query_starts + b), tl.load(query_starts + b + 1)
+        prefix, pending = tl.load(prefix_lengths + b), tl.load(pending_keys + b)
+        source, target = tl.load(sources + b).to(tl.int64), tl.load(targets + b).to(tl.int64)
+        count, column = end - start, item % PARTS * BLOCK_V + tl.arange(0, BLOCK_V)
+        state = state_behind(
+            states, folded, folded_gates, b, head, column, prefix, pending, source, target, count, WINDOW, CHANNELS,
+            HEADS, GROUP, DK, DV, KEY_AT, VALUE_AT, NORMED, DELTA, BLOCK_K,
+        )  # fmt: skip
+        state = _mix_prepared(
+            state, queries, keys, reading, values, scores, reached, output, start, count, head, column, HEADS, DV,
+            DELTA, BLOCK_K, STAGES, PRECISION,
+        )  # fmt: skip
+        if count > WINDOW:
+            k = tl.arange(0, BLOCK_K)
+            here = (k < DK)[:, None] & (column < DV)[None, :]
+            at = states + (target * HEADS + head) * DK * DV + k[:, None] * DV + column[None, :]
+            tl.store(at, state, mask=here)
+        item += tl.num_programs(0)
