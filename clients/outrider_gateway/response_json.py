@@ -87,7 +87,7 @@ class ResponseBuilder:
     def last(self, index: int, result: Result) -> bytes:
         """The events that end an answer."""
         text: dict[str, Any] = {"delta": {}} if self._request.chat else {"text": ""}
-        event = self._part(index, text, finish=_finish(result))
+        event = self._part(index, text, finish=self._reason(result))
         if self._request.drafts:
             event["outrider"] = {"index": index, "totals": totals(result)}
         return self._opening(index) + event_bytes(event)
@@ -174,7 +174,7 @@ class ResponseBuilder:
         if self._request.logprobs:
             listed = {"content": [entry for part in parts for entry in part["content"]], "refusal": None}
         message = chat_message(result, shows_reasoning=self._request.shows_reasoning)
-        return {"index": place, "message": message, "logprobs": listed, "finish_reason": _finish(result)}
+        return {"index": place, "message": message, "logprobs": listed, "finish_reason": self._reason(result)}
 
     def _completion_choice(self, place: int, index: int, result: Result) -> dict[str, Any]:
         text, parts, prompt = result.text, self._listed[index], self._prompts[index]
@@ -183,8 +183,12 @@ class ResponseBuilder:
             if self._request.logprobs:
                 parts = [prompt.lists(), *parts]
         listed = merged(parts) if self._request.logprobs else None
-        choice = {"index": place, "text": text, "logprobs": listed, "finish_reason": _finish(result)}
+        choice = {"index": place, "text": text, "logprobs": listed, "finish_reason": self._reason(result)}
         return {**choice, "prompt_logprobs": prompt.by_id()} if self._lists_prompts else choice
+
+    def _reason(self, result: Result) -> str | None:
+        # The one token that a target makes behind a prompt alone may end an answer, and is not sent.
+        return "length" if self._request.prompt_only else _finish(result)
 
     def _list(self, index: int, chunk: Chunk) -> Any:
         """The chunk's tokens with their probabilities; None where they were not asked for."""

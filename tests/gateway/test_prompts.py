@@ -76,6 +76,9 @@ async def test_nothing_but_the_prompt(real: Any, model: str, tiny_model: PreTrai
     assert [len(choice.logprobs.tokens) for choice in answer.choices] == [len(IDS), 2]
     assert (answer.usage.prompt_tokens, answer.usage.completion_tokens) == (len(IDS) + 2, 0)
     assert {choice.finish_reason for choice in answer.choices} == {"length"}
+    # Whatever follows it, such as the end of text.
+    ended = await real.openai.completions.create(model=model, prompt=TEXT, max_tokens=0, echo=True, logit_bias={2: 100})
+    assert ended.choices[0].finish_reason == "length"
     logprobs = expected(tiny_model, IDS)
     own = [float(logprobs[place - 1, IDS[place]]) for place in range(1, len(IDS))]
     assert math.fsum(answer.choices[0].logprobs.token_logprobs[1:]) == pytest.approx(math.fsum(own), abs=2e-3)
