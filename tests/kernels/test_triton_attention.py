@@ -58,7 +58,7 @@ def check(found: dict[str, Any]) -> None:
 
 
 def test_every_case_equals_the_reference(interpreted: dict[str, Any]) -> None:
-    assert len(interpreted["errors"]) > 50
+    assert len(interpreted["errors"]) > 40
     check(interpreted)
 
 
