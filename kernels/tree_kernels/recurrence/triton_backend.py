@@ -69,7 +69,8 @@ class PassTensors:
 class StateTiles:
     """Columns of values and warps of a program, and how many such programs a processor has where they take items in
     turn: as many as run beside one another, by what they need of registers and shared memory (`ptxas`, sm_90a). Chosen
-    so, not measured: `benchmarks.recurrence.launches --sweep` compares them."""
+    so. What launches take in these is in `benchmarks/results/2026-12-01-h200-shapes-beside-vllm.md`; others were not
+    measured, which `benchmarks.recurrence.launches --sweep` compares."""
 
     # Of one row, six programs of 16 KB of states beside one another on an H200.
     single: tuple[int, int] = (32, 4)

@@ -281,6 +281,16 @@ def state_behind(  # type: ignore[no-untyped-def]
 
 
 @triton.jit
+def _sequence(query_starts, prefix_lengths, pending_keys, sources, targets, b):  # type: ignore[no-untyped-def]
+    """A sequence's first row and rows, the tokens before them, its pending keys, and the slots that its state is read
+    from and written to."""
+    start = tl.load(query_starts + b)
+    count = tl.load(query_starts + b + 1) - start
+    source, target = tl.load(sources + b).to(tl.int64), tl.load(targets + b).to(tl.int64)
+    return start, count, tl.load(prefix_lengths + b), tl.load(pending_keys + b), source, target
+
+
+@triton.jit
 def mix_single_kernel(  # type: ignore[no-untyped-def]
     inputs, ring, windows, rows, folded, folded_gates, gates, ring_gates, states, output, query_starts, prefix_lengths,
     sources, targets, pending_keys, stride, STATES: tl.constexpr, WINDOW: tl.constexpr, CHANNELS: tl.constexpr,
@@ -297,10 +307,9 @@ def mix_single_kernel(  # type: ignore[no-untyped-def]
     for another but for the first ones.
     """
     item, b = tl.program_id(0), tl.program_id(1)
-    start, end = tl.load(query_starts + b), tl.load(query_starts + b + 1)
-    prefix, pending = tl.load(prefix_lengths + b), tl.load(pending_keys + b)
-    source, target = tl.load(sources + b).to(tl.int64), tl.load(targets + b).to(tl.int64)
-    count = end - start
+    start, count, prefix, pending, source, target = _sequence(
+        query_starts, prefix_lengths, pending_keys, sources, targets, b
+    )
     if item >= STATES:
         if count > 0:
             channel = (item - STATES) * BLOCK_C + tl.arange(0, BLOCK_C)
@@ -339,10 +348,10 @@ def mix_few_kernel(  # type: ignore[no-untyped-def]
     item, items = tl.program_id(0), tl.load(listed) * HEADS * PARTS
     while item < items:
         b, head = tl.load(listed + 2 + item // (HEADS * PARTS)), item // PARTS % HEADS
-        start, end = tl.load(query_starts + b), tl.load(query_starts + b + 1)
-        prefix, pending = tl.load(prefix_lengths + b), tl.load(pending_keys + b)
-        source, target = tl.load(sources + b).to(tl.int64), tl.load(targets + b).to(tl.int64)
-        count, column = end - start, item % PARTS * BLOCK_V + tl.arange(0, BLOCK_V)
+        start, count, prefix, pending, source, target = _sequence(
+            query_starts, prefix_lengths, pending_keys, sources, targets, b
+        )
+        column = item % PARTS * BLOCK_V + tl.arange(0, BLOCK_V)
         state = state_behind(
             states, folded, folded_gates, b, head, column, prefix, pending, source, target, count, WINDOW, CHANNELS,
             HEADS, GROUP, DK, DV, KEY_AT, VALUE_AT, NORMED, DELTA, BLOCK_K,
@@ -371,10 +380,10 @@ def mix_many_kernel(  # type: ignore[no-untyped-def]
     item, items = tl.program_id(0), tl.load(listed + 1) * HEADS * PARTS
     while item < items:
         b, head = tl.load(listed + 2 + sequences + item // (HEADS * PARTS)), item // PARTS % HEADS
-        start, end = tl.load(query_starts + b), tl.load(query_starts + b + 1)
-        prefix, pending = tl.load(prefix_lengths + b), tl.load(pending_keys + b)
-        source, target = tl.load(sources + b).to(tl.int64), tl.load(targets + b).to(tl.int64)
-        count, column = end - start, item % PARTS * BLOCK_V + tl.arange(0, BLOCK_V)
+        start, count, prefix, pending, source, target = _sequence(
+            query_starts, prefix_lengths, pending_keys, sources, targets, b
+        )
+        column = item % PARTS * BLOCK_V + tl.arange(0, BLOCK_V)
         state = state_behind(
             states, folded, folded_gates, b, head, column, prefix, pending, source, target, count, WINDOW, CHANNELS,
             HEADS, GROUP, DK, DV, KEY_AT, VALUE_AT, NORMED, DELTA, BLOCK_K,
