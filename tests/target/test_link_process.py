@@ -36,6 +36,7 @@ from outrider.drafting.link_messages import (
 )
 from outrider.drafting.link_process import LinkProcess
 from outrider.processes.framing import LENGTH_BYTES, FrameCutter, framed, framed_parts, parts_of
+from outrider.processes.python import module_command
 from outrider.sampling import VerificationMode
 from outrider.wire.frames import DraftDistribution, SequenceFeatures, SequenceGrowth, Vectors
 from target_service.config import TargetConfig
@@ -157,7 +158,9 @@ async def test_a_process_that_is_stuck_costs_no_memory_and_is_replaced(
 ) -> None:
     monkeypatch.setattr(link_process, "SILENT_SECONDS", HUNG_SECONDS)
     options, vectors = replace(FAST, max_waiting_feature_bytes=1 << 20), Vectors("bfloat16", 4096, bytes(64 * 8192))
-    async with serving(fake) as server, apart(server.address, options) as (link, heard):
+    # Which is itself what is stopped: in a worker of ours another may stand for one of the usual command.
+    command = module_command("outrider.drafting.link_worker")
+    async with serving(fake) as server, apart(server.address, options, command=command) as (link, heard):
         await until(heard, lambda it: it.infos)
         # For this process alone; it takes effect behind the next thing that comes from it.
         link_process._wait_at_most(link._worker.connection, 3.0)
@@ -189,7 +192,7 @@ async def test_a_process_ends_with_whoever_it_works_for(fake: FakeDraft) -> None
         # As the kernel does for a service that is killed.
         link._stopping.set()
         link._worker.hang_up()
-        assert await asyncio.to_thread(process.wait, 5.0) == 0
+        assert await asyncio.to_thread(process.wait, HUNG_SECONDS) == 0
 
 
 async def test_cut_off_parts_from_a_draft_for_a_while(fake: FakeDraft) -> None:
