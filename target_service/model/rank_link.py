@@ -75,6 +75,7 @@ class MoveAccepted(ProcessMessage, frozen=True):
     # Of the captured pass; zeros for the last eager one.
     rows: int = 0
     sequences: int = 0
+    common: bool = False
     # Of an eager pass: as many integers are shared before the verdicts.
     parameters: int = 0
 

@@ -219,14 +219,18 @@ def few_in_common(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_ranks_read_common_pages_once(leading: RerunRunner, model: PreTrainedModel) -> None:
     steps = DeviceSteps(leading, max_sequences=SEQUENCES, max_rows=ROWS, backend="torch")
     shared = [(5 * i) % 190 + 5 for i in range(140)]
-    wanted = [request([*shared, 7 + i, 9], MAX_TOKENS, sampling=SAMPLINGS["seeded"]) for i in range(3)]
+    wanted = [request([*shared, 7 + i, 9], 40, sampling=SAMPLINGS["seeded"]) for i in range(3)]
     expected = plain_each(model, wanted)
     config = engine_config(max_step_rows=ROWS, max_running=SEQUENCES, prefill_chunk=ROWS)
     buffers = {bucket: one.buffer for bucket, one in leading._captured.items() if bucket.common}
     assert buffers
+    whole = [(*one.token_ids, *output) for one, output in zip(wanted, expected, strict=True)]
+    propose = knowing_tree(whole, VOCABULARY, 12, right=0.9)
     with torch.inference_mode():
-        outcomes = run(leading, wanted, launch=steps, stagger=1, config=config)
-    assert [outcome.token_ids for outcome in outcomes] == expected
+        # Of trees, accepted rows move in every rank's cache.
+        for each in (propose, None):
+            outcomes = run(leading, wanted, propose=each, launch=steps, stagger=1, config=config)
+            assert [outcome.token_ids for outcome in outcomes] == expected
     # Left from the last pass of its size: 128 keys of two sequences or three.
     found = [buffer.plan.common.tolist() for buffer in buffers.values() if buffer.plan.common is not None]
     assert any(counts.count(128 // PAGE_SIZE) >= 2 for counts in found)

@@ -207,7 +207,7 @@ class CapturedRunner(ModelRunner):
         elif self.link is not None:
             bucket = done.graph_buffers.buffer.bucket
             counts = len(verdicts.accepted_counts), len(verdicts.tensor)
-            self.link.send(MoveAccepted(*counts, bucket.rows, bucket.sequences))
+            self.link.send(MoveAccepted(*counts, bucket.rows, bucket.sequences, common=bucket.common))
 
     @torch.inference_mode()
     def empty_passes(self) -> Iterator[ForwardPass]:

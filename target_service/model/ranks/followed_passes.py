@@ -130,7 +130,7 @@ class FollowedPasses:
             self._verdicts[size] = Verdicts.over(self._integers(message.verdicts), message.max_sequences)
         verdicts = self._verdicts[size]
         if message.rows:
-            done = self._captured.pass_of(Bucket(message.rows, message.sequences))
+            done = self._captured.pass_of(Bucket(message.rows, message.sequences, message.common))
             self._graphs.replay_or_capture(
                 done.graph_buffers, size, lambda: runner.move_accepted(done.written, verdicts)
             )
