@@ -52,7 +52,6 @@ def kernels() -> Iterator[tuple[str, Any, dict[str, str], dict[str, Any], int]]:
     yield "scan for a race", _triton_children._scan_kernel, {}, SCAN | {"BEST": 0, "BLOCK_BEST": 1}, 4
     for width, breadth in ((1, 1), (4, 4), (10, 10), (2, 8), (24, 8)):
         for places, deep, last in ((1, False, False), (width, True, False), (width, True, True)):
-            block = max(16, min(64, 1 << (places * breadth - 1).bit_length()))
             constants = {
                 "PLACES": places,
                 "WIDTH": width,
@@ -61,16 +60,17 @@ def kernels() -> Iterator[tuple[str, Any, dict[str, str], dict[str, Any], int]]:
                 "DEEP": deep,
                 "WEIGHED": True,
             }
-            constants |= {"BLOCK": block, "BLOCK_J": block, "BLOCK_W": 1 << (width - 1).bit_length(), "DEPENDENT": True}
-            warps = 4 if block == 64 else 1
+            rivals = 16 if width == breadth == 1 else 256
+            constants |= {"BLOCK": 16, "BLOCK_J": rivals, "BLOCK_W": 1 << (width - 1).bit_length(), "DEPENDENT": True}
+            warps = 4 if rivals > 16 else 1
             name = f"grow {places} of {width} x {breadth}, {deep} {last}"
             yield name, _triton_growth._grow_kernel, {"scores": "*fp64"}, constants, warps
-    for block, warps in ((16, 1), (64, 4)):
+    for rivals, warps in ((16, 1), (256, 4)):
         yield (
-            f"keep {block}",
+            f"keep, {rivals} at a time",
             _triton_growth._keep_kernel,
             {"scores": "*fp32"},
-            {"BLOCK": block, "BLOCK_J": block, "DEPENDENT": True},
+            {"BLOCK": 16, "BLOCK_J": rivals, "DEPENDENT": True},
             warps,
         )
 
