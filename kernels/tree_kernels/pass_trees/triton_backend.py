@@ -140,9 +140,9 @@ def read_outcome(rows: VerifiedRows, tails: Tails, page_size: int, last_position
 
 @triton.jit
 def _write_kernel(  # type: ignore[no-untyped-def]
-    kept, bases, roots, table_slots, trust, tables, DEPTH: tl.constexpr, KEPT: tl.constexpr, N: tl.constexpr
+    kept, bases, roots, table_slots, trust, tables, DOUBLINGS: tl.constexpr, KEPT: tl.constexpr, N: tl.constexpr
 ):
-    """KEPT rows of `kept` at most, N a power of two of at least as many; DEPTH is that of the deepest node."""
+    """KEPT rows of `kept` at most, N a power of two of at least as many; no path is longer than 2 ** DOUBLINGS."""
     b = tl.program_id(0)
     slot, base = tl.load(table_slots + b), tl.load(bases + b)
     if (slot >= 0) & (base > 0):
@@ -157,19 +157,20 @@ def _write_kernel(  # type: ignore[no-untyped-def]
         halvings = -tl.log2(tl.where(chance > 0.0, chance, 1.0)) * _COST_OF_HALVING + 0.5
         cost = tl.minimum(tl.maximum(halvings, 1.0), _MOST_COST).to(tl.int32)
         cost = tl.where(chance > 0.0, cost, _MOST_COST)
-        # [N, N]: whether the second is the parent of the first.
-        is_parent = (parent[:, None] == i[None, :]).to(tl.int32)
-        size = there.to(tl.int32)
-        for _ in tl.static_range(0, DEPTH):
-            size = there.to(tl.int32) + tl.sum(is_parent * size[:, None], 0)
+        # [N, N]: whether the second is the parent of the first, and whether it is on the first one's path.
+        is_parent = parent[:, None] == i[None, :]
+        on_path = (is_parent | (i[:, None] == i[None, :])).to(tl.float16)
+        for _ in tl.static_range(0, DOUBLINGS):
+            # Twice as far at a time, by a product, since sums over both axes in turn would take several times as long.
+            on_path = (tl.dot(on_path, on_path) > 0.0).to(tl.float16)
+        on_path = on_path.to(tl.int32)
+        size = tl.sum(on_path * there.to(tl.int32)[:, None], 0)
         older = (parent[:, None] == parent[None, :]) & (i[None, :] < i[:, None]) & below[:, None]
         before = 1 + tl.sum(older.to(tl.int32) * size[None, :], 1)
-        place, depth, path = tl.zeros([N], tl.int32), tl.zeros([N], tl.int32), tl.zeros([N], tl.int32)
-        for _ in tl.static_range(0, DEPTH):
-            place = tl.where(below, before + tl.sum(is_parent * place[None, :], 1), 0)
-            depth = tl.where(below, 1 + tl.sum(is_parent * depth[None, :], 1), 0)
-            path = tl.where(below, cost + tl.sum(is_parent * path[None, :], 1), 0)
-        above = tl.sum(is_parent * place[None, :], 1)
+        place = tl.sum(on_path * tl.where(below, before, 0)[None, :], 1)
+        depth = tl.sum(on_path * below.to(tl.int32)[None, :], 1)
+        path = tl.sum(on_path * tl.where(below, cost, 0)[None, :], 1)
+        above = tl.sum(is_parent.to(tl.int32) * place[None, :], 1)
         table = tables + slot * _TABLE
         tl.store(table, base)
         tl.store(table + 1, count)
@@ -185,6 +186,6 @@ def write_tables(kept: Tensor, tails: Tails, table_slots: Tensor, trust: Tensor,
     """See `pass_trees.write_tables`."""
     rows = (kept.shape[1] - 1) // 3
     _write_kernel[(len(tails.bases),)](
-        kept, tails.bases, tails.roots, table_slots, trust, tables, DEPTH=1 + tails.slots.shape[0], KEPT=rows,
-        N=max(16, triton.next_power_of_2(rows)), num_warps=4,
+        kept, tails.bases, tails.roots, table_slots, trust, tables, DOUBLINGS=tails.slots.shape[0].bit_length(),
+        KEPT=rows, N=max(16, triton.next_power_of_2(rows)), num_warps=4,
     )  # fmt: skip
