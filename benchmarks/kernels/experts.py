@@ -204,7 +204,8 @@ def measure(layers: ExpertLayers, rows: int, bytes_per_us: float, sweep: bool) -
 def swept(layers: ExpertLayers, chosen: list[Chosen]) -> Iterator[dict[str, Any]]:
     """Times of `mix` by the tiling of one product, the other's as it is chosen."""
     rows, top_k = chosen[0].experts.shape
-    usual = choose_expert_tilings(rows, top_k, layers.shape.experts)
+    shape = layers.shape
+    usual = choose_expert_tilings(rows, top_k, shape.experts, shape.hidden, shape.inner)
     blocks = ((64, 4), (64, 6), (64, 8), (128, 3), (128, 4), (128, 5), (256, 2), (256, 3))
     sizes = itertools.product(
         {8, 16, usual.gated.block_rows, 2 * usual.gated.block_rows}, (32, 64, 128), blocks, (4, 8)

@@ -70,7 +70,7 @@ def kernels() -> Iterator[tuple[str, Any, dict[str, Any], dict[str, int]]]:
     for name, (hidden, inner, experts, top_k) in SHAPES.items():
         yield from vector_kernels(name, hidden, inner, experts, top_k)
         for rows in (5, 8, 64, 256):
-            tilings = choose_expert_tilings(rows, top_k, experts)
+            tilings = choose_expert_tilings(rows, top_k, experts, hidden, inner)
             pairs = rows * top_k
             listed = triton.next_power_of_2(pairs) if pairs <= MAX_PAIRS else 0
             gated = {"OUTPUTS": inner, "INNER": hidden, "TOP_K": top_k, "PIECE": 1024} | parts | GATES[name]

@@ -174,13 +174,19 @@ def test_of_equal_scores_the_lowest_expert_is_chosen() -> None:
 
 
 @pytest.mark.parametrize("rows", [1, 4, 16, 64, 256, 1000])
-@pytest.mark.parametrize("shape", [(8, 128), (2, 8), (8, 64)], ids=str)
-def test_blocks_hold_the_rows_of_an_expert(rows: int, shape: tuple[int, int]) -> None:
+@pytest.mark.parametrize("shape", [(8, 128, 2048, 768), (2, 8, 4096, 14336), (8, 64, 2048, 1024)], ids=str)
+def test_blocks_hold_the_rows_of_an_expert(rows: int, shape: tuple[int, int, int, int]) -> None:
     tilings = choose_expert_tilings(rows, *shape)
     for tiling in (tilings.gated, tilings.down):
-        assert tiling.block_rows == max(16, rows_of_a_block(rows, *shape))
+        assert tiling.block_rows == max(16, rows_of_a_block(rows, *shape[:2]))
         assert min(rows * shape[0] / shape[1], rows, 64) <= tiling.block_rows <= 64
         assert (tiling.block_rows + tiling.block_outputs) * tiling.block_inner * 2 * tiling.stages <= 227_000
         # A program of few pairs has as many threads.
         assert 32 * tiling.warps >= MAX_PAIRS
-    assert choose_expert_tilings(rows, *shape, invariant=True) == choose_expert_tilings(1, 1, 1, invariant=True)
+    assert choose_expert_tilings(rows, *shape, invariant=True) == choose_expert_tilings(1, *shape, invariant=True)
+
+
+@pytest.mark.parametrize("rows", [1, 16, 64])
+def test_blocks_divide_the_widths_of_experts(rows: int) -> None:
+    tilings = choose_expert_tilings(rows, 4, 32, 2880, 2880)
+    assert 2880 % tilings.gated.block_inner == 2880 % tilings.down.block_inner == 0

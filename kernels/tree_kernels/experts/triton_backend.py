@@ -30,8 +30,8 @@ from tree_kernels.experts.vector_backend import gate_options, mix_vectors
 from tree_kernels.linear import Norm, ScaledRows
 from tree_kernels.linear.triton_backend import check_contiguous, or_other, parts_of_rows
 
-# Of the router's product: experts of a tile, numbers multiplied at a time, and most programs that share a tile.
-_ROUTER_OUTPUTS, _ROUTER_INNER, _ROUTER_SPLITS = 16, 128, 8
+# Of the router's product: experts of a tile, and most programs that share a tile.
+_ROUTER_OUTPUTS, _ROUTER_SPLITS = 16, 9
 # Blocks of rows that one launch may choose for, a counter each.
 _MAX_BLOCKS = 4096
 # Threads of a prefetch, and the bytes of it that an L2 cache of 50 MB keeps until they are read; of Hopper.
@@ -136,9 +136,11 @@ class TritonExperts(RowExperts):
     ) -> None:
         """Write the choice to `found`, so many rows at a time."""
         (count, inner), experts = rows.rows.shape, len(weight)
-        blocks, tiles, splits = triton.cdiv(count, block_rows), triton.cdiv(experts, _ROUTER_OUTPUTS), 1
-        while splits < _ROUTER_SPLITS and inner % (2 * splits * _ROUTER_INNER) == 0:
-            splits *= 2
+        blocks, tiles = triton.cdiv(count, block_rows), triton.cdiv(experts, _ROUTER_OUTPUTS)
+        # Programs have whole blocks, as many each. Of 2,880 numbers 9 programs of blocks of 64 were the fastest, 3.7
+        # beside 8.6 us of one program: benchmarks/results/2026-12-01-h200-experts-and-states.md.
+        step = 128 if inner % 128 == 0 else 64
+        splits = max(n for n in range(1, _ROUTER_SPLITS + 1) if n == 1 or inner % (n * step) == 0)
         numbers = blocks * splits * options["BLOCK_E"] * block_rows
         route_kernel[(blocks, tiles, splits)](
             rows.rows, or_other(rows.squares, found.weights), weight,
@@ -146,7 +148,7 @@ class TritonExperts(RowExperts):
             torch.empty(numbers, dtype=torch.float32, device=weight.device), self._counters, found.experts,
             found.weights, count, rows.rows.stride(0), rows.epsilon, routing.least_sum, routing.clamped_sum,
             routing.scaling, TILES=tiles, SPLITS=splits, BLOCK_M=block_rows, BLOCK_N=_ROUTER_OUTPUTS,
-            BLOCK_K=_ROUTER_INNER, AHEAD=4 if inner % 512 == 0 else 0, num_warps=4, num_stages=4, **options,
+            BLOCK_K=step, AHEAD=4 if inner % 512 == 0 else 0, num_warps=4, num_stages=4, **options,
         )  # fmt: skip
 
     def mix(
@@ -178,7 +180,9 @@ class TritonExperts(RowExperts):
         count, top_k = chosen.experts.shape
         experts, hidden, inner = weights.down.shape
         pairs, device = count * top_k, weights.down.device
-        tilings = self._tilings or choose_expert_tilings(count, top_k, experts, invariant=self._invariant)
+        tilings = self._tilings or choose_expert_tilings(
+            count, top_k, experts, hidden, inner, invariant=self._invariant
+        )
         few = pairs <= MAX_PAIRS
         order, sizes = chosen.experts, chosen.experts
         if not few:
