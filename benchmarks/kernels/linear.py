@@ -83,6 +83,10 @@ LAYERS = (
     LinearLayer("qwen3 8b gate_up", "gated", 24576, 4096),
     LinearLayer("qwen3 8b down", "add", 4096, 12288),
     LinearLayer("qwen3 8b lm_head", "plain", 151936, 4096),
+    LinearLayer("qwen3.5 9b qkv", "rotary", 6144, 4096, width=256, kv_heads=4, normed=True),
+    # Of a gated delta net: its heads and gate, and the gates of tokens.
+    LinearLayer("qwen3.5 9b states", "plain", 12288, 4096),
+    LinearLayer("qwen3.5 9b gates", "plain", 64, 4096),
     LinearLayer("qwen3 30b-a3b qkv", "rotary", 5120, 2048, kv_heads=4, normed=True),
     LinearLayer("qwen3 30b-a3b o", "add", 2048, 4096),
     LinearLayer("qwen3 30b-a3b lm_head", "plain", 151936, 2048),
