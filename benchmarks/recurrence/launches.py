@@ -33,8 +33,9 @@ KERNELS = ("convolve_kernel", "mix_single_kernel", "mix_few_kernel", "prepare_ke
 # Columns and warps of one row, with what else fits a processor; and of few rows, with programs of each processor.
 SINGLE = ((32, 4), (16, 2), (16, 1), (32, 2), (64, 4), (64, 8), (128, 8), (128, 16), (8, 1))
 FEW = ((32, 4, 2), (32, 4, 4), (16, 4, 2), (16, 2, 4), (64, 4, 2), (64, 8, 1), (32, 8, 1))
-# Relative errors, of outputs in bf16 and of states in fp32.
-ALLOWED = 5e-3, 1e-5
+# Relative errors, of outputs in bf16 and of states in fp32. What is folded into a state was rounded to bf16. Of sums
+# that differ by 2^-22 about one in 16,000 is rounded the other way, a step of 2^-8: together 3e-5 of what is folded.
+ALLOWED = 5e-3, 1e-4
 
 
 class _Launches:
@@ -169,7 +170,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
     write_json(options.json, document)
     tried: list[tuple[StateTiles, str, Sequence[tuple[int, int]]]] = []
     tried += [(replace(usual, single=tile), f"one row: {tile}", LOADS[:4]) for tile in SINGLE]
-    tried += [(replace(usual, few=tile), f"few rows: {tile}", ((8, 16), (1, 16))) for tile in FEW]
+    tried += [(replace(usual, few=tile, few_wide=tile), f"few rows: {tile}", ((8, 16), (1, 16))) for tile in FEW]
     for tiles, tile, loads in tried if options.sweep else []:
         show(tile)
         try:

@@ -32,7 +32,7 @@ def kernels() -> Iterator[tuple[str, Any, dict[str, Any]]]:
     yield "plan", triton_kernels.plan_kernel, plan
     delta = {"WINDOW": 64, "CHANNELS": 8192, "HEADS": 32, "GROUP": 2, "DK": 128, "DV": 128, "QUERY_AT": 0}
     delta |= {"KEY_AT": 2048, "VALUE_AT": 4096, "NORMED": True, "SCALING": 128**-0.5, "BLOCK_K": 128}
-    delta |= {"PARTS": 4, "BLOCK_V": 32, "FEW": 16, "PRECISION": "tf32x3", "STAGES": 2, "STATES": 128, "TAPS": 4}
+    delta |= {"FEW": 16, "PRECISION": "tf32x3", "STAGES": 2, "STATES": 128, "TAPS": 4}
     delta |= {"BLOCK_R": 4, "BLOCK_C": 256, "BLOCK_T": 4, "BLOCK_G": 64}
     mixing = {
         "single": triton_mixing.mix_single_kernel,
@@ -42,7 +42,8 @@ def kernels() -> Iterator[tuple[str, Any, dict[str, Any]]]:
     }
     for rule, own in (("sum", {"DELTA": False, "NORMED": False}), ("delta", {"DELTA": True})):
         for name, kernel in mixing.items():
-            sizes = delta | own | ({"BLOCK_V": 128} if name == "prepare" else {})
+            columns = {"prepare": 128, "few": 64}.get(name, 32)
+            sizes = delta | own | {"BLOCK_V": columns, "PARTS": 128 // columns}
             yield f"{name} {rule}", kernel, {each: sizes[each] for each in kernel.arg_names if each in sizes}
     for name, channels, taps, gates in (("delta", 8192, 4, 64), ("short", 2048, 3, 0)):
         for rows in (4, 16):

@@ -68,13 +68,15 @@ class PassTensors:
 @dataclass(frozen=True, slots=True)
 class StateTiles:
     """Columns of values and warps of a program, and how many such programs a processor has where they take items in
-    turn: as many as run beside one another, by what they need of registers and shared memory (`ptxas`, sm_90a). Chosen
-    so. What launches take in these is in `benchmarks/results/2026-12-01-h200-shapes-beside-vllm.md`; others were not
-    measured, which `benchmarks.recurrence.launches --sweep` compares."""
+    turn: as many as run beside one another, by what they need of registers and shared memory (`ptxas`, sm_90a). Those
+    of one row and of few rows are the fastest in `benchmarks/results/2026-12-01-h200-experts-and-states.md`, by
+    `benchmarks.recurrence.launches --sweep` on an H200; the others are chosen."""
 
     # Of one row, six programs of 16 KB of states beside one another on an H200.
     single: tuple[int, int] = (32, 4)
+    # Of few rows, where wide tiles are fewer than processors, and where they are as many.
     few: tuple[int, int, int] = (32, 4, 2)
+    few_wide: tuple[int, int, int] = (64, 4, 2)
     many: tuple[int, int, int] = (32, 4, 1)
     prepared: tuple[int, int] = (8, 1)  # warps and programs, of all columns
 
@@ -242,7 +244,9 @@ class TritonRecurrence:
             **of_tile, **_of(mix_single_kernel, constants),
         )  # fmt: skip
         if kinds.few:
-            programs, of_tile = self._in_turn(kinds.few, shape, self.tiles.few)
+            wide = kinds.few * shape.heads * triton.cdiv(shape.value_width, self.tiles.few_wide[0])
+            tile = self.tiles.few_wide if wide >= self._processors else self.tiles.few
+            programs, of_tile = self._in_turn(kinds.few, shape, tile)
             mix_few_kernel[(programs,)](
                 *tokens, state, output, *of_plan, plan.words, plan.depths, plan.listed, FEW=_FEW_ROWS, **of_tile,
                 **_of(mix_few_kernel, constants),
