@@ -33,7 +33,7 @@ def kernels() -> Iterator[tuple[str, Any, dict[str, Any]]]:
     delta = {"WINDOW": 64, "CHANNELS": 8192, "HEADS": 32, "GROUP": 2, "DK": 128, "DV": 128, "QUERY_AT": 0}
     delta |= {"KEY_AT": 2048, "VALUE_AT": 4096, "NORMED": True, "SCALING": 128**-0.5, "BLOCK_K": 128}
     delta |= {"FEW": 16, "PRECISION": "tf32x3", "STAGES": 2, "STATES": 128, "TAPS": 4}
-    delta |= {"BLOCK_R": 4, "BLOCK_C": 256, "BLOCK_T": 4, "BLOCK_G": 64}
+    delta |= {"BLOCK_R": 4, "BLOCK_C": 256, "BLOCK_T": 4, "BLOCK_G": 64, "DEPENDENT": True}
     mixing = {
         "single": triton_mixing.mix_single_kernel,
         "few": triton_mixing.mix_few_kernel,
@@ -49,11 +49,12 @@ def kernels() -> Iterator[tuple[str, Any, dict[str, Any]]]:
         for rows in (4, 16):
             sizes = {"WINDOW": 64, "CHANNELS": channels, "TAPS": taps, "BLOCK_R": rows, "GATES": gates}
             own = {"SILU": name == "delta", "BIAS": name == "short", "BLOCK_C": 128, "BLOCK_G": max(1, gates)}
+            own["DEPENDENT"] = True
             yield f"convolve {name} {rows}", triton_kernels.convolve_kernel, sizes | own
     sizes = {"WINDOW": 64, "CHANNELS": 2048, "TAPS": 3, "BLOCK_R": 16, "BLOCK_C": 256, "BLOCK_T": 2}
     yield "keep", triton_kernels.keep_kernel, sizes
-    yield "gates", triton_gating.delta_gates_kernel, {"HEADS": 32, "BLOCK": 32}
-    sizes = {"HEADS": 32, "WIDTH": 128, "BLOCK_HEADS": 4, "BLOCK": 128}
+    yield "gates", triton_gating.delta_gates_kernel, {"HEADS": 32, "BLOCK": 32, "DEPENDENT": True}
+    sizes = {"HEADS": 32, "WIDTH": 128, "BLOCK_HEADS": 4, "BLOCK": 128, "DEPENDENT": True}
     yield "gated heads", triton_gating.gated_heads_kernel, sizes
     limits = {"LEAST": 0.0, "MOST": float("inf"), "HEADS": 128, "BLOCK": 128}
     yield "space gates", triton_gating.space_gates_kernel, limits

@@ -15,6 +15,7 @@ import triton
 from torch import Tensor
 
 from tree_kernels.attention.batch import AttentionBatch
+from tree_kernels.dependent_launch import dependent_launch
 from tree_kernels.recurrence.gating import SpaceOutput
 from tree_kernels.recurrence.states import LayerStates, RecurrentStates
 from tree_kernels.recurrence.triton_gating import (
@@ -146,6 +147,7 @@ class TritonRecurrence:
 
     def __init__(self, device: torch.device) -> None:
         self._device, self.tiles = device, StateTiles()
+        self._dependent = dependent_launch(device)
         on_gpu = device.type == "cuda"
         self._precision = "tf32x3" if on_gpu else "ieee"
         # Interpreted, few: each takes several items.
@@ -213,7 +215,7 @@ class TritonRecurrence:
             tensors.parents, plan.pending, inputs.stride(0), WINDOW=states.window, CHANNELS=shape.channels,
             TAPS=shape.taps, GATES=shape.early_gates, SILU=convolution.silu, BIAS=convolution.bias is not None,
             BLOCK_R=block, BLOCK_C=_CHANNELS, BLOCK_G=triton.next_power_of_2(max(1, shape.early_gates)),
-            num_warps=8 if wide else 4,
+            num_warps=8 if wide else 4, **self._dependent,
         )  # fmt: skip
         if not shape.early_gates:
             # Behind what reads the pending keys.
@@ -241,7 +243,7 @@ class TritonRecurrence:
             inputs, states.inputs[layer], states.windows[layer], *tokens, states.gates[layer], state, output, *of_plan,
             inputs.stride(0), STATES=programs, TAPS=shape.taps, BLOCK_R=_ROWS_OF_FEW, BLOCK_C=_KEPT_CHANNELS,
             BLOCK_T=triton.next_power_of_2(max(1, shape.taps - 1)), BLOCK_G=triton.next_power_of_2(shape.gates),
-            **of_tile, **_of(mix_single_kernel, constants),
+            **of_tile, **_of(mix_single_kernel, constants), **self._dependent,
         )  # fmt: skip
         if kinds.few:
             wide = kinds.few * shape.heads * triton.cdiv(shape.value_width, self.tiles.few_wide[0])
@@ -249,7 +251,7 @@ class TritonRecurrence:
             programs, of_tile = self._in_turn(kinds.few, shape, tile)
             mix_few_kernel[(programs,)](
                 *tokens, state, output, *of_plan, plan.words, plan.depths, plan.listed, FEW=_FEW_ROWS, **of_tile,
-                **_of(mix_few_kernel, constants),
+                **_of(mix_few_kernel, constants), **self._dependent,
             )  # fmt: skip
         if kinds.many:
             prepared = self._prepared(plan, shape, rows, gates, constants)
@@ -259,7 +261,7 @@ class TritonRecurrence:
                 convolved.folded, convolved.folded_gates, state, output, prepared.queries, prepared.keys,
                 prepared.reading, prepared.values, prepared.scores, prepared.reached, *of_plan, plan.listed,
                 plan.batch.sequences, STAGES=2 if rows.element_size() == 2 else 1, **of_tile,
-                **_of(mix_many_kernel, constants),
+                **_of(mix_many_kernel, constants), **self._dependent,
             )  # fmt: skip
         return output
 
@@ -331,8 +333,9 @@ class TritonRecurrence:
         if rows:
             block = triton.next_power_of_2(heads)
             delta_gates_kernel[(rows,)](
-                product, decay, bias, gates, product.stride(0), HEADS=heads, BLOCK=block, num_warps=1
-            )
+                product, decay, bias, gates, product.stride(0), HEADS=heads, BLOCK=block, num_warps=1,
+                **self._dependent,
+            )  # fmt: skip
         return gates
 
     def gated_heads(self, mixed: Tensor, gate: Tensor, weight: Tensor, epsilon: float) -> Tensor:
@@ -341,7 +344,7 @@ class TritonRecurrence:
         if rows:
             gated_heads_kernel[(rows, triton.cdiv(heads, _GATED_HEADS))](
                 mixed, gate, weight, output, gate.stride(0), epsilon, HEADS=heads, WIDTH=width,
-                BLOCK_HEADS=_GATED_HEADS, BLOCK=triton.next_power_of_2(width), num_warps=2,
+                BLOCK_HEADS=_GATED_HEADS, BLOCK=triton.next_power_of_2(width), num_warps=2, **self._dependent,
             )  # fmt: skip
         return output
 
@@ -390,8 +393,9 @@ class TritonRecurrence:
         warps, resident = self.tiles.prepared
         programs = min(plan.kinds.many * chunks * heads, resident * self._processors)
         prepare_kernel[(programs,)](
-            *made, plan.words, plan.listed, sequences, chunks, num_warps=warps, **_of(prepare_kernel, constants)
-        )
+            *made, plan.words, plan.listed, sequences, chunks, num_warps=warps, **_of(prepare_kernel, constants),
+            **self._dependent,
+        )  # fmt: skip
         return prepared
 
     def _constants(self, shape: StateShape, layout: HeadsLayout, window: int) -> dict[str, Any]:

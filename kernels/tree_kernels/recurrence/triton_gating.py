@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import triton
 import triton.language as tl
+from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 
 @triton.jit
@@ -15,8 +16,13 @@ def _softplus(number):  # type: ignore[no-untyped-def]
 
 
 @triton.jit(do_not_specialize=["stride"])
-def delta_gates_kernel(product, decay, bias, gates, stride, HEADS: tl.constexpr, BLOCK: tl.constexpr):  # type: ignore[no-untyped-def]
+def delta_gates_kernel(  # type: ignore[no-untyped-def]
+    product, decay, bias, gates, stride, HEADS: tl.constexpr, BLOCK: tl.constexpr, DEPENDENT: tl.constexpr
+):
     """One row a program."""
+    if DEPENDENT:
+        gdc_launch_dependents()
+        gdc_wait()
     row, head = tl.program_id(0).to(tl.int64), tl.arange(0, BLOCK)
     there = head < HEADS
     beta = tl.load(product + row * stride + head, mask=there, other=0.0).to(tl.float32)
@@ -30,9 +36,12 @@ def delta_gates_kernel(product, decay, bias, gates, stride, HEADS: tl.constexpr,
 @triton.jit(do_not_specialize=["stride"])
 def gated_heads_kernel(  # type: ignore[no-untyped-def]
     mixed, gate, weight, output, stride, epsilon, HEADS: tl.constexpr, WIDTH: tl.constexpr, BLOCK_HEADS: tl.constexpr,
-    BLOCK: tl.constexpr,
+    BLOCK: tl.constexpr, DEPENDENT: tl.constexpr,
 ):  # fmt: skip
     """BLOCK_HEADS heads of one row a program."""
+    if DEPENDENT:
+        gdc_launch_dependents()
+        gdc_wait()
     row, column = tl.program_id(0).to(tl.int64), tl.arange(0, BLOCK)[None, :]
     head = (tl.program_id(1) * BLOCK_HEADS + tl.arange(0, BLOCK_HEADS))[:, None]
     there = (head < HEADS) & (column < WIDTH)

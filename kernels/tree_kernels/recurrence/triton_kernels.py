@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import triton
 import triton.language as tl
+from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 
 @triton.jit
@@ -100,11 +101,14 @@ def convolve_kernel(  # type: ignore[no-untyped-def]
     inputs, ring, ring_gates, windows, weight, bias, output, folded, folded_gates, query_starts, prefix_lengths,
     sources, causal, parents, pending_keys, stride, WINDOW: tl.constexpr, CHANNELS: tl.constexpr, TAPS: tl.constexpr,
     GATES: tl.constexpr, SILU: tl.constexpr, BIAS: tl.constexpr, BLOCK_R: tl.constexpr, BLOCK_C: tl.constexpr,
-    BLOCK_G: tl.constexpr,
+    BLOCK_G: tl.constexpr, DEPENDENT: tl.constexpr,
 ):  # fmt: skip
     """Program (channels, sequence, block of tokens, and each so many blocks behind it): the convolution of pending keys
     into `folded` [B, window, C], and of rows into `output` [R, C]. Copies the gates of pending keys to `folded_gates`
     [B, window, G], so that the next launch may write the ring. Writes nothing else."""
+    if DEPENDENT:
+        gdc_launch_dependents()
+        gdc_wait()
     part, b = tl.program_id(0), tl.program_id(1)
     # All before the first is needed: each that waits for another takes as long as all of them.
     start, end = tl.load(query_starts + b), tl.load(query_starts + b + 1)

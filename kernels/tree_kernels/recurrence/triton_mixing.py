@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import triton
 import triton.language as tl
+from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 from tree_kernels.recurrence.triton_kernels import keep_rows
 
@@ -117,6 +118,7 @@ def prepare_kernel(  # type: ignore[no-untyped-def]
     WINDOW: tl.constexpr, CHANNELS: tl.constexpr, HEADS: tl.constexpr, GROUP: tl.constexpr, DK: tl.constexpr,
     DV: tl.constexpr, QUERY_AT: tl.constexpr, KEY_AT: tl.constexpr, VALUE_AT: tl.constexpr, NORMED: tl.constexpr,
     SCALING: tl.constexpr, DELTA: tl.constexpr, BLOCK_K: tl.constexpr, BLOCK_V: tl.constexpr, PRECISION: tl.constexpr,
+    DEPENDENT: tl.constexpr,
 ):  # fmt: skip
     """Each (sequence of many rows, chunk of up to `chunks`, head) in turn: what `mix_many_kernel` multiplies the state
     S before a chunk with. A node's output is queries S + scores u, with u = values - reading S, and the state behind a
@@ -125,6 +127,9 @@ def prepare_kernel(  # type: ignore[no-untyped-def]
     `queries`, `keys`, `reading` [R, H, BLOCK_K], `values` [R, H, DV], `scores` [R, H, 64] have the type of rows;
     `reached` [R, H] is fp32.
     """
+    if DEPENDENT:
+        gdc_launch_dependents()
+        gdc_wait()
     item, items = tl.program_id(0), tl.load(listed + 1) * chunks * HEADS
     while item < items:
         head, place = item % HEADS, item // HEADS
@@ -297,7 +302,7 @@ def mix_single_kernel(  # type: ignore[no-untyped-def]
     TAPS: tl.constexpr, HEADS: tl.constexpr, GROUP: tl.constexpr, DK: tl.constexpr, DV: tl.constexpr,
     QUERY_AT: tl.constexpr, KEY_AT: tl.constexpr, VALUE_AT: tl.constexpr, NORMED: tl.constexpr, SCALING: tl.constexpr,
     DELTA: tl.constexpr, BLOCK_K: tl.constexpr, BLOCK_V: tl.constexpr, PARTS: tl.constexpr, BLOCK_R: tl.constexpr,
-    BLOCK_C: tl.constexpr, BLOCK_T: tl.constexpr, BLOCK_G: tl.constexpr,
+    BLOCK_C: tl.constexpr, BLOCK_T: tl.constexpr, BLOCK_G: tl.constexpr, DEPENDENT: tl.constexpr,
 ):  # fmt: skip
     """Program (head and columns of values, sequence): see `torch_backend`. Programs from number `STATES` on, which is 0
     where no sequence has one row, call `keep_rows` of BLOCK_C channels, of any sequence.
@@ -306,6 +311,9 @@ def mix_single_kernel(  # type: ignore[no-untyped-def]
     one another, so that enough of the state is on its way: nothing here needs much of a processor, and no read waits
     for another but for the first ones.
     """
+    if DEPENDENT:
+        gdc_launch_dependents()
+        gdc_wait()
     item, b = tl.program_id(0), tl.program_id(1)
     start, count, prefix, pending, source, target = _sequence(
         query_starts, prefix_lengths, pending_keys, sources, targets, b
@@ -341,10 +349,13 @@ def mix_few_kernel(  # type: ignore[no-untyped-def]
     words, depths, listed, WINDOW: tl.constexpr, CHANNELS: tl.constexpr, HEADS: tl.constexpr, GROUP: tl.constexpr,
     DK: tl.constexpr, DV: tl.constexpr, QUERY_AT: tl.constexpr, KEY_AT: tl.constexpr, VALUE_AT: tl.constexpr,
     NORMED: tl.constexpr, SCALING: tl.constexpr, DELTA: tl.constexpr, BLOCK_K: tl.constexpr, BLOCK_V: tl.constexpr,
-    PARTS: tl.constexpr, FEW: tl.constexpr, PRECISION: tl.constexpr,
+    PARTS: tl.constexpr, FEW: tl.constexpr, PRECISION: tl.constexpr, DEPENDENT: tl.constexpr,
 ):  # fmt: skip
     """Each (sequence of 2 to `FEW` rows, head, columns of values) in turn: fold pending keys into the state, then the
     outputs of all rows."""
+    if DEPENDENT:
+        gdc_launch_dependents()
+        gdc_wait()
     item, items = tl.program_id(0), tl.load(listed) * HEADS * PARTS
     while item < items:
         b, head = tl.load(listed + 2 + item // (HEADS * PARTS)), item // PARTS % HEADS
@@ -373,10 +384,13 @@ def mix_many_kernel(  # type: ignore[no-untyped-def]
     sources, targets, pending_keys, listed, sequences, WINDOW: tl.constexpr, CHANNELS: tl.constexpr,
     HEADS: tl.constexpr, GROUP: tl.constexpr, DK: tl.constexpr, DV: tl.constexpr, KEY_AT: tl.constexpr,
     VALUE_AT: tl.constexpr, NORMED: tl.constexpr, DELTA: tl.constexpr, BLOCK_K: tl.constexpr, BLOCK_V: tl.constexpr,
-    PARTS: tl.constexpr, STAGES: tl.constexpr, PRECISION: tl.constexpr,
+    PARTS: tl.constexpr, STAGES: tl.constexpr, PRECISION: tl.constexpr, DEPENDENT: tl.constexpr,
 ):  # fmt: skip
     """Each (sequence of more rows, head, columns of values) in turn: fold pending keys into the state, then the outputs
     of rows that were prepared, and of known ones the state behind them."""
+    if DEPENDENT:
+        gdc_launch_dependents()
+        gdc_wait()
     item, items = tl.program_id(0), tl.load(listed + 1) * HEADS * PARTS
     while item < items:
         b, head = tl.load(listed + 2 + sequences + item // (HEADS * PARTS)), item // PARTS % HEADS
