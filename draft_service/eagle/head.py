@@ -6,7 +6,7 @@ vocabulary.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 
 import torch
 from torch import Tensor, nn
@@ -15,7 +15,7 @@ from torch.nn import functional
 from draft_service.checkpoints.vocabulary import check_token_ids
 from draft_service.eagle.head_config import LayeredShape
 from draft_service.neural.network import RowOutput
-from tree_kernels.linear import HeadInputs, RowLinears, ScaledRows, row_linears
+from tree_kernels.linear import HeadInputs, Norm, RowLinears, ScaledRows, row_linears
 from tree_models.fused.mixers import norm_of
 from tree_models.fused.preparing import LayerOptions, prepare_layers
 from tree_models.layers.decoder import LayerStack
@@ -47,15 +47,32 @@ class Projection(nn.Module):
         self.input_norm = Normalization(config.norm, joined, place) if config.norm_before_fc else None
         norms = range(config.num_features if config.fc_norm else 0)
         self.fc_norm = nn.ModuleList(Normalization(config.norm, config.target_hidden_size, place) for _ in norms)
+        # What norms each captured state in one launch.
+        self._launched: tuple[RowLinears, list[Norm]] | None = None
+
+    def prepare(self, linears: RowLinears) -> None:
+        """Norm captured states [R, F * W] by `linears`, where that computes such norms."""
+        norms = [found for norm in self.fc_norm if isinstance(norm, Normalization) and (found := norm_of(norm))]
+        self._launched = (linears, norms) if len(norms) == self._features else None
 
     def forward(self, states: Tensor) -> Tensor:
         """[.., F * W], the captured states side by side, to features [.., H]."""
         if self.input_norm is not None:
             states = self.input_norm(states)
         if self.fc_norm:
-            parts = states.chunk(self._features, dim=-1)
-            states = torch.cat([norm(part) for norm, part in zip(self.fc_norm, parts, strict=True)], dim=-1)
+            states = self._normed(states.chunk(self._features, dim=-1))
         return states if self.fc is None else self.fc(states)
+
+    def _normed(self, parts: Sequence[Tensor]) -> Tensor:
+        """[.., F * W]: the captured states [.., W], each normed."""
+        if self._launched is None or parts[0].dim() > 2:
+            return torch.cat([norm(part) for norm, part in zip(self.fc_norm, parts, strict=True)], dim=-1)
+        linears, norms = self._launched
+        rows, width = parts[0].shape
+        output = parts[0].new_empty(rows, len(norms), width)
+        for place, (norm, part) in enumerate(zip(norms, parts, strict=True)):
+            linears.norm_rows(part, norm, output[:, place])
+        return output.flatten(1)
 
     def slots(self, copy: Copy) -> Iterator[WeightSlot]:
         """Slots of the weights."""
@@ -129,16 +146,19 @@ class EagleHead(LayerStack):
         self.prepare_input()
 
     def prepare_input(self) -> None:
-        """Make an EAGLE-3 head's input in one launch, where the first layer is computed so."""
+        """Norm captured states, and make an EAGLE-3 head's input, in one launch each; the latter where the first layer
+        is computed so."""
+        weight, linears = self.embedding, row_linears(self.embedding.device)
+        self.projection.prepare(linears)
         norms, attention = (self.token_norm, self.feature_norm), self.layer_specs[0].attention
         token_norm, feature_norm = (None if norm is None else norm_of(norm) for norm in norms)
         if self.forms[0] is None or self.fc is not None or token_norm is None or feature_norm is None:
             return
         assert isinstance(attention, AttentionSpec) and attention.rotary is not None, "as in EAGLE-3"
-        weight, turning = self.embedding, attention.rotary
+        turning = attention.rotary
         frequencies = torch.tensor(turning.frequencies * 2, dtype=torch.float32, device=weight.device)
         inputs = HeadInputs(weight.detach(), token_norm, feature_norm, frequencies, turning.scaling)
-        self._launched = row_linears(weight.device), inputs
+        self._launched = linears, inputs
 
     @property
     def ends_at_once(self) -> bool:

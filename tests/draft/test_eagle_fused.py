@@ -94,6 +94,23 @@ def test_forms_compute_what_plain_layers_do(kind: dict[str, Any], most: int, mon
         assert torch.allclose(found, other, rtol=1e-4, atol=1e-5)
 
 
+def states_for(head: EagleHead) -> Tensor:
+    """Captured states [ROWS, F * W]."""
+    weight = head.embedding
+    states = torch.randn(ROWS, head.projection.input_width, generator=torch.Generator().manual_seed(7))
+    return states.to(weight.device, weight.dtype)
+
+
+@pytest.mark.parametrize("kind", KINDS.values(), ids=KINDS)
+def test_features_by_launches_are_those_of_plain_layers(kind: dict[str, Any]) -> None:
+    head = make_head(head_dim=16, **kind)
+    states = states_for(head)
+    expected = head.project(states)
+    fuse(head)
+    torch.testing.assert_close(head.project(states), expected)
+    torch.testing.assert_close(head.project(states[None]), expected[None])
+
+
 def test_a_cpu_and_fp32_keep_the_plain_layers() -> None:
     head = make_head(head_dim=16)
     head.prepare(int8=True)
@@ -156,11 +173,12 @@ def test_kernels_compute_what_plain_layers_do_on_a_gpu(
     kind: dict[str, Any], weights: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     head = make_head(head_dim=16, **kind).cuda().bfloat16()
-    expected = outputs(head)
+    states = states_for(head)
+    expected = [*outputs(head), head.project(states)]
     if weights == "many rows":
         monkeypatch.setattr(preparing, "MAX_ROWS", ROWS - 1)
     options = LayerOptions(compiled=False, int8=weights == "int8")
     assert prepare_layers(head, head.norm, head.lm_head, options) == len(head.layers)
     head.prepare_input()
-    for found, other in zip(outputs(head), expected, strict=True):
+    for found, other in zip([*outputs(head), head.project(states)], expected, strict=True):
         assert (found - other).float().norm() <= (0.05 if weights == "int8" else 0.03) * other.float().norm()

@@ -320,8 +320,9 @@ def kernels(inputs: Inputs, rows: slice = slice(None)) -> dict[str, Tensor]:
     plain, none = triton.add_linear(attended, inputs.out)
     assert none is None
     mlp = scaled, inputs.gate_up, inputs.gate_up_bias, inputs.activation
+    apart = hidden.new_zeros(len(hidden), 2, hidden.shape[1])[:, 1]
     return {
-        "norm": triton.norm_rows(hidden, inputs.norm),
+        "norm": triton.norm_rows(hidden, inputs.norm, apart),
         **head_input_of(triton, inputs, rows),
         "query": query,
         "keys": heads.key_cache,

@@ -43,9 +43,11 @@ class RowLinears:
     A weight is a tensor of the rows' dtype, or an `Int8Weight`: int8, weight-only, one scale a row (W8A16).
     """
 
-    def norm_rows(self, hidden: Tensor, norm: Norm) -> Tensor:
-        """The norm of `hidden` [R, H], in fp32 and rounded once. No row's result depends on the others."""
-        return normed(hidden, norm).to(hidden.dtype)
+    def norm_rows(self, hidden: Tensor, norm: Norm, into: Tensor | None = None) -> Tensor:
+        """The norm of `hidden` [R, H], in fp32 and rounded once. No row's result depends on the others. `into` [R, H],
+        last dimension contiguous, is where it is written; None for new memory."""
+        output = normed(hidden, norm).to(hidden.dtype)
+        return output if into is None else into.copy_(output)
 
     def scale_rows(self, hidden: Tensor, norm: Norm) -> ScaledRows:
         """The first half of a norm of `hidden` [R, H], or all of it where it has no halves."""

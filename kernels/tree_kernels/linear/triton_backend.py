@@ -50,8 +50,8 @@ class TritonLinears(RowLinears):
         self._counters = torch.zeros(_MAX_TILES, dtype=torch.int32, device=device)
         self._dependent = dependent_launch(device)
 
-    def norm_rows(self, hidden: Tensor, norm: Norm) -> Tensor:
-        output = hidden.new_empty(hidden.shape)
+    def norm_rows(self, hidden: Tensor, norm: Norm, into: Tensor | None = None) -> Tensor:
+        output = hidden.new_empty(hidden.shape) if into is None else into
         self._launch_norm(hidden, norm, output, output, whole=True)
         return output
 
@@ -291,14 +291,14 @@ class TritonLinears(RowLinears):
 
     def _launch_norm(self, hidden: Tensor, norm: Norm, output: Tensor, squares: Tensor, *, whole: bool) -> None:
         width = hidden.shape[1]
-        if hidden.stride(1) != 1:
+        if hidden.stride(1) != 1 or output.stride(1) != 1:
             raise ValueError("expected rows whose last dimension is contiguous")
         check_contiguous(norm=norm.weight, norm_bias=norm.bias)
         norm_kernel[(len(hidden),)](
             hidden, norm.weight, or_other(norm.bias, output), output, squares, row_stride=hidden.stride(0),
-            epsilon=norm.epsilon, WHOLE=whole, CENTERED=norm.centered, HAS_NORM_BIAS=norm.bias is not None,
-            WIDTH=width, BLOCK=triton.next_power_of_2(width), num_warps=4, **conditional_launch(output),
-            **self._dependent,
+            output_stride=output.stride(0), epsilon=norm.epsilon, WHOLE=whole, CENTERED=norm.centered,
+            HAS_NORM_BIAS=norm.bias is not None, WIDTH=width, BLOCK=triton.next_power_of_2(width), num_warps=4,
+            **conditional_launch(output), **self._dependent,
         )  # fmt: skip
 
     def _launch(

@@ -346,7 +346,7 @@ def rotary_kernel(  # type: ignore[no-untyped-def]
 
 @triton.jit(do_not_specialize=_CONDITION)
 def norm_kernel(  # type: ignore[no-untyped-def]
-    rows, norm_weight, norm_bias, output, squares, condition, row_stride, epsilon, WHOLE: tl.constexpr,
+    rows, norm_weight, norm_bias, output, squares, condition, row_stride, output_stride, epsilon, WHOLE: tl.constexpr,
     CENTERED: tl.constexpr, HAS_NORM_BIAS: tl.constexpr, WIDTH: tl.constexpr, BLOCK: tl.constexpr,
     CONDITIONAL: tl.constexpr, DEPENDENT: tl.constexpr,
 ):  # fmt: skip
@@ -368,7 +368,7 @@ def norm_kernel(  # type: ignore[no-untyped-def]
     else:
         tl.store(squares + row, tl.sum(read * read, 0))
         read *= norm
-    tl.store(output + row.to(tl.int64) * WIDTH + column, read.to(output.dtype.element_ty), mask=inside)
+    tl.store(output + row.to(tl.int64) * output_stride + column, read.to(output.dtype.element_ty), mask=inside)
 
 
 @triton.jit(do_not_specialize=_CONDITION)
