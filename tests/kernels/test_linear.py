@@ -35,7 +35,7 @@ from tree_kernels.linear.triton_tiling import choose_linear_tiling, choose_mappe
 
 WORKER = "linear_worker.py"
 CPU = torch.device("cpu")
-SHAPES = [(6144, 4096), (4096, 4096), (28672, 4096), (4096, 14336), (128256, 4096), (960, 576), (576, 1536)]
+SHAPES = [(6144, 4096), (4096, 4096), (28672, 4096), (4096, 14336), (128256, 4096), (960, 576), (576, 1536), (64, 4096)]
 LONG_SHAPES = [(5120, 8192), (8192, 4096), (28672, 8192), (8192, 14336), (8192, 2880)]
 
 

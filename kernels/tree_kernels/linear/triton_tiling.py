@@ -38,6 +38,12 @@ _WIDE: dict[int, tuple[_Sizes, _Sizes, _Sizes]] = {
 }
 
 
+# Of so few outputs, such as a gated delta net's gates, one or two of those tiles would read the weight. Chosen: as a
+# router's product is cut, which one program took 8.6 us for and nine 3.7,
+# benchmarks/results/2026-12-01-h200-experts-and-states.md.
+_MOST_NARROW, _NARROW = 128, (16, 128, 8, 4, 4, 4)
+
+
 class _Mapped(NamedTuple):
     """Tilings by tensor maps; None where they are no faster, or were not tried."""
 
@@ -91,7 +97,7 @@ def choose_mapped_tiling(
     or was not tried."""
     block_rows, many = 1 << (rows - 1).bit_length(), outputs >= 8192
     # Half a narrow block, which is gate's or up's part of it, is too small for the matrix units.
-    if inner < 2048 or (gated and not many):
+    if inner < 2048 or (gated and not many) or outputs <= _MOST_NARROW:
         return None
     is_long = inner >= _LEAST_INNER if gated or head_width is not None else many and outputs < _MOST_OUTPUTS
     mapped = _LONG.get(block_rows) if is_long else None
@@ -122,6 +128,8 @@ def choose_linear_tiling(
         splits = 3 if inner >= 1024 and not full else 1
         block_outputs = (64 if full else 32) if outputs >= 768 else 16
         return LinearTiling(block_rows, block_outputs, 64, splits, 4 if full else 2, 9, 8)
+    if outputs <= _MOST_NARROW and not int8:
+        return LinearTiling(block_rows, *_NARROW)
     many, some, few = (_INT8 if int8 else _WIDE)[block_rows]
     if outputs >= 8192:
         return LinearTiling(block_rows, *many)
