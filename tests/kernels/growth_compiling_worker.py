@@ -15,11 +15,11 @@ from tree_kernels.growth import triton_backend as _triton_growth
 from tree_kernels.growth import triton_children as _triton_children
 
 POINTERS = {
-    **dict.fromkeys(("peaks", "sums", "item_scores"), "*fp32"),
+    **dict.fromkeys(("numbers", "item_scores"), "*fp32"),
     **dict.fromkeys(("temperatures", "values"), "*fp32"),
     **dict.fromkeys(("item_path_probs", "path_probs", "frontier_path_probs", "next_path_probs"), "*fp64"),
     **dict.fromkeys(("top_p", "min_p"), "*fp64"),
-    **dict.fromkeys(("sources", "seeds", "positions", "ranks"), "*i64"),
+    **dict.fromkeys(("sources", "seeds", "positions", "records"), "*i64"),
     **dict.fromkeys(("sharpness", "floor"), "fp32"),
     **dict.fromkeys(
         ("item_tokens", "item_parents", "frontier", "next_frontier", "next_tokens", "tokens", "parents", "limits",

@@ -11,14 +11,14 @@ import torch
 from torch import Tensor
 
 from tree_kernels.conditional_launch import launched_if_positive
-from tree_kernels.growth import Children, Growth, GumbelMax
+from tree_kernels.growth import Children, Growth, GumbelMax, VocabularyRanks
 from tree_kernels.growth import dispatch as growth
 from tree_kernels.growth import triton_backend as _triton_growth
 from tree_kernels.growth import triton_children as _triton_children
 
 DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
 # Sequences, levels, width and breadth (the width, where not said), tokens that can be said, floor; whether they race,
-# sharpness and entrants.
+# sharpness and entrants; and ranks that share the tokens, to which PyTorch's trees of one rank are compared.
 CASES: list[dict[str, Any]] = [
     {"sequences": 1, "levels": 3, "width": 4, "vocabulary": 1500, "floor": 0.0},
     {"sequences": 3, "levels": 2, "width": 1, "vocabulary": 700, "floor": 0.0},
@@ -55,7 +55,31 @@ CASES: list[dict[str, Any]] = [
         "least_mass": 0.3,
     },
     {"sequences": 2, "levels": 2, "width": 9, "vocabulary": 5, "floor": 0.0, "entrants": 128, "sharpness": 2.0},
+    {"sequences": 2, "levels": 3, "width": 4, "vocabulary": 3000, "floor": 0.0, "ranks": 2},
+    {
+        "sequences": 3,
+        "levels": 3,
+        "width": 4,
+        "vocabulary": 1300,
+        "floor": 0.0,
+        "entrants": 50,
+        "sharpness": 1.0,
+        "ranks": 4,
+    },
 ]
+
+
+class Turns:
+    """`VocabularyRanks` of one process, in which one rank comes after the other."""
+
+    def __init__(self, rank: int, size: int, parts: list[Tensor], *, whole: bool) -> None:
+        """Hands a part in, or has the parts of all if they are `whole`."""
+        self.rank, self.size, self._parts, self._whole = rank, size, parts, whole
+
+    def joined(self, part: Tensor) -> Tensor:
+        if not self._whole:
+            self._parts.append(part)
+        return torch.cat(self._parts if self._whole else [part] * self.size, dim=-1)
 
 
 def main() -> None:
@@ -104,8 +128,6 @@ def children_of(case: dict[str, Any], logits: Tensor, level: int, device: torch.
     temperatures = torch.tensor([1.0, 0.7, 1.6][:sequences], device=device)
     said = (torch.arange(case["vocabulary"], dtype=torch.int32) * 2 + 1).to(device) if sequences > 1 else None
     step = _triton_children if kernels else growth
-    if "entrants" not in case:
-        return step.likeliest(logits, temperatures, breadth, said)
 
     def of(values: list[float], dtype: torch.dtype) -> Tensor:
         return torch.tensor(values[:sequences], dtype=dtype, device=device)
@@ -118,9 +140,22 @@ def children_of(case: dict[str, Any], logits: Tensor, level: int, device: torch.
         seeds=of([-5, 2**62 + 11, 7], torch.int64),
         positions=of([2**33 - 1, 8, 9], torch.int64),
     )
-    return step.gumbel_max_winners(
-        logits, temperatures, breadth, said, gumbel_max, level, case["entrants"], case["sharpness"]
-    )
+
+    def found(logits: Tensor, ranks: VocabularyRanks | None) -> Children:
+        if "entrants" not in case:
+            return step.likeliest(logits, temperatures, breadth, said, ranks)
+        race = gumbel_max, level, case["entrants"], case["sharpness"]
+        return step.gumbel_max_winners(logits, temperatures, breadth, said, *race, ranks)
+
+    size, parts = case.get("ranks", 1) if kernels else 1, list[Tensor]()
+    if size == 1:
+        return found(logits, None)
+    own = logits.chunk(size, dim=1)
+    for rank in range(size):
+        found(own[rank], Turns(rank, size, parts, whole=False))
+    every = [found(own[rank], Turns(rank, size, parts, whole=True)) for rank in range(size)]
+    assert all(each[0].equal(every[0].tokens) and each[1].equal(every[0].scores) for each in every)
+    return every[-1]
 
 
 def scores_of(children: Children) -> tuple[list[list[float]], list[list[int]]]:

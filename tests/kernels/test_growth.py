@@ -7,6 +7,8 @@ from typing import Any
 import pytest
 import torch
 from kernel_worker import INTERPRETED, compiled, work
+from thread_ranks import ThreadRank, on_ranks
+from torch import Tensor
 
 from tree_kernels import growth
 
@@ -59,6 +61,30 @@ def test_levels_that_hold_too_little_are_left_out_with_all_behind_them(least_mas
     assert (ends < whole.tokens.shape[1]) == (least_mass > 0.1)
     assert torch.equal(cut.path_probs[:, :ends], whole.path_probs[:, :ends])
     assert not cut.path_probs[:, ends:].any() and whole.path_probs[:growing, -width * width :].any()
+
+
+@pytest.mark.parametrize("size", [2, 4])
+@pytest.mark.parametrize("mapped", [False, True])
+def test_ranks_that_share_a_vocabulary_find_the_same_children(size: int, *, mapped: bool) -> None:
+    rows, vocabulary, breadth = 6, 40, 12
+    generator = torch.Generator().manual_seed(4)
+    logits = torch.randn(rows, vocabulary, generator=generator) * 3.0
+    temperatures, ids = torch.tensor([0.7, 1.3]), (torch.arange(vocabulary) * 3).int() if mapped else None
+    draw = growth.GumbelMax(
+        torch.tensor([1, 0]).int(), torch.tensor([0, 5]).int(), torch.tensor([0.9, 1.0]).double(),
+        torch.tensor([0.01, 0.0]).double(), torch.tensor([5, -3]), torch.tensor([9, 11]),
+    )  # fmt: skip
+
+    def children(logits: Tensor, ranks: ThreadRank | None) -> tuple[growth.Children, growth.Children]:
+        of_rows = logits, temperatures, breadth, ids
+        return growth.likeliest(*of_rows, ranks), growth.gumbel_max_winners(*of_rows, draw, 2, 20, 0.9, ranks)
+
+    whole = children(logits, None)
+    parts = on_ranks(size, lambda rank: children(logits.chunk(size, dim=1)[rank.rank], rank))
+    for found in parts:
+        for own, first, expected in zip(found, parts[0], whole, strict=True):
+            assert own.tokens.equal(expected.tokens) and own.scores.allclose(expected.scores, rtol=1e-5, atol=0.0)
+            assert own.scores.equal(first.scores)
 
 
 def test_few_levels_are_never_left_out() -> None:

@@ -9,7 +9,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from tree_kernels.growth.types import MASS_UNITS, Children, Growth, GumbelMax
+from tree_kernels.growth.types import MASS_UNITS, Children, Growth, GumbelMax, VocabularyRanks
 from tree_kernels.philox import exponentials, gumbel_words_by_sequence
 
 # Probability below which a token counts as impossible.
@@ -47,18 +47,25 @@ def make_growth(
     return growth
 
 
-def likeliest(logits: Tensor, temperatures: Tensor, breadth: int, token_ids: Tensor | None) -> Children:
+def likeliest(
+    logits: Tensor,
+    temperatures: Tensor,
+    breadth: int,
+    token_ids: Tensor | None,
+    ranks: VocabularyRanks | None = None,
+) -> Children:
     """The K = `breadth` most probable tokens of each row of logits [R, V'].
 
     Temperatures [B] float32 are positive, each for R / B consecutive rows; `token_ids` [V'] int32 are the target's ids
-    of the network's, None when they are the same."""
+    of the network's, None when they are the same. With `ranks` logits are [R, V' / ranks], of this one's tokens: all
+    ranks get the same children, bit for bit, by one call of `joined`."""
     # More are not held by one program of the kernel.
     if logits.is_cuda and breadth <= 32:
         # Only here: Triton may be absent.
         from tree_kernels.growth import triton_children
 
-        return triton_children.likeliest(logits, temperatures, breadth, token_ids)
-    return _first_children(*_most_probable(logits, temperatures, breadth, token_ids), breadth)
+        return triton_children.likeliest(logits, temperatures, breadth, token_ids, ranks)
+    return _first_children(*_most_probable(logits, temperatures, breadth, token_ids, ranks), breadth)
 
 
 def gumbel_max_winners(
@@ -70,6 +77,7 @@ def gumbel_max_winners(
     level: int,
     entrants: int,
     sharpness: float,
+    ranks: VocabularyRanks | None = None,
 ) -> Children:
     """The tokens of each row that most likely win the target's Gumbel-max draw, with their chances.
 
@@ -82,9 +90,9 @@ def gumbel_max_winners(
         from tree_kernels.growth import triton_children
 
         return triton_children.gumbel_max_winners(
-            logits, temperatures, breadth, token_ids, gumbel_max, level, entrants, sharpness
+            logits, temperatures, breadth, token_ids, gumbel_max, level, entrants, sharpness, ranks
         )
-    tokens, rows = _most_probable(logits, temperatures, entrants, token_ids)
+    tokens, rows = _most_probable(logits, temperatures, entrants, token_ids, ranks)
     sequences, known = len(temperatures), rows.shape[1]
     probs, rest, kept = _filtered(rows.double().view(sequences, -1, known), gumbel_max)
     words = gumbel_words_by_sequence(
@@ -205,11 +213,22 @@ def keep(growth: Growth, kept: Tensor) -> None:
     kept.copy_(torch.cat([there, growth.tokens.gather(1, order), parents, scores], dim=1))
 
 
-def _most_probable(logits: Tensor, temperatures: Tensor, count: int, token_ids: Tensor | None) -> tuple[Tensor, Tensor]:
+def _most_probable(
+    logits: Tensor, temperatures: Tensor, count: int, token_ids: Tensor | None, ranks: VocabularyRanks | None
+) -> tuple[Tensor, Tensor]:
     """Tokens [R, M] int32 and probabilities [R, M] float32, falling; 0 where logits are NaN."""
     scaled = (logits.float().view(len(temperatures), -1, logits.shape[1]) / temperatures[:, None, None]).flatten(0, 1)
     values, places = scaled.topk(min(count, logits.shape[1]), dim=-1)
-    probs = (values - scaled.logsumexp(-1, keepdim=True)).exp().nan_to_num(0.0)
+    log_mass = scaled.logsumexp(-1, keepdim=True)
+    if ranks is not None:
+        known = values.shape[1]
+        # All are exact in fp64.
+        own = torch.cat([values.double(), places.double() + ranks.rank * logits.shape[1], log_mass.double()], dim=1)
+        parts = ranks.joined(own).view(len(own), ranks.size, -1)
+        values, best = parts[..., :known].flatten(1).float().topk(min(count, ranks.size * known), dim=-1)
+        places = parts[..., known:-1].flatten(1).gather(1, best).long()
+        log_mass = parts[..., -1].float().logsumexp(-1, keepdim=True)
+    probs = (values - log_mass).exp().nan_to_num(0.0)
     return (places.int() if token_ids is None else token_ids[places]), probs
 
 

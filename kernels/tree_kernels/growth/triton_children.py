@@ -1,7 +1,9 @@
 """The best children of every row in two launches, or of a Gumbel-max draw; symbols are those of `growth.types`.
 
 A *chunk* is CHUNK logits of a row, one program's share. A *rank* is an int64 of a logit and its id: the greater logit
-has the greater rank, and of equals the lower id, so that one maximum finds both.
+has the greater rank, and of equals the lower id, so that one maximum finds both. A *record* is what is found of a
+chunk, BEST + 1 int64: its best ranks, then two fp32, the greatest logit / temperature and the sum of exponentials
+relative to it. Where processes share a vocabulary, records of all their chunks are joined between the launches.
 """
 
 from __future__ import annotations
@@ -14,7 +16,7 @@ from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 from tree_kernels.conditional_launch import conditional_launch
 from tree_kernels.dependent_launch import dependent_launch
-from tree_kernels.growth.types import Children, GumbelMax
+from tree_kernels.growth.types import Children, GumbelMax, VocabularyRanks
 from tree_kernels.triton_condition import is_wanted
 from tree_kernels.verification.triton_rows import philox_words
 
@@ -23,7 +25,7 @@ _LEAST = tl.constexpr(1e-30)
 _LOW = tl.constexpr(2**32 - 1)
 _LEAST_RANK = tl.constexpr(-(2**63))
 # They differ from level to level and from batch to batch; specializing kernels on them would gain nothing.
-_NUMBERS = ["rows_each", "level", "known", "chunks", "vocabulary", "condition"]
+_NUMBERS = ["rows_each", "level", "known", "chunks", "vocabulary", "first", "condition"]
 
 
 @triton.jit
@@ -57,11 +59,11 @@ def _best_ranks(ranks, BEST: tl.constexpr, BLOCK_BEST: tl.constexpr):  # type: i
 
 @triton.jit(do_not_specialize=_NUMBERS)
 def _scan_kernel(  # type: ignore[no-untyped-def]
-    logits, temperatures, peaks, sums, ranks, condition, vocabulary, rows_each, row_stride, BEST: tl.constexpr,
+    logits, temperatures, records, numbers, condition, vocabulary, first, rows_each, row_stride, BEST: tl.constexpr,
     BLOCK_BEST: tl.constexpr, CHUNK: tl.constexpr, CONDITIONAL: tl.constexpr, DEPENDENT: tl.constexpr,
 ):  # fmt: skip
-    """Program (row, chunk): the greatest logit / temperature and the sum of exponentials relative to it, [R, chunks]
-    each, and the BEST greatest [R, chunks, BEST] as ranks."""
+    """Program (row, chunk): its record, in `records` and, of fp32, `numbers`, which are the same memory. Ids begin at
+    `first`."""
     row = tl.program_id(0)
     chunk = tl.program_id(1)
     if DEPENDENT:
@@ -76,20 +78,21 @@ def _scan_kernel(  # type: ignore[no-untyped-def]
     peak = tl.max(x, 0)
     # -inf - -inf is NaN, and all of a chunk may be -inf.
     base = tl.where(peak == float("-inf"), 0.0, peak)
-    own = row * tl.num_programs(1) + chunk
-    tl.store(peaks + own, peak)
-    tl.store(sums + own, tl.sum(tl.exp(x - base), 0))
+    own = (row * tl.num_programs(1) + chunk) * (BEST + 1)
+    tl.store(numbers + 2 * (own + BEST), peak)
+    tl.store(numbers + 2 * (own + BEST) + 1, tl.sum(tl.exp(x - base), 0))
     if BEST > 0:
         place = tl.arange(0, BLOCK_BEST)
-        tl.store(ranks + own * BEST + place, _best_ranks(_ranked(x, ids), BEST, BLOCK_BEST), mask=place < BEST)
+        tl.store(records + own + place, _best_ranks(_ranked(x, first + ids), BEST, BLOCK_BEST), mask=place < BEST)
 
 
 @triton.jit
-def _log_mass(peaks, sums, row, chunks, BLOCK: tl.constexpr):  # type: ignore[no-untyped-def]
+def _log_mass(numbers, row, chunks, BEST: tl.constexpr, BLOCK: tl.constexpr):  # type: ignore[no-untyped-def]
     """Logarithm of the sum of a row's exponentials."""
     chunk = tl.arange(0, BLOCK)
-    peak = tl.load(peaks + row * chunks + chunk, mask=chunk < chunks, other=float("-inf"))
-    mass = tl.load(sums + row * chunks + chunk, mask=chunk < chunks, other=0.0)
+    at = numbers + 2 * ((row * chunks + chunk) * (BEST + 1) + BEST)
+    peak = tl.load(at, mask=chunk < chunks, other=float("-inf"))
+    mass = tl.load(at + 1, mask=chunk < chunks, other=0.0)
     highest = tl.max(peak, 0)
     base = tl.where(highest == float("-inf"), 0.0, highest)
     return base + tl.log(tl.sum(mass * tl.exp(peak - base), 0))
@@ -97,7 +100,7 @@ def _log_mass(peaks, sums, row, chunks, BLOCK: tl.constexpr):  # type: ignore[no
 
 @triton.jit(do_not_specialize=_NUMBERS)
 def _likeliest_kernel(  # type: ignore[no-untyped-def]
-    peaks, sums, ranks, token_ids, tokens, scores, condition, vocabulary, chunks, WIDTH: tl.constexpr,
+    records, numbers, token_ids, tokens, scores, condition, vocabulary, chunks, WIDTH: tl.constexpr,
     BLOCK_WIDTH: tl.constexpr, MAPPED: tl.constexpr, BLOCK_CHUNKS: tl.constexpr, BLOCK: tl.constexpr,
     CONDITIONAL: tl.constexpr, DEPENDENT: tl.constexpr,
 ):  # fmt: skip
@@ -111,8 +114,9 @@ def _likeliest_kernel(  # type: ignore[no-untyped-def]
             return
     index = tl.arange(0, BLOCK)
     here = index < chunks * WIDTH
-    rank = tl.where(here, tl.load(ranks + row * chunks * WIDTH + index, mask=here, other=0), _LEAST_RANK)
-    log_mass = _log_mass(peaks, sums, row, chunks, BLOCK_CHUNKS)
+    at = (row * chunks + index // WIDTH) * (WIDTH + 1) + index % WIDTH
+    rank = tl.where(here, tl.load(records + at, mask=here, other=0), _LEAST_RANK)
+    log_mass = _log_mass(numbers, row, chunks, WIDTH, BLOCK_CHUNKS)
     value, token = _unranked(_best_ranks(rank, WIDTH, BLOCK_WIDTH))
     place = tl.arange(0, BLOCK_WIDTH)
     # Behind the vocabulary's end stand the ids of -inf.
@@ -147,7 +151,7 @@ def _filter(prob, place, known, top_k, top_p, min_p):  # type: ignore[no-untyped
 
 @triton.jit(do_not_specialize=_NUMBERS)
 def _gumbel_max_kernel(  # type: ignore[no-untyped-def]
-    peaks, sums, values, places, token_ids, temperatures, coupled, top_k, top_p, min_p, seeds, positions, tokens,
+    numbers, values, places, token_ids, temperatures, coupled, top_k, top_p, min_p, seeds, positions, tokens,
     scores, condition, chunks, known, level, rows_each, sharpness, WIDTH: tl.constexpr, SHARP: tl.constexpr,
     MAPPED: tl.constexpr, BLOCK_CHUNKS: tl.constexpr, BLOCK: tl.constexpr, CONDITIONAL: tl.constexpr,
 ):  # fmt: skip
@@ -157,7 +161,7 @@ def _gumbel_max_kernel(  # type: ignore[no-untyped-def]
             return
     row = tl.program_id(0)
     b = row // rows_each
-    log_mass = _log_mass(peaks, sums, row, chunks, BLOCK_CHUNKS)
+    log_mass = _log_mass(numbers, row, chunks, 0, BLOCK_CHUNKS)
     index = tl.arange(0, BLOCK)
     here = index < known
     value = tl.load(values + row * known + index, mask=here, other=float("-inf")).to(tl.float32)
@@ -187,18 +191,18 @@ def _gumbel_max_kernel(  # type: ignore[no-untyped-def]
         chance = tl.where(index == at, -1.0, chance)
 
 
-def _scan(logits: Tensor, temperatures: Tensor, best: int) -> tuple[Tensor, Tensor, Tensor]:
-    """Peaks and sums [R, chunks], and the best of every chunk [R, chunks, best] as ranks."""
+def _scan(logits: Tensor, temperatures: Tensor, best: int, ranks: VocabularyRanks | None) -> Tensor:
+    """[R, chunks, best + 1] int64, the records of every chunk."""
     rows, vocabulary = logits.shape
     chunks = triton.cdiv(vocabulary, _CHUNK)
-    peaks, sums = torch.empty(2, rows, chunks, device=logits.device)
-    ranks = torch.empty(rows, chunks, best, dtype=torch.int64, device=logits.device)
+    records = torch.empty(rows, chunks, best + 1, dtype=torch.int64, device=logits.device)
     _scan_kernel[(rows, chunks)](
-        logits, temperatures, peaks, sums, ranks, vocabulary=vocabulary, rows_each=rows // len(temperatures),
+        logits, temperatures, records, records.view(torch.float32), vocabulary=vocabulary,
+        first=0 if ranks is None else ranks.rank * vocabulary, rows_each=rows // len(temperatures),
         row_stride=logits.stride(0), BEST=best, BLOCK_BEST=triton.next_power_of_2(max(1, best)), CHUNK=_CHUNK,
         num_warps=4, **conditional_launch(logits), **dependent_launch(logits.device),
     )  # fmt: skip
-    return peaks, sums, ranks
+    return records
 
 
 def _empty(rows: int, width: int, device: torch.device) -> Children:
@@ -208,13 +212,22 @@ def _empty(rows: int, width: int, device: torch.device) -> Children:
     )
 
 
-def likeliest(logits: Tensor, temperatures: Tensor, width: int, token_ids: Tensor | None) -> Children:
+def likeliest(
+    logits: Tensor,
+    temperatures: Tensor,
+    width: int,
+    token_ids: Tensor | None,
+    ranks: VocabularyRanks | None = None,
+) -> Children:
     """See `growth.likeliest`."""
-    peaks, sums, ranks = _scan(logits, temperatures, width)
-    (rows, chunks), found = peaks.shape, _empty(len(logits), width, logits.device)
+    records, vocabulary = _scan(logits, temperatures, width, ranks), logits.shape[1]
+    if ranks is not None:
+        records = ranks.joined(records.flatten(1)).view(len(logits), -1, width + 1)
+        vocabulary *= ranks.size
+    (rows, chunks, _), found = records.shape, _empty(len(logits), width, logits.device)
     _likeliest_kernel[(rows,)](
-        peaks, sums, ranks, token_ids, found.tokens, found.scores, vocabulary=logits.shape[1], chunks=chunks,
-        WIDTH=width, BLOCK_WIDTH=triton.next_power_of_2(width), MAPPED=token_ids is not None,
+        records, records.view(torch.float32), token_ids, found.tokens, found.scores, vocabulary=vocabulary,
+        chunks=chunks, WIDTH=width, BLOCK_WIDTH=triton.next_power_of_2(width), MAPPED=token_ids is not None,
         BLOCK_CHUNKS=triton.next_power_of_2(chunks), BLOCK=triton.next_power_of_2(chunks * width), num_warps=4,
         **conditional_launch(logits), **dependent_launch(logits.device),
     )  # fmt: skip
@@ -230,16 +243,33 @@ def gumbel_max_winners(
     level: int,
     entrants: int,
     sharpness: float,
+    ranks: VocabularyRanks | None = None,
 ) -> Children:
     """See `growth.gumbel_max_winners`."""
-    peaks, sums, _ = _scan(logits, temperatures, 0)
+    records = _scan(logits, temperatures, 0, ranks)
     # Temperature does not change the order.
     values, places = logits.topk(min(entrants, logits.shape[1]), dim=-1)
-    (rows, chunks), found = peaks.shape, _empty(len(logits), width, logits.device)
+    if ranks is not None:
+        records, values, places = _joined(records, values, places + ranks.rank * logits.shape[1], entrants, ranks)
+    (rows, chunks, _), found = records.shape, _empty(len(logits), width, logits.device)
     _gumbel_max_kernel[(rows,)](
-        peaks, sums, values, places, token_ids, temperatures, *gumbel_max, found.tokens, found.scores, chunks=chunks,
-        known=values.shape[1], level=level, rows_each=rows // len(temperatures), sharpness=sharpness, WIDTH=width,
-        SHARP=sharpness == 1.0, MAPPED=token_ids is not None, BLOCK_CHUNKS=triton.next_power_of_2(chunks),
-        BLOCK=triton.next_power_of_2(values.shape[1]), num_warps=4, **conditional_launch(logits),
+        records.view(torch.float32), values, places, token_ids, temperatures, *gumbel_max, found.tokens, found.scores,
+        chunks=chunks, known=values.shape[1], level=level, rows_each=rows // len(temperatures), sharpness=sharpness,
+        WIDTH=width, SHARP=sharpness == 1.0, MAPPED=token_ids is not None,
+        BLOCK_CHUNKS=triton.next_power_of_2(chunks), BLOCK=triton.next_power_of_2(values.shape[1]), num_warps=4,
+        **conditional_launch(logits),
     )  # fmt: skip
     return found
+
+
+def _joined(
+    records: Tensor, values: Tensor, places: Tensor, entrants: int, ranks: VocabularyRanks
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Records [R, chunks, 1] of all ranks, and of the likeliest [R, M] of each, values and int64 places, those of
+    all."""
+    (rows, known), bits = values.shape, values.float().view(torch.int32).long()
+    parts = ranks.joined(torch.cat([records.flatten(1), bits, places], dim=1)).view(rows, ranks.size, -1)
+    values = parts[..., -2 * known : -known].flatten(1).int().view(torch.float32)
+    values, best = values.topk(min(entrants, ranks.size * known), dim=-1)
+    records = parts[..., : -2 * known].flatten(1)[..., None].contiguous()
+    return records, values, parts[..., -known:].flatten(1).gather(1, best)

@@ -9,7 +9,7 @@ are computed like the rest and never kept.
 
 from __future__ import annotations
 
-from typing import NamedTuple
+from typing import NamedTuple, Protocol
 
 from torch import Tensor
 
@@ -21,6 +21,21 @@ COLDEST = 0.05
 GREEDY_TEMPERATURE = 0.75
 # Parts of a probability, as integers, whose sum does not depend on an order: of 2,000 trees it fits in an int32.
 MASS_UNITS = 1 << 20
+
+
+class VocabularyRanks(Protocol):
+    """Ranks that share a network's vocabulary, each with as many tokens, in their order. All make the same calls."""
+
+    @property
+    def rank(self) -> int:
+        """This one, from 0."""
+
+    @property
+    def size(self) -> int:
+        """How many there are."""
+
+    def joined(self, part: Tensor) -> Tensor:
+        """[R, size * W]: all ranks' parts [R, W] beside one another, in the order of the ranks."""
 
 
 class Children(NamedTuple):
