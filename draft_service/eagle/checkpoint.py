@@ -7,9 +7,10 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+import torch
 from torch import Tensor
 
-from draft_service.checkpoints.files import fill, write_folder
+from draft_service.checkpoints.files import check_weights, fill, write_folder
 from draft_service.checkpoints.target import EMBEDDING, LM_HEAD, TargetCheckpoint
 from draft_service.checkpoints.vocabulary import ids_of, restrict, tensors_of
 from draft_service.eagle.head import IN_FP32, EagleHead
@@ -18,6 +19,7 @@ from draft_service.eagle.layouts import head_config, neutral_name, published_con
 from outrider.heads import HeadRefused, weight_fingerprint
 from outrider.weights import Weights
 from tree_models.layers.placing import Placement
+from tree_models.weights.checkpoint import TensorsInMemory
 
 
 class EagleCheckpoint:
@@ -76,6 +78,11 @@ def make_head(
     config, token_ids = restrict(config, token_ids, token_map, tensors, [LM_HEAD])
     _add_shared_weights(tensors, config, token_ids, target)
     head = EagleHead(config, token_ids, place, kept)
+    if head.cuts:
+        # The whole shapes first, as parts of wrong ones may fit.
+        whole = EagleHead(config, token_ids, replace(IN_FP32, device=torch.device("meta"), latent=place.latent))
+        check_weights(whole.slots(), TensorsInMemory(tensors).stored)
+        tensors = {name: head.cuts[name].part(one) if name in head.cuts else one for name, one in tensors.items()}
     fill(head.slots(), tensors)
     return head.eval()
 

@@ -14,6 +14,7 @@ from torch.nn import functional
 
 from draft_service.checkpoints.vocabulary import check_token_ids
 from draft_service.eagle.head_config import LayeredShape
+from draft_service.eagle.head_share import share_of_head
 from draft_service.neural.network import RowOutput
 from tree_kernels.linear import HeadInputs, Norm, RowLinears, ScaledRows, row_linears
 from tree_models.fused.mixers import norm_of
@@ -91,7 +92,8 @@ class EagleHead(LayerStack):
     i + 2. Features of committed tokens are the target's; those of drafted tokens are the head's own (`RowOutput`).
 
     `embedding` [vocab_size, H] is the target's unless the head has its own. `token_ids` [V'] are the target ids of the
-    draft vocabulary, or None for the whole vocabulary.
+    draft vocabulary, or None for the whole vocabulary. With ranks this one has its part of the layers and of the
+    lm_head, see `head_share`, and all ranks run the same passes.
     """
 
     def __init__(
@@ -102,16 +104,17 @@ class EagleHead(LayerStack):
         kept: int = 0,
     ) -> None:
         """Weights are unwritten until every slot of `slots` has been. Raises `HeadRefused` if the vocabularies do not
-        fit, and `FamilyRefused` for layers that are not computed.
+        fit, and `FamilyRefused` for layers that are not computed, or that the ranks of `place` cannot divide.
 
         Args:
             token_ids: [draft_vocab_size] int64 in ascending order; None for the whole vocabulary.
             kept: layers of other heads that come before these in the cache.
         """
         check_token_ids(config, token_ids)
-        super().__init__(config.layers, config.hidden_size, config.max_positions, place, kept)
+        share = share_of_head(config, place.ranks)
+        super().__init__(share.layers, config.hidden_size, config.max_positions, place, kept)
         width, kind = config.hidden_size, config.kind
-        self.config = config
+        self.config, self.cuts = config, share.cuts
         self.projection = Projection(config, place)
         self.embedding = place.empty(config.vocab_size, width)
         self.token_norm, self.feature_norm = (
@@ -120,7 +123,7 @@ class EagleHead(LayerStack):
         # EAGLE-1, EAGLE-2 and MTP fuse embedding and feature here.
         self.fc = None if kind == "eagle3" else Linear(2 * width, [width], place, bias=config.fc_bias)
         self.norm = None if kind == "eagle" else Normalization(config.norm, width, place)
-        self.lm_head = Linear(width, [config.draft_vocab_size], place)
+        self.lm_head = Linear(width, [share.tokens], place)
         self.register_buffer("token_ids", token_ids, persistent=False)
         self.token_ids: Tensor | None
         # What makes an EAGLE-3 head's input in one launch.
@@ -198,7 +201,7 @@ class EagleHead(LayerStack):
         self.cache_rows(hidden, angles, step, given)
 
     def logits(self, lm_input: Tensor) -> Tensor:
-        """[.., H] to logits [.., V'] over the draft vocabulary."""
+        """[.., H] to logits [.., V'] over the draft vocabulary, or the rank's part of it."""
         logits = None if self.final_form is None else self.final_form.head(lm_input)
         return self.lm_head(lm_input) if logits is None else logits
 

@@ -59,16 +59,24 @@ def share_of(spec: DecoderSpec, names: WeightNames, rank: int, ranks: int) -> Ra
     if inputs is not None:
         rows, cuts[f"{names.layer_inputs}.weight"] = divider.tokens(inputs.vocabulary_size)
         inputs = replace(inputs, vocabulary_size=rows)
-    divided = {layer: divider.layer(layer) for layer in dict.fromkeys(spec.layers)}
-    for index, layer in enumerate(spec.layers):
+    layers, of_layers = share_of_layers(spec.layers, names, rank, ranks, spec.hidden_size)
+    divided_spec = replace(spec, vocabulary_size=tokens, layers=layers, layer_inputs=inputs, unread_tokens=0)
+    return RankShare(divided_spec, cuts | of_layers)
+
+
+def share_of_layers(
+    layers: Sequence[LayerSpec], names: WeightNames, rank: int, ranks: int, hidden_size: int
+) -> tuple[tuple[LayerSpec, ...], dict[str, Cut]]:
+    """As `share_of`, of layers one behind another alone: their descriptions, and the cuts of their tensors."""
+    divider, cuts = _Divider(names, rank, ranks, hidden_size), dict[str, Cut]()
+    divided = {layer: divider.layer(layer) for layer in dict.fromkeys(layers)}
+    for index, layer in enumerate(layers):
         for name, cut in divided[layer][1]:
             if names.by_columns and name.endswith(".weight") and isinstance(cut, Spans):
                 cut = replace(cut, dimension=1 - cut.dimension)
-            numbers = range(len(spec.layers)) if layer.shared is not None else _experts(layer.ahead or layer.mlp, name)
+            numbers = range(len(layers)) if layer.shared is not None else _experts(layer.ahead or layer.mlp, name)
             cuts |= {names.in_layer(name, index, number): cut for number in numbers}
-    layers = tuple(divided[layer][0] for layer in spec.layers)
-    divided_spec = replace(spec, vocabulary_size=tokens, layers=layers, layer_inputs=inputs, unread_tokens=0)
-    return RankShare(divided_spec, cuts)
+    return tuple(divided[layer][0] for layer in layers), cuts
 
 
 def _experts(mlp: MLPSpec | ExpertsSpec | DenseAndExpertsSpec | None, name: str) -> range:
