@@ -39,6 +39,7 @@ from outrider.model_store import model_source
 from outrider.settings import SettingsError
 from tree_models.in_pass import MakeDrafter, PassTarget, VerifiedPass
 from tree_models.layers.placing import Placement
+from tree_models.spec import FamilyRefused
 
 if TYPE_CHECKING:
     from tree_kernels.attention import TreeAttention
@@ -109,7 +110,7 @@ _KINDS: Mapping[str, Callable[[Any, str], MakeDrafter]] = {
 }
 
 
-def _load(stored: _StoredHead, config: HeadDrafterConfig, target: PassTarget) -> InPassHead:
+def _load(stored: _StoredHead, config: HeadDrafterConfig, target: PassTarget) -> InPassHead | None:
     shape, fingerprint = stored.shape, stored.tokenizer_fingerprint
     if shape.vocab_size != target.vocabulary_size:
         raise NotSupported(f"the head's target has {shape.vocab_size} tokens, this one {target.vocabulary_size}")
@@ -118,15 +119,25 @@ def _load(stored: _StoredHead, config: HeadDrafterConfig, target: PassTarget) ->
     if shape.target_hidden_size != target.hidden_size:
         width = shape.target_hidden_size
         raise NotSupported(f"the head reads states {width} wide, the target's are {target.hidden_size}")
-    place = Placement(target.device, target.dtype, packed=False, latent=target.latent)
-    head = stored.load(place, target.cached_layers, read_token_map(config.token_map))
+    place = Placement(target.device, target.dtype, packed=False, latent=target.latent, ranks=target.ranks)
+    of_head = target.cached_layers, read_token_map(config.token_map)
+    try:
+        head = stored.load(place, *of_head)
+    except FamilyRefused as refused:
+        if target.ranks is None:
+            raise
+        if target.ranks.rank:
+            return None
+        log.warning("the head is not divided, and drafts on the first rank alone: %s", refused)
+        head = stored.load(replace(place, ranks=None), *of_head)
     head.share(target.vocabulary_weights)
     head.prepare(int8=config.head_weights == "int8")
     return InPassHead(head, shape.feature_layers or shape.layers_of(target.layers), config)
 
 
 class InPassHead(PassDrafter):
-    """An EAGLE head or MTP module. Its layers are of the cache, behind those of the target."""
+    """An EAGLE head or MTP module, or this rank's part of one. Its layers are of the cache, behind those of the
+    target."""
 
     def __init__(self, head: EagleHead, layers: tuple[int, ...], config: HeadDrafterConfig) -> None:
         shape = head.config
@@ -134,6 +145,7 @@ class InPassHead(PassDrafter):
         self.layers = layers
         self._head, self._network = head, HeadNetwork(head)
         self.cache_shapes, self.latent = self._network.cache_shapes, head.latent
+        self.divided = head.place.ranks is not None
         self.leaves_out = head.ends_at_once
         self._last_position = shape.max_positions - 1
         super().__init__(config.tree)
@@ -152,4 +164,4 @@ class InPassHead(PassDrafter):
     def _make_trees(
         self, sequences: int, shape: TreeShape, attention: TreeAttention | LatentAttention, sizes: CacheSizes
     ) -> PassTrees:
-        return PassTrees(sequences, shape, self._network, attention, sizes)
+        return PassTrees(sequences, shape, self._network, attention, sizes, self._head.place.ranks)

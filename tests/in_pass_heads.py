@@ -19,6 +19,7 @@ from transformers import PreTrainedModel
 from windowed_models import windowed_model
 
 from draft_service.assistant.config import AssistantConfig
+from draft_service.eagle.checkpoint import make_head as head_from
 from draft_service.eagle.config import EagleConfig
 from draft_service.eagle.head import EagleHead
 from draft_service.eagle.head_drafter import HeadDrafter
@@ -29,9 +30,11 @@ from draft_service.neural.cuda_graphs.pass_drafter import PassDrafter, shape_for
 from outrider.drafting.link import prepare_in_pass
 from target_service.model.runner import ModelRunner, runner_over
 from target_service.model.support import description_of
+from tree_kernels.node_table.layout import NODES
 from tree_models.building import build
 from tree_models.in_pass import PassTarget, pass_target
 from tree_models.layers.placing import Placement
+from tree_models.rank_group import RankGroup
 from tree_models.reference import published_tensors
 
 VOCABULARY, LAYERS = 211, (0, 1, 2)
@@ -70,24 +73,59 @@ class Heads(NamedTuple):
     alone: Callable[[int], HeadDrafter | AloneAssistant]
 
 
-def head_of(model: PreTrainedModel, kept: int = 0) -> EagleHead:
-    """A head on the model's device, whose layer comes behind `kept` others in the cache, with a window."""
+def head_of(
+    model: PreTrainedModel, kept: int = 0, ranks: RankGroup | None = None, tokens: int | None = None
+) -> EagleHead:
+    """A head on the model's device, whose layer comes behind `kept` others in the cache, with a window; or a rank's
+    part of it. It drafts the first `tokens` of the model's, or all."""
     width, vocabulary = model.config.hidden_size, model.config.vocab_size
     made = make_head(
         hidden_size=width, target_hidden_size=width, vocab_size=vocabulary, draft_vocab_size=vocabulary,
         feature_layers=LAYERS, head_dim=12, window=24,
     )  # fmt: skip
-    if not kept:
-        return made
-    behind = EagleHead(made.config, None, Placement(model.device, model.dtype), kept)
-    for name, weight in behind.weights().items():
-        weight.copy_(made.weights()[name])
-    return behind.eval()
+    place = Placement(model.device, model.dtype, ranks=ranks)
+    return head_from(made.config, made.weights(), place, None, range(tokens) if tokens else None, kept)
 
 
-def in_pass_head(model: PreTrainedModel) -> InPassHead:
-    """A head behind passes of the model, whose layers all have keys and values."""
-    return InPassHead(head_of(model, model.config.num_hidden_layers), LAYERS, EagleConfig(**SETTINGS))
+def in_pass_head(model: PreTrainedModel, ranks: RankGroup | None = None, tokens: int | None = None) -> InPassHead:
+    """A head behind passes of the model, whose layers all have keys and values, as in `head_of`."""
+    head = head_of(model, model.config.num_hidden_layers, ranks, tokens)
+    return InPassHead(head, LAYERS, EagleConfig(**SETTINGS))
+
+
+class Drafted(NamedTuple):
+    """A tree as it stands in a node table. Its paths are of a token after another at each level, from the root's
+    children on."""
+
+    base: int
+    root: int
+    paths: set[tuple[int, ...]]
+
+
+def tree_in(table: torch.Tensor) -> Drafted:
+    base, count = table[:2].tolist()
+    tokens, parents, ends, depths, costs = table[2:].view(5, NODES)[:, :count].tolist()
+    paths = [()] * count
+    for place in range(1, count):
+        assert parents[place] < place <= ends[place] - 1 < count and costs[place] > costs[parents[place]]
+        assert depths[place] == depths[parents[place]] + 1
+        paths[place] = (*paths[parents[place]], tokens[place])
+    assert len(set(paths)) == count, "siblings differ"
+    return Drafted(base, tokens[0], set(paths[1:]))
+
+
+def recorded(drafter: PassDrafter) -> list[Drafted]:
+    """Every tree that it leaves in a table from now on."""
+    drafted, grow = list[Drafted](), drafter.grow
+
+    def grow_and_note(sequences: int, step: Any, to: Any, *, coupled: bool) -> None:
+        grow(sequences, step, to, coupled=coupled)
+        bases = drafter.trees_for(sequences).tails.bases.tolist()
+        slots = to.table_slots[: len(bases)].tolist()
+        drafted.extend(tree_in(to.tables[slot]) for slot, base in zip(slots, bases, strict=True) if base)
+
+    drafter.grow = grow_and_note  # type: ignore[method-assign]
+    return drafted
 
 
 def drafting_runner(heads: Heads, **sizes: Any) -> ModelRunner:

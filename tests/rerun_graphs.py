@@ -145,6 +145,11 @@ class RerunRunner(CapturedRunner):
 @pytest.fixture
 def without_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
     """What captured steps need of a GPU beside kernels."""
+    stand_in_for_gpu(monkeypatch)
+
+
+def stand_in_for_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
+    """See `without_gpu`."""
     stream = SimpleNamespace(wait_stream=lambda _: None, synchronize=lambda: None)
     monkeypatch.setattr(torch.cuda, "graph_pool_handle", lambda: None)
     monkeypatch.setattr(torch.cuda, "Stream", lambda _: stream)

@@ -84,7 +84,8 @@ class SimulatedLevels(LevelPasses):
 
     def _children(self, logits: Tensor, level: int, *, coupled: bool) -> Children:
         children = super()._children(logits, level, coupled=coupled)
-        overwrite(children, self._parents, logits.shape[1], self.rate)
+        parts = 1 if self._ranks is None else self._ranks.size
+        overwrite(children, self._parents, parts * logits.shape[1], self.rate)
         return children
 
 
@@ -213,7 +214,8 @@ def run(options: Any, rows: list[dict[str, Any]], started: dict[str, float]) -> 
     load = partial(load_rank, rate=options.rate, loads=options.concurrency if options.few_sizes else ())
     link: LeadingLink | None = None
     if options.ranks > 1:
-        runner, link = in_passing_thread(lambda: start_ranks(config, load, module_command(_MODULE)))
+        command = *module_command(_MODULE), str(options.rate)
+        runner, link = in_passing_thread(lambda: start_ranks(config, load, command))
     else:
         runner = in_passing_thread(lambda: load(config, None))
     started["loaded_s"] = round(time.perf_counter() - begin, 1)
@@ -272,8 +274,11 @@ def main() -> None:
 
 
 if __name__ == "__main__":
-    if len(sys.argv) == 2 and sys.argv[1].isdigit():
-        follow(int(sys.argv[1]), load_rank)
+    if len(sys.argv) == 3 and not sys.argv[1].startswith("-"):
+        # Another rank, of the rate and the descriptor. It grows the same trees.
+        guessed = float(sys.argv[1])
+        with simulated(guessed):
+            follow(int(sys.argv[2]), partial(load_rank, rate=guessed))
     else:
         configure_logging("info")
         main()

@@ -13,6 +13,7 @@ from tree_kernels.latent_attention import LatentAttention
 from tree_kernels.pass_trees import VerifiedRows
 from tree_models.layers.decoder import Decoder
 from tree_models.layers.paged import CacheShape, PagedPass
+from tree_models.rank_group import RankGroup
 
 
 class PassTarget(NamedTuple):
@@ -32,6 +33,7 @@ class PassTarget(NamedTuple):
     cache_shapes: Sequence[CacheShape] = ()
     windows: Sequence[int | None] = ()
     embed: Callable[[Tensor, Tensor], Tensor] | None = None
+    ranks: RankGroup | None = None  # those that share the model, each of which makes a drafter; None where it is whole
 
 
 class SequenceKeys(NamedTuple):
@@ -68,7 +70,7 @@ def pass_target(network: _Network, tokenizer_fingerprint: str) -> PassTarget:
         return target
     target = target._replace(vocabulary_weights=vocabulary_weights(network))
     if network.place.ranks is not None:
-        return target
+        return target._replace(ranks=network.place.ranks)
     return target._replace(cache_shapes=network.cache_shapes, windows=network.windows, embed=network.embedded)
 
 
@@ -95,18 +97,27 @@ class TablesToWrite(NamedTuple):
     tables: Tensor  # [.., TABLE] int32
 
 
+class DraftingKind(NamedTuple):
+    """What is done behind a pass: for how many sequences at most, whether trees are grown, and some are COUPLED."""
+
+    sequences: int
+    grows: bool
+    coupled: bool
+
+
 class InPassDrafter(Protocol):
     """What drafts behind passes. Its keys and values are layers of the target's cache, behind those of the target.
 
     For each pass `read` is called, then the target moves what it wrote of accepted rows, the drafter's layers too, and
     then `grow` is called, unless no tree is wanted. Nothing waits for the device, and tensors keep their addresses, so
-    that both can be captured for each size of a pass.
+    that both can be captured for each size of a pass. Where ranks share a drafter, all make the same calls.
     """
 
     name: str  # of the kind of drafter
     layers: tuple[int, ...]  # of the target, whose outputs it reads
     cache_shapes: Sequence[CacheShape]  # of its layers
     latent: bool  # its layers keep latents, as the target's do then
+    divided: bool  # every rank of the target has a part of it; else that of the first rank drafts alone
     window: int  # tokens that it sees of the target's layers with a window; 0 for none
 
     def tail(self, sequences: int) -> int:
@@ -118,10 +129,11 @@ class InPassDrafter(Protocol):
     def read(self, done: VerifiedPass, sequences: int) -> None:
         """Read the rows of a pass of so many sequences at most."""
 
-    def grow(self, sequences: int, step: PagedPass, to: TablesToWrite, *, coupled: bool) -> None:
-        """Grow trees behind the pass that was read last, which is `step`; `coupled` if sequences may be COUPLED."""
+    def grow(self, sequences: int, step: PagedPass, to: TablesToWrite | None, *, coupled: bool) -> None:
+        """Grow trees behind the pass that was read last, which is `step`; `coupled` if sequences may be COUPLED. They
+        are not written where `to` is None."""
 
 
-# Loads a drafter for a target. Raises `outrider.errors.NotSupported` where it does not fit, and what reading weights
-# raises.
-MakeDrafter = Callable[[PassTarget], InPassDrafter]
+# Loads a drafter for a target, or this rank's part of one; None where the first rank alone has one. Raises
+# `outrider.errors.NotSupported` where it does not fit, and what reading weights raises.
+MakeDrafter = Callable[[PassTarget], InPassDrafter | None]

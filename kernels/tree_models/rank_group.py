@@ -34,8 +34,8 @@ class RankGroup(Protocol):
         """How many there are."""
 
     def sums_of(self, residual: Tensor) -> RowSums | None:
-        """What adds parts of all ranks to a residual [R, H]; None where `summed` does. The first sum of a pass is one
-        of `summed`."""
+        """What adds parts of all ranks to a residual [R, H]; None where `summed` does, as for the first sum of a
+        pass, and of what drafts behind it."""
 
     def summed(self, part: Tensor) -> Tensor:
         """[..]: the sum of all ranks' parts [..], the same on every rank bit for bit. `part` may be overwritten."""

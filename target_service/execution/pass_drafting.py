@@ -1,41 +1,26 @@
-"""Runs a drafter behind passes: what it reads of them, and the trees that it leaves in the node tables."""
+"""Decides what a drafter does behind passes, and has it leave its trees in the node tables."""
 
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import replace
-from typing import NamedTuple
 
 import torch
 
+from target_service.model.drafter_run import DrafterRun
 from target_service.model.forward import ForwardPass
 from target_service.model.runner import ModelRunner
-from tree_kernels.attention import AttentionPlan, TreeAttention
 from tree_kernels.node_table import NodeTable
-from tree_kernels.pass_trees import VerifiedRows
 from tree_kernels.verification import Verdicts
-from tree_models.in_pass import InPassDrafter, TablesToWrite, VerifiedPass
-from tree_models.layers.paged import PagedPass
-
-
-class DraftingKind(NamedTuple):
-    """What is done behind a pass: for how many sequences at most, whether trees are grown, and some are COUPLED."""
-
-    sequences: int
-    grows: bool
-    coupled: bool
+from tree_models.in_pass import DraftingKind, InPassDrafter, TablesToWrite
 
 
 class PassDrafting:
-    """Launches the drafter of a runner behind its passes, for one engine."""
+    """The drafter of a runner behind its passes, for one engine."""
 
     def __init__(self, runner: ModelRunner, drafter: InPassDrafter, table: NodeTable, max_rows: int) -> None:
         """Behind passes of at most `max_rows`."""
-        own = runner.attention
-        # Keys and values beside a target of latents have plans of the same form.
-        self._attention = own if drafter.latent == runner.latent else TreeAttention("triton", runner.device)
-        drafter.prepare(self._attention, runner.cache.page_size, runner.max_context, max_rows)
-        self._runner, self._drafter, self._table = runner, drafter, table
+        self._run, self._runner, self._table = DrafterRun(runner, drafter, max_rows), runner, table
+        self._divided = drafter.divided
         # Of the next pass, and whether it grows trees; without them it is read all the same, so that trees may follow
         # at any time.
         self.sequences = 1
@@ -62,26 +47,12 @@ class PassDrafting:
         smaller passes have room for."""
         return sorted({max(1, most // 2), most})
 
-    # Whoever launches it: what is allocated once is written by all.
-    @torch.inference_mode()
+    def prepare_moves(self, done: ForwardPass, verdicts: Verdicts, *, greedy: bool) -> None:
+        """Have the other ranks move the rows of a pass that are accepted, and draft behind it where they have a part of
+        the drafter. Before each `draft_behind`, and outside of graphs."""
+        self._runner.prepare_moves(done, verdicts, self.kind(greedy=greedy) if self._divided else None)
+
     def draft_behind(self, kind: DraftingKind, done: ForwardPass, verdicts: Verdicts, move: Callable[[], None]) -> None:
         """Launch it behind a pass that was verified; `move` moves its accepted rows."""
-        hooks, texts, plan, positions = self._runner.hooks, done.texts, done.plan, done.positions
-        assert hooks is not None and plan is not None and positions is not None, "passes have them with a drafter"
-        rows = VerifiedRows(
-            done.token_ids, done.parameters, texts.query_starts, texts.prefix_lengths, texts.page_starts,
-            texts.page_table, verdicts,
-        )  # fmt: skip
-        step = PagedPass(self._attention, _planned_again(plan), done.slots, self._runner.cache)
-        states = hooks.states(len(done.token_ids))
-        self._drafter.read(VerifiedPass(rows, states, positions, step), kind.sequences)
-        move()
-        if kind.grows:
-            to = TablesToWrite(self._table.table_slots, self._trust, self._table.tables)
-            self._drafter.grow(kind.sequences, step, to, coupled=kind.coupled)
-
-
-def _planned_again(plan: AttentionPlan) -> AttentionPlan:
-    """The plan of a pass, whose work is divided once more: the pass itself need not have run, where what follows it is
-    captured."""
-    return replace(plan, schedules={}, parts=None) if hasattr(plan, "schedules") else plan  # type: ignore[call-arg]
+        to = TablesToWrite(self._table.table_slots, self._trust, self._table.tables)
+        self._run.launch(kind, done, verdicts, move, to)

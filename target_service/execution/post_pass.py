@@ -20,13 +20,14 @@ from weakref import WeakKeyDictionary
 import torch
 from torch import Tensor
 
-from target_service.execution.pass_drafting import DraftingKind, PassDrafting
+from target_service.execution.pass_drafting import PassDrafting
 from target_service.model.cuda_graphs.pass_graphs import PassGraphs
 from target_service.model.forward import ForwardPass
 from target_service.model.runner import ModelRunner
 from tree_kernels.logit_shaping import DeviceShaper
 from tree_kernels.logprobs import DeviceLogprobs
 from tree_kernels.verification import TOKEN_BITS, DeviceVerifier, keep_accepted
+from tree_models.in_pass import DraftingKind
 
 log = logging.getLogger(__name__)
 # For capturing in a pause what only some requests need, and rows of the largest pass behind which that is captured
@@ -82,12 +83,13 @@ class PostPass:
         """Run what follows this pass, captured now if it was not yet. Never captured with `distributions`, which are
         those of `DeviceVerifier.sampled`. Drafting is left to `draft`, so that results that are copied in between do
         not wait for it, except where the next rows are chosen here, from what was drafted."""
-        if work.drafted or self._drafting is not None:
-            self._runner.prepare_moves(done, self._verifier.verdicts)
         graph_buffers = done.graph_buffers if distributions is None else None
         if self._drafting is None:
+            if work.drafted:
+                self._runner.prepare_moves(done, self._verifier.verdicts)
             self._replay(graph_buffers, work, done, partial(self._launch, work, done, distributions))
             return
+        self._drafting.prepare_moves(done, self._verifier.verdicts, greedy=work.greedy)
         # Apart from each other: else each kind of verification were captured with each kind of what follows it.
         verified = work._replace(drafted=False, table=TableWork.NONE)
         self._replay(graph_buffers, verified, done, partial(self._verify, work, done, distributions))
@@ -224,6 +226,7 @@ class PostPass:
         if drafts and self._drafting is not None:
             self._launch_drafting(None, work, done)
         elif work.drafted:
+            self._runner.share_verdicts(self._verifier.verdicts)
             self._move(done)
         self._conclude(work, done)
 

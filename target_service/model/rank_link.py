@@ -11,6 +11,7 @@ from torch import Tensor
 from outrider.processes.messages import ProcessMessage
 from target_service.model.forward import ForwardInput
 from tree_kernels.attention import AttentionBatch
+from tree_models.in_pass import DraftingKind
 
 
 class RunPass(ProcessMessage, frozen=True):
@@ -66,6 +67,12 @@ class ChangeStates(ProcessMessage, frozen=True):
     arguments: list[int | list[int]]
 
 
+class PrepareDrafting(ProcessMessage, frozen=True):
+    """Prepare the drafter, of which each rank has a part, for passes of at most so many rows."""
+
+    max_rows: int
+
+
 class MoveAccepted(ProcessMessage, frozen=True):
     """Move what a pass wrote of accepted rows, as `ModelRunner.move_accepted` does, by `verdicts` integers, which are
     shared next."""
@@ -78,6 +85,8 @@ class MoveAccepted(ProcessMessage, frozen=True):
     common: bool = False
     # Of an eager pass: as many integers are shared before the verdicts.
     parameters: int = 0
+    # What the drafter does around that, of which each rank has a part; None where the others have none.
+    drafting: DraftingKind | None = None
 
 
 class CapturePass(ProcessMessage, frozen=True):
@@ -95,6 +104,14 @@ class ReplayPass(ProcessMessage, frozen=True):
     sequences: int
     common: bool
     few_outputs: bool
+
+
+class EmptyPass(ProcessMessage, frozen=True):
+    """Let a captured pass have no sequences, so that what follows it can be captured."""
+
+    rows: int
+    sequences: int
+    common: bool
 
 
 class DropCaptures(ProcessMessage, frozen=True):
@@ -123,9 +140,11 @@ PassMessage = (
     RunPass
     | MoveRows
     | ChangeStates
+    | PrepareDrafting
     | MoveAccepted
     | CapturePass
     | ReplayPass
+    | EmptyPass
     | DropCaptures
     | UseCache
     | CountFreeMemory

@@ -32,7 +32,7 @@ from tree_kernels.node_table import NodeTable, StepIntegers, fill_pending
 from tree_kernels.node_table.layout import LOOKUP
 from tree_kernels.recurrence import RecurrenceBackend, RecurrentPass, RecurrentStates, TreeRecurrence
 from tree_kernels.verification import DRAWN_BY_POSITION, RECORD, Verdicts, move_accepted, move_kv, records_of
-from tree_models.in_pass import InPassDrafter
+from tree_models.in_pass import DraftingKind, InPassDrafter
 
 # See `ModelRunner.run_device_rows`.
 Begin = Callable[[StepIntegers, object | None], None]
@@ -171,7 +171,6 @@ class ModelRunner:
         """
         slots = self._to_device(batch.slots)
         token_ids = fill_pending(self._to_device(batch.token_ids), self.pending, slots, self.cache.tokens)
-        parents = self._to_device(_parents_of(batch.attention))
         recurrent = self.recurrent_pass(batch)
         count = len(batch.token_ids)
         # The device may have left rows free.
@@ -182,8 +181,21 @@ class ModelRunner:
         else:
             logits = self.compute_logits(batch, token_ids.long(), None, recurrent)
         on_device = torch.from_numpy(parameters).to(self.device)
-        nodes = None if recurrent is None else recurrent.plan.node_slots
-        done = ForwardPass(logits, token_ids, parents, slots, on_device, self._texts(batch.attention), node_slots=nodes)
+        return self.pass_of_batch(batch, logits, token_ids, slots, on_device, recurrent)
+
+    def pass_of_batch(
+        self,
+        batch: ForwardInput,
+        logits: Tensor,
+        token_ids: Tensor,
+        slots: Tensor,
+        parameters: Tensor,
+        recurrent: RecurrentPass | None,
+    ) -> ForwardPass:
+        """An eager pass that ran, of these logits [R, V], and token ids and slots [R] int32."""
+        parents = self._to_device(_parents_of(batch.attention))
+        texts, nodes = self._texts(batch.attention), None if recurrent is None else recurrent.plan.node_slots
+        done = ForwardPass(logits, token_ids, parents, slots, parameters, texts, node_slots=nodes)
         if self.in_pass is None:
             return done
         positions = self._to_device(batch.positions).clamp_(max=self._last_position)
@@ -299,21 +311,24 @@ class ModelRunner:
         for (keys, values), source, target in zip(self.cache.pools, *lists, strict=True):
             move_kv([*keys, *values], source, target)
 
-    def prepare_moves(self, done: ForwardPass, verdicts: Verdicts) -> None:
-        """Have the other ranks move what this pass wrote of accepted rows. Before each `move_accepted`, and outside of
-        graphs."""
+    def prepare_moves(self, done: ForwardPass, verdicts: Verdicts, drafting: DraftingKind | None = None) -> None:
+        """Have the other ranks move what this pass wrote of accepted rows, and run their part of the drafter. Before
+        each `share_verdicts`, and outside of graphs."""
         if self.link is not None:
             counts = len(verdicts.accepted_counts), len(verdicts.tensor)
-            self.link.send(MoveAccepted(*counts, parameters=len(done.parameters)))
+            self.link.send(MoveAccepted(*counts, parameters=len(done.parameters), drafting=drafting))
             self.link.share(done.parameters)
+
+    def share_verdicts(self, verdicts: Verdicts) -> None:
+        """Share a pass's verdicts with the other ranks. Before each `move_accepted`; can be captured."""
+        if self.link is not None:
+            self.link.share(verdicts.tensor)
 
     def move_accepted(
         self, written: WrittenRows, verdicts: Verdicts, backend: Literal["triton", "torch"] | None = None
     ) -> None:
         """Move what a pass wrote of accepted rows behind their roots, in every layer; see
         `tree_kernels.verification.move_accepted`. Can be captured."""
-        if self.link is not None:
-            self.link.share(verdicts.tensor)
         accepted, recurrent = (written.parameters, verdicts, backend), self.cache.recurrent
         for (keys, values), slots in zip(self.cache.pools, self.cache.slots_of(written.slots), strict=True):
             move_accepted(keys, values, slots, *accepted)

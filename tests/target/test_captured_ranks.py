@@ -6,23 +6,28 @@ What a GPU would do by itself is done here by the plain forms of its kernels, ov
 
 from __future__ import annotations
 
-import queue
 import random
-from collections.abc import Callable, Hashable, Iterable, Iterator
-from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass, replace
+from collections.abc import Callable, Hashable, Iterator
+from dataclasses import replace
 from types import SimpleNamespace
 from unittest.mock import Mock
 
 import numpy
 import pytest
 import torch
+from captured_ranks import (
+    DRAFT_TOKENS,
+    FEW_OUTPUTS,
+    PAGE_SIZE,
+    Rehearsed,
+    ThreadLink,
+    captured_rank,
+    leading_rank,
+)
 from conftest import make_tiny
 from engine_harness import engine_config, knowing_tree, plain, plain_each, request, run
 from in_pass_heads import in_pass_head
-from rerun_graphs import CPU, ROWS, SEQUENCES, ReadBack, RerunRunner, without_gpu
-from thread_ranks import Exchange, ThreadRank
-from torch import Tensor
+from rerun_graphs import ROWS, SEQUENCES, RerunRunner, without_gpu
 from transformers import PreTrainedModel
 
 from benchmarks.shared.virtual_clock import VirtualClock
@@ -34,56 +39,20 @@ from target_service.execution.device_executor import DeviceSteps
 from target_service.model.cuda_graphs import capturing, sizes
 from target_service.model.cuda_graphs.capturing import capture_steps
 from target_service.model.cuda_graphs.pass_graphs import PassGraphs
-from target_service.model.cuda_graphs.runner import CaptureOptions
 from target_service.model.cuda_graphs.sizes import Bucket, buckets_up_to
 from target_service.model.forward import ForwardInput
-from target_service.model.rank_link import PassMessage
-from target_service.model.ranks.followed_passes import FollowedPasses
-from target_service.model.runner import runner_over
-from target_service.model.support import description_of
-from tree_kernels.ahead import AheadCompiler
 from tree_kernels.attention import AttentionBatch
 from tree_kernels.verification import parameter_count
-from tree_models.building import build
-from tree_models.fused.preparing import LayerOptions
 from tree_models.in_pass import InPassDrafter
-from tree_models.layers.placing import Placement
-from tree_models.ranks.decoder import build_rank
-from tree_models.reference import published_tensors
 
 __all__ = ["without_gpu"]
 
-VOCABULARY, RANKS, PAGE_SIZE, MAX_TOKENS = 211, 2, 4, 14
+VOCABULARY, RANKS, MAX_TOKENS = 211, 2, 14
 WHAT_IS_COMPILED = {"fused layers", "steps", "what follows steps"}
-# So that both kinds of passes come: with logits of few rows, and of every row.
-FEW_OUTPUTS = 6
 SAMPLINGS = {
     "greedy": SamplingParams(ignore_eos=True),
     "seeded": SamplingParams(temperature=0.8, top_p=0.9, seed=99, ignore_eos=True),
 }
-
-
-@dataclass
-class ThreadLink(ThreadRank):
-    """A `RankLink` of threads."""
-
-    messages: queue.SimpleQueue[PassMessage | None] | None = None
-
-    @property
-    def leads(self) -> bool:
-        return self.rank == 0
-
-    def send(self, message: PassMessage) -> None:
-        if self.leads and not self.is_alone:
-            assert self.messages is not None
-            self.messages.put(message)
-
-    def expect_answers(self) -> None:
-        pass
-
-    def share(self, tensor: Tensor) -> None:
-        parts = self._parts(tensor.clone())
-        tensor.copy_(parts[0])
 
 
 @pytest.fixture(scope="module")
@@ -91,85 +60,18 @@ def model() -> PreTrainedModel:
     return make_tiny(num_hidden_layers=2)
 
 
-def captured_rank(
-    model: PreTrainedModel,
-    link: ThreadLink | None = None,
-    ahead: AheadCompiler | None = None,
-    drafter: InPassDrafter | None = None,
-    *,
-    common: bool = False,
-) -> RerunRunner:
-    """As `loader.load_runner` makes one; with `common`, one that reads pages once which sequences have in common."""
-    description = description_of(model.config)
-    assert description is not None
-    place = Placement(CPU, torch.float32, ranks=link)
-    decoder = (build_rank if link else build)(description, published_tensors(model), place)
-    pages = {"num_pages": 256 if common else 64, "page_size": PAGE_SIZE}
-    runner = runner_over(decoder, None, **pages, end_token_ids=(), in_pass=drafter)
-    runner.attention, runner.ahead = ReadBack(), ahead or AheadCompiler((), 0)
-    runner.attention.reads_common_pages = common
-    if link is None or link.leads:
-        runner.enable_device_row_selection(SEQUENCES, 3)
-    hooked = () if drafter is None else drafter.layers
-    layers = LayerOptions(compiled=False)
-    options = CaptureOptions(ROWS, SEQUENCES, layers, hooked, few_outputs=FEW_OUTPUTS, common_pages=common)
-    captured = RerunRunner(runner, options)
-    assert all(captured.network.forms), "every layer has its fused form, for ranks too"
-    captured.attach(link)
-    return captured
-
-
-def follow(model: PreTrainedModel, link: ThreadLink, common: bool) -> None:
-    passes = FollowedPasses(captured_rank(model, link, common=common))
-    assert link.messages is not None
-    with torch.inference_mode():
-        while message := link.messages.get():
-            passes.follow(message)
-
-
-class Rehearsed(AheadCompiler):
-    """Runs what it would compile, for which no other rank is called."""
-
-    def __init__(self, link: ThreadLink) -> None:
-        super().__init__((), 0)
-        self._link, self.rehearsed = link, dict[str, int]()
-
-    @property
-    def compiles_ahead(self) -> bool:
-        return True
-
-    def compile(self, what: str, launches: Iterable[Callable[[], object]]) -> int:
-        before, count = len(self._link.calls), 0
-        with torch.inference_mode():
-            for launch in launches:
-                assert self._link.is_alone
-                launch()
-                count += 1
-        assert len(self._link.calls) == before
-        self.rehearsed[what] = count
-        return count
-
-
-@pytest.fixture(params=["drafts elsewhere", "drafts in its passes"])
+@pytest.fixture(params=["drafts elsewhere", "drafts by its first rank", "drafts in its passes"])
 def leading(without_gpu: None, model: PreTrainedModel, request: pytest.FixtureRequest) -> Iterator[RerunRunner]:
     """The first rank, which has rehearsed alone what it captured."""
     del without_gpu
-    drafter = in_pass_head(model) if request.param == "drafts in its passes" else None
-    common = request.param == "pages in common"
-    exchange, messages = Exchange(RANKS), queue.SimpleQueue[PassMessage | None]()
-    links = [ThreadLink(rank, exchange, messages=messages) for rank in range(RANKS)]
-    with ThreadPoolExecutor(1) as threads:
-        following = threads.submit(follow, model, links[1], common)
-        following.add_done_callback(lambda _: exchange.barrier.abort())
-        try:
-            runner = captured_rank(model, links[0], Rehearsed(links[0]), drafter, common=common)
-            capture_steps(runner, seconds=60.0, memory_share=0.5)
-            yield runner
-        finally:
-            messages.put(None)
-            following.result()
-            # One for all threads: where both ranks change it at once, what the first had found is lost.
-            torch.compiler.set_stance("default")  # type: ignore[no-untyped-call]
+
+    def drafter_of(link: ThreadLink) -> InPassDrafter | None:
+        if request.param == "drafts in its passes":
+            return in_pass_head(model, link, DRAFT_TOKENS)
+        return in_pass_head(model) if request.param == "drafts by its first rank" and link.leads else None
+
+    with leading_rank(model, RANKS, drafter_of, common=request.param == "pages in common") as runner:
+        yield runner
 
 
 def requests(sampling: SamplingParams) -> list[SequenceRequest]:

@@ -8,7 +8,7 @@ import random
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 import pytest
 import torch
@@ -16,7 +16,17 @@ from assistants import AloneAssistant
 from conftest import make_tiny
 from engine_harness import engine_config, plain_each, request, run
 from hidden_states import states_of
-from in_pass_heads import KINDS, VOCABULARY, Heads, drafting_runner, eagle_heads, heads_of, module_heads
+from in_pass_heads import (
+    KINDS,
+    VOCABULARY,
+    Drafted,
+    Heads,
+    drafting_runner,
+    eagle_heads,
+    heads_of,
+    module_heads,
+    recorded,
+)
 from mtp_modules import GLM, write
 from rerun_graphs import (
     CPU,
@@ -51,7 +61,6 @@ from target_service.model.cuda_graphs.runner import CaptureOptions
 from target_service.preflight import check_settings
 from target_service.text.tokenizer import ModelTokenizer
 from tree_kernels.device_event import DeviceEvent
-from tree_kernels.node_table.layout import NODES
 from tree_models.fused.preparing import LayerOptions
 from tree_models.in_pass import MakeDrafter, PassTarget
 from tree_models.layers.decoder import Decoder
@@ -67,44 +76,8 @@ SAMPLINGS = {
 }
 # What grows a head's trees for single texts.
 Alone = HeadDrafter | AloneAssistant
-# A token after another at each level, from the root's children on.
+# As in `Drafted`.
 Paths = set[tuple[int, ...]]
-
-
-class Drafted(NamedTuple):
-    """A tree as it stands in a node table."""
-
-    base: int
-    root: int
-    paths: Paths
-
-
-def tree_in(table: torch.Tensor) -> Drafted:
-    base, count = table[:2].tolist()
-    tokens, parents, ends, depths, costs = table[2:].view(5, NODES)[:, :count].tolist()
-    paths = [()] * count
-    for place in range(1, count):
-        assert parents[place] < place <= ends[place] - 1 < count and costs[place] > costs[parents[place]]
-        assert depths[place] == depths[parents[place]] + 1
-        paths[place] = (*paths[parents[place]], tokens[place])
-    assert len(set(paths)) == count, "siblings differ"
-    return Drafted(base, tokens[0], set(paths[1:]))
-
-
-def recorded(drafter: PassDrafter) -> list[Drafted]:
-    """Every tree that it leaves in a table from now on."""
-    drafted, grow = list[Drafted](), drafter.grow
-
-    def grow_and_note(sequences: int, step: Any, to: Any, *, coupled: bool) -> None:
-        grow(sequences, step, to, coupled=coupled)
-        bases = drafter.trees_for(sequences).tails.bases.tolist()
-        slots = to.table_slots[: len(bases)].tolist()
-        drafted.extend(tree_in(to.tables[slot]) for slot, base in zip(slots, bases, strict=True) if base)
-
-    drafter.grow = grow_and_note  # type: ignore[method-assign]
-    return drafted
-
-
 CONFIG = engine_config(max_step_rows=ROWS, max_running=SEQUENCES, prefill_chunk=ROWS // 2)
 # Of heads, and the target's tokenizer; with the trees that the heads leave in tables.
 MakeSteps = Callable[[Heads, ModelTokenizer | None], tuple[RerunRunner, DeviceSteps, list[Drafted]]]

@@ -14,6 +14,7 @@ from tree_kernels.conditional_launch import launched_if_positive
 from tree_kernels.growth import Children, GumbelMax, grow, gumbel_max_winners, likeliest, make_growth
 from tree_kernels.latent_attention import LatentAttention
 from tree_models.layers.paged import PagedPass
+from tree_models.rank_group import RankGroup
 
 if TYPE_CHECKING:
     from typing import Any
@@ -69,11 +70,14 @@ class LevelPasses:
         plan: TritonPlan,
         inputs: LevelInputs,
         token_ids: Tensor | None,
+        ranks: RankGroup | None = None,
     ) -> None:
-        """`plan` is that of tails of 1 + (L - 1) * W rows; `token_ids` are those of the network on its device."""
+        """`plan` is that of tails of 1 + (L - 1) * W rows; `token_ids` are those of the network on its device, of whose
+        logits each of `ranks` has a part."""
         self.shape, self.attention, self.plan = shape, attention, plan
         self.tail = 1 + shape.expanded
         self._sequences, self._network, self._inputs, self._token_ids = sequences, network, inputs, token_ids
+        self._ranks = ranks
         self.growth = make_growth(
             sequences, shape.num_steps, shape.width, shape.topk, network.device, least_mass=shape.least_mass
         )
@@ -127,6 +131,7 @@ class LevelPasses:
         shape = self.shape
         common = logits, self._inputs.temperatures, shape.topk, self._token_ids
         if not coupled:
-            return likeliest(*common)
+            return likeliest(*common, self._ranks)
         draw = self._inputs.gumbel_max
-        return gumbel_max_winners(*common, draw, level, shape.gumbel_candidates, shape.gumbel_sharpness)
+        race = draw, level, shape.gumbel_candidates, shape.gumbel_sharpness
+        return gumbel_max_winners(*common, *race, self._ranks)

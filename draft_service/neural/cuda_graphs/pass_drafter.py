@@ -41,6 +41,7 @@ class PassDrafter(ABC):
     cache_shapes: Sequence[CacheShape]
     latent: bool
     window = 0
+    divided = False
     # Levels that are not worth their time end at once.
     leaves_out = False
 
@@ -77,13 +78,14 @@ class PassDrafter(ABC):
         """Let the next trees grow from the states [R, C] of rows at `positions` [R]."""
         self._read = carried, positions
 
-    def grow(self, sequences: int, step: PagedPass, to: TablesToWrite, *, coupled: bool) -> None:
+    def grow(self, sequences: int, step: PagedPass, to: TablesToWrite | None, *, coupled: bool) -> None:
         """See `InPassDrafter.grow`."""
         read, self._read = self._read, None
         assert read is not None, "a pass was read before"
         trees = self.trees_for(sequences)
         trees.grow(*read, step.cache, coupled=coupled)
-        trees.write(*to)
+        if to is not None:
+            trees.write(*to)
 
     def trees_for(self, sequences: int) -> PassTrees:
         """The trees behind passes of so many sequences."""

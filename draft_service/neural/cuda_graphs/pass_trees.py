@@ -19,6 +19,7 @@ from tree_kernels.attention import AttentionBatch, TreeAttention, plan_integers
 from tree_kernels.growth import keep, make_kept
 from tree_kernels.latent_attention import LatentAttention
 from tree_kernels.pass_trees import NODES, VerifiedRows, make_tails, read_outcome, write_tables
+from tree_models.rank_group import RankGroup
 
 
 class CacheSizes(NamedTuple):
@@ -42,7 +43,9 @@ class PassTrees:
         network: Network,
         attention: TreeAttention | LatentAttention,
         sizes: CacheSizes,
+        ranks: RankGroup | None = None,
     ) -> None:
+        """`ranks` as in `LevelPasses`."""
         device, self._sequences, self._page_size = network.device, sequences, sizes.page_size
         self.tails = make_tails(sequences, shape.num_steps, shape.width, sizes.rows, sizes.pages_each, device)
         tail = 1 + shape.expanded
@@ -66,7 +69,7 @@ class PassTrees:
         )
         inputs = LevelInputs(tails.limits, positions, slots, tails.temperatures, tails.gumbel_max)
         token_ids = None if ids is None else torch.from_numpy(ids).to(device)
-        self._passes = self.levels(sequences, shape, network, attention, plan, inputs, token_ids)
+        self._passes = self.levels(sequences, shape, network, attention, plan, inputs, token_ids, ranks)
         # Keys of the last rows that are kept are in the cache.
         self._written = torch.full((sequences,), -1, dtype=torch.int32, device=device)
         self._kept = make_kept(self._passes.growth, NODES)

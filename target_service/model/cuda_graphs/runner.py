@@ -30,6 +30,7 @@ from target_service.model.rank_link import (
     CapturePass,
     CountFreeMemory,
     DropCaptures,
+    EmptyPass,
     MoveAccepted,
     ReplayPass,
     UseCache,
@@ -43,6 +44,7 @@ from tree_kernels.node_table import NodeTable, fill_pending
 from tree_kernels.recurrence import RecurrentPass
 from tree_kernels.verification import Verdicts
 from tree_models.fused.preparing import LayerOptions
+from tree_models.in_pass import DraftingKind
 from tree_models.layers.decoder import Decoder
 
 log = logging.getLogger(__name__)
@@ -200,14 +202,20 @@ class CapturedRunner(ModelRunner):
         """The captured pass of this size, as it ran last."""
         return _pass_of(self._captured[bucket], self.cache)
 
-    def prepare_moves(self, done: ForwardPass, verdicts: Verdicts) -> None:
+    def prepare_moves(self, done: ForwardPass, verdicts: Verdicts, drafting: DraftingKind | None = None) -> None:
         """See `ModelRunner.prepare_moves`."""
         if not isinstance(done.graph_buffers, _Captured):
-            super().prepare_moves(done, verdicts)
+            super().prepare_moves(done, verdicts, drafting)
         elif self.link is not None:
             bucket = done.graph_buffers.buffer.bucket
             counts = len(verdicts.accepted_counts), len(verdicts.tensor)
-            self.link.send(MoveAccepted(*counts, bucket.rows, bucket.sequences, common=bucket.common))
+            of_bucket = bucket.rows, bucket.sequences
+            self.link.send(MoveAccepted(*counts, *of_bucket, common=bucket.common, drafting=drafting))
+
+    @torch.inference_mode()
+    def empty_pass_of(self, bucket: Bucket) -> ForwardPass:
+        """The captured pass of this size, without sequences."""
+        return self._empty(self._captured[bucket])
 
     @torch.inference_mode()
     def empty_passes(self) -> Iterator[ForwardPass]:
@@ -233,6 +241,9 @@ class CapturedRunner(ModelRunner):
 
     def _empty(self, captured: _Captured) -> ForwardPass:
         """The pass without sequences."""
+        if self.link is not None:
+            bucket = captured.buffer.bucket
+            self.link.send(EmptyPass(bucket.rows, bucket.sequences, bucket.common))
         captured.buffer.integers.zero_()
         return _pass_of(captured, self.cache)
 

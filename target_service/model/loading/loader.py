@@ -167,7 +167,7 @@ def _load(config: TargetConfig, link: RankGroupLink | None, ahead: AheadCompiler
         name=config.served_names[0],
         max_context=_longest_context(config, network),
         tokenizer_fingerprint=fingerprint,
-        in_pass=_in_pass(config, network, fingerprint) if link is None or link.leads else None,
+        in_pass=_in_pass(config, network, fingerprint),
         **_cache_sizes(config, network, link),
     )
     runner.ahead = ahead
@@ -186,7 +186,7 @@ def _load(config: TargetConfig, link: RankGroupLink | None, ahead: AheadCompiler
 
 
 def _in_pass(config: TargetConfig, network: TargetNetwork, fingerprint: str) -> InPassDrafter | None:
-    """What drafts behind passes, if anything does: of several ranks behind those of the leading one."""
+    """What drafts behind passes, if anything does, or this rank's part of it."""
     if not config.drafts_in_passes:
         return None
     make: MakeDrafter = prepare_in_pass(config.draft, config.model)
@@ -283,7 +283,7 @@ def _decoder(
 
 def _captured(runner: ModelRunner, config: TargetConfig, link: RankLink | None, own: Tensor) -> ModelRunner:
     """The runner, its steps captured unless another rank decides when; its logits of a short text are to be `own`. The
-    leading rank alone chooses rows, and keeps hidden states."""
+    leading rank alone chooses rows."""
     # Only here: Triton may be absent.
     from target_service.model.cuda_graphs.capturing import capture_steps
     from target_service.model.cuda_graphs.runner import CapturedRunner, CaptureOptions

@@ -50,6 +50,9 @@ class DistributedRanks:
         self._group = distributed.group.WORLD
         self._serving: distributed.ProcessGroup | None = None
         self._one_shot: TritonRankSums | None = None
+        # Since graphs are run in any order, and one that shares does not wait for others, these may still read what was
+        # summed before it; until all have met in a sum of `summed`.
+        self._has_met = False
         self._alone = False
         if self._on_gpu:
             # The communicator is made by the first call, which no graph can hold.
@@ -82,14 +85,14 @@ class DistributedRanks:
 
     def sums_of(self, residual: Tensor) -> RowSums | None:
         """See `RankGroup.sums_of`."""
-        fits = self._one_shot is not None and self._one_shot.can_sum(residual)
+        fits = self._one_shot is not None and self._has_met and self._one_shot.can_sum(residual)
         return self._one_shot if fits else None
 
     # The compiler would look into the calls and take them apart.
     @uncompiled
     def summed(self, part: Tensor) -> Tensor:
         """See `RankGroup.summed`."""
-        total = part.contiguous()
+        self._has_met, total = True, part.contiguous()
         if self._one_shot is not None and self._one_shot.can_sum(total):
             return self._one_shot.summed(total)
         if not self._alone:
@@ -109,6 +112,7 @@ class DistributedRanks:
 
     def share(self, tensor: Tensor) -> None:
         """See `RankLink.share`."""
+        self._has_met = False
         if not self._alone:
             distributed.broadcast(tensor, 0, group=self._group)
 

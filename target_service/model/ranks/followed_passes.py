@@ -5,6 +5,8 @@ from __future__ import annotations
 import logging
 import threading
 from collections.abc import Callable
+from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, cast
 
@@ -13,16 +15,19 @@ from torch import Tensor
 
 from target_service.model.cuda_graphs.pass_graphs import PassGraphs
 from target_service.model.cuda_graphs.sizes import Bucket
-from target_service.model.forward import WrittenRows
+from target_service.model.drafter_run import DrafterRun
+from target_service.model.forward import ForwardPass
 from target_service.model.rank_link import (
     CapturePass,
     ChangeStates,
     CountFreeMemory,
     DropCaptures,
     DropWeights,
+    EmptyPass,
     MoveAccepted,
     MoveRows,
     PassMessage,
+    PrepareDrafting,
     ReplayPass,
     RunPass,
     UseCache,
@@ -33,6 +38,7 @@ from target_service.model.runner import ModelRunner
 from target_service.model.weights.update import WaitingWeights
 from tree_kernels.recurrence import RecurrentStates
 from tree_kernels.verification import Verdicts
+from tree_models.in_pass import DraftingKind
 
 if TYPE_CHECKING:
     from target_service.model.cuda_graphs.runner import CapturedRunner
@@ -47,8 +53,10 @@ class FollowedPasses:
         self._runner, self._graphs = runner, PassGraphs(runner.device)
         # By (sequences, size).
         self._verdicts: dict[tuple[int, int], Verdicts] = {}
-        # Of the last eager pass, its parameters still to come.
-        self._written: WrittenRows | None = None
+        # The last eager pass, its parameters still to come.
+        self._eager: ForwardPass | None = None
+        # Where each rank has a part of what drafts behind passes.
+        self._drafting: DrafterRun | None = None
         self._waiting: WaitingWeights | None = None
         self._reading: threading.Thread | None = None
 
@@ -60,6 +68,9 @@ class FollowedPasses:
                 self._captured.replay(Bucket(rows, sequences, common), few_outputs=few_outputs)
             case MoveAccepted():
                 self._move(message)
+            case PrepareDrafting(max_rows):
+                assert runner.in_pass is not None, "the leading rank has a part of it too"
+                self._drafting = DrafterRun(runner, runner.in_pass, max_rows)
             case RunPass():
                 self._run(message)
             case MoveRows(sources, targets):
@@ -68,6 +79,8 @@ class FollowedPasses:
                 getattr(self._states, method)(*arguments)
             case CapturePass(rows, sequences, common):
                 self._captured.capture([Bucket(rows, sequences, common)])
+            case EmptyPass(rows, sequences, common):
+                self._captured.empty_pass_of(Bucket(rows, sequences, common))
             case DropCaptures():
                 self._captured.drop_captures()
             case UseCache(num_pages):
@@ -119,26 +132,34 @@ class FollowedPasses:
         runner, batch = self._runner, message.batch
         token_ids = torch.zeros(len(batch.token_ids), dtype=torch.int64, device=runner.device)
         recurrent = runner.recurrent_pass(batch)
-        runner.compute_logits(batch, token_ids, message.logit_rows, recurrent)
+        logits = runner.compute_logits(batch, token_ids, message.logit_rows, recurrent)
         slots = torch.tensor(batch.slots, dtype=torch.int32, device=runner.device)
-        nodes = None if recurrent is None else recurrent.plan.node_slots
-        self._written = WrittenRows(slots, self._integers(0), nodes)
+        self._eager = runner.pass_of_batch(batch, logits, token_ids.int(), slots, self._integers(0), recurrent)
 
     def _move(self, message: MoveAccepted) -> None:
-        runner, size = self._runner, (message.max_sequences, message.verdicts)
+        runner, size, drafting = self._runner, (message.max_sequences, message.verdicts), message.drafting
         if size not in self._verdicts:
             self._verdicts[size] = Verdicts.over(self._integers(message.verdicts), message.max_sequences)
         verdicts = self._verdicts[size]
         if message.rows:
             done = self._captured.pass_of(Bucket(message.rows, message.sequences, message.common))
-            self._graphs.replay_or_capture(
-                done.graph_buffers, size, lambda: runner.move_accepted(done.written, verdicts)
-            )
+            launch = partial(self._launch_behind, done, verdicts, drafting)
+            self._graphs.replay_or_capture(done.graph_buffers, (size, drafting), launch)
             return
-        assert self._written is not None and runner.link is not None, "rows are moved that a pass wrote"
+        assert self._eager is not None and runner.link is not None, "rows are moved that a pass wrote"
         parameters = self._integers(message.parameters)
         runner.link.share(parameters)
-        runner.move_accepted(self._written._replace(parameters=parameters), verdicts)
+        self._launch_behind(replace(self._eager, parameters=parameters), verdicts, drafting)
+
+    def _launch_behind(self, done: ForwardPass, verdicts: Verdicts, drafting: DraftingKind | None) -> None:
+        """Move accepted rows of a pass, and draft behind it."""
+        move = partial(self._runner.move_accepted, done.written, verdicts)
+        if drafting is not None:
+            assert self._drafting is not None, "it was prepared"
+            self._drafting.launch(drafting, done, verdicts, move, None)
+            return
+        self._runner.share_verdicts(verdicts)
+        move()
 
     def _integers(self, count: int) -> Tensor:
         return torch.zeros(count, dtype=torch.int32, device=self._runner.device)
