@@ -20,7 +20,8 @@ _condition: ContextVar[Tensor | None] = ContextVar("condition", default=None)
 @contextmanager
 def launched_if_positive(condition: Tensor) -> Iterator[None]:
     """Have launches of `tree_kernels.linear` and `tree_kernels.growth` within do nothing, and leave their outputs as
-    they are, where `condition` [1] int32 is not positive when they run. Other launches do not ask."""
+    they are, where `condition` [1] int32 is not positive when they run; and Triton's attention find no work where it is
+    divided within. Other launches do not ask."""
     before = _condition.set(condition)
     try:
         yield

@@ -44,6 +44,8 @@ def check(found: dict[str, Any]) -> None:
     error, kept = found["outgrown"]
     assert error < 2e-6 and kept
     assert max(found["output_rows_errors"]) < 2e-6
+    chunks, groups, taken = found["wanted"]["1"]
+    assert chunks == taken > 0 < groups and found["wanted"]["0"] == [0, 0, 0]
     common = found["common_errors"]
     assert {name: error for name, error in common.items() if not error < found["common_tolerance"]} == {}
     assert found["combining"] < 2e-6

@@ -24,6 +24,7 @@ from tree_kernels.attention.reference import combined
 from tree_kernels.attention.triton_backend import INVARIANT, TritonAttention, TritonSettings
 from tree_kernels.attention.triton_planning import HeadLayout, PartialRows
 from tree_kernels.attention.triton_tiling import SPECIALISED, Merging, Tiling
+from tree_kernels.conditional_launch import launched_if_positive
 from tree_kernels.window_frames import WindowFrames
 
 INTERPRETED = not torch.cuda.is_available()
@@ -538,6 +539,18 @@ def work_of_prompts() -> dict[str, Any]:
     return found
 
 
+def work_that_is_wanted_or_not() -> dict[int, list[int]]:
+    """Chunks and groups of a tree and a chain, and chunks with a group, by the number on which the launch depends."""
+    case = make_case([(75, 9, "tree"), (40, 3, "causal")], kv_heads=2, group=4, width=16, device=DEVICE)
+    backend, found = TritonAttention(DEVICE, TritonSettings(tiling=SMALL, processors=23)), {}
+    for number in (1, 0):
+        with launched_if_positive(torch.tensor([number], dtype=torch.int32, device=DEVICE)):
+            schedule = backend.schedule_of(backend.plan(case.batch), HeadLayout(4, 2, 16, 16, SMALL))
+        taken = int((schedule.chunk_table[:, 8] <= schedule.chunk_table[:, 9]).sum())
+        found[number] = [*schedule.totals.tolist()[1:], taken]
+    return found
+
+
 def main() -> None:
     """A regular expression as argument selects cases, for a checker that takes long over each."""
     wanted = re.compile(sys.argv[1] if len(sys.argv) > 1 else "")
@@ -548,6 +561,7 @@ def main() -> None:
         "update_errors": a_plan_takes_the_next_step(),
         "outgrown": a_captured_sequence_outgrows_its_first_length(),
         "work": work_of_prompts(),
+        "wanted": work_that_is_wanted_or_not(),
         "spread_errors": a_captured_step_takes_rows_spread_in_any_way(),
         "output_rows_errors": output_rows_are_as_in_a_whole_pass(),
         "common_errors": common_pages_are_read_once() | group_errors,

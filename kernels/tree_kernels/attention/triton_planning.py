@@ -20,6 +20,7 @@ from tree_kernels.attention.tree_mask import WORD_BITS, mask_words, tree_rows
 from tree_kernels.attention.triton_merge import combine_kernel, merge_kernel
 from tree_kernels.attention.triton_schedule import schedule_kernel, split_kernel
 from tree_kernels.attention.triton_tiling import FIXED_MERGING, MERGE_COLUMNS, Merging, Tiling, choose_merging
+from tree_kernels.conditional_launch import conditional_launch
 from tree_kernels.dependent_launch import dependent_launch
 from tree_kernels.window_frames import WindowFrames
 
@@ -231,15 +232,15 @@ class TritonPlanner:
             parts=max_chunks // max(1, (blocks + more * batch.present) * layout.kv_heads),
         )
         walk = not plan.schedules and any(parents is not None for parents in batch.parents)
-        words = plan.words.shape[1]
+        words, (first_row, end_row) = plan.words.shape[1], plan.output_rows or _ALL
         schedule_kernel[(batch.sequences,)](
             plan.query_starts, plan.prefix_lengths, plan.causal, plan.page_starts, plan.parents, plan.words,
-            plan.depths, schedule.groups, schedule.chunk_table, schedule.arrivals, schedule.totals, batch.sequences,
-            self._programs(tiling), max_chunks, *(plan.output_rows or _ALL),
-            GROUP=layout.group, KV_HEADS=layout.kv_heads, BLOCK_M=tiling.block_rows, BLOCK_N=tiling.block_keys,
-            FIXED_TILES=fixed_tiles, BLOCK_B=triton.next_power_of_2(batch.sequences),
-            BLOCK_R=WORD_BITS * words if walk else 0, WORDS=words, BLOCK_I=64,
-            WINDOW=layout.window, num_warps=2,
+            plan.depths, schedule.groups, schedule.chunk_table, schedule.arrivals, schedule.totals,
+            sequences=batch.sequences, programs=self._programs(tiling), max_chunks=max_chunks, first_row=first_row,
+            end_row=end_row, GROUP=layout.group, KV_HEADS=layout.kv_heads, BLOCK_M=tiling.block_rows,
+            BLOCK_N=tiling.block_keys, FIXED_TILES=fixed_tiles, BLOCK_B=triton.next_power_of_2(batch.sequences),
+            BLOCK_R=WORD_BITS * words if walk else 0, WORDS=words, BLOCK_I=64, WINDOW=layout.window, num_warps=2,
+            **conditional_launch(schedule.totals), **self._dependent,
         )  # fmt: skip
         plan.schedules[layout] = schedule
         return schedule

@@ -20,8 +20,10 @@ from __future__ import annotations
 
 import triton
 import triton.language as tl
+from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 from tree_kernels.attention.triton_mask import first_seen
+from tree_kernels.triton_condition import is_wanted
 
 
 @triton.jit
@@ -164,20 +166,24 @@ def _write_totals(totals, chunk_table, per_chunk, chunks, groups, max_chunks, BL
         tl.store(chunk_table + absent * 16 + 9, tl.full([BLOCK_I], -1, tl.int32), mask=absent < max_chunks)
 
 
-@triton.jit(do_not_specialize=["first_row", "end_row"])
+@triton.jit(do_not_specialize=["first_row", "end_row", "condition"])
 def schedule_kernel(  # type: ignore[no-untyped-def]
     query_starts, prefix_lengths, causal, page_starts, parents, words, depths, groups, chunk_table, arrivals, totals,
-    sequences, programs, max_chunks, first_row, end_row,
+    condition, sequences, programs, max_chunks, first_row, end_row,
     GROUP: tl.constexpr, KV_HEADS: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
     FIXED_TILES: tl.constexpr, BLOCK_B: tl.constexpr, BLOCK_R: tl.constexpr, WORDS: tl.constexpr, BLOCK_I: tl.constexpr,
-    WINDOW: tl.constexpr,
+    WINDOW: tl.constexpr, CONDITIONAL: tl.constexpr, DEPENDENT: tl.constexpr,
 ):  # fmt: skip
     """Program b writes the records of sequence b's groups, the chunks that begin or end in it, and its words.
 
     Each repeats the sums over sequences. Only blocks of a tail with rows from `first_row` to `end_row` have groups.
     BLOCK_R is 0 where the words exist already or nothing is a tree. Tiles before the WINDOW of every row, 0 for none,
-    are left out, but for fixed chunks, which are cut at the same keys whatever the rows.
+    are left out, but for fixed chunks, which are cut at the same keys whatever the rows. A launch that is not wanted
+    leaves attention nothing to do.
     """
+    if DEPENDENT:
+        gdc_launch_dependents()
+        gdc_wait()
     b = tl.arange(0, BLOCK_B)
     here = b == tl.program_id(0)
     start = tl.load(query_starts + b, mask=b < sequences, other=0)
@@ -188,6 +194,9 @@ def schedule_kernel(  # type: ignore[no-untyped-def]
     own_prefix = tl.load(prefix_lengths + tl.program_id(0))
     own_causal = tl.load(causal + tl.program_id(0))
     page_start = tl.load(page_starts + tl.program_id(0))
+    if CONDITIONAL:
+        wanted = is_wanted(condition).to(tl.int32)
+        rows, own_rows, end_row = rows * wanted, own_rows * wanted, end_row * wanted
     first_block = first_row * GROUP // BLOCK_M
     end_blocks = (tl.minimum(rows, end_row) * GROUP + BLOCK_M - 1) // BLOCK_M
     kinds = tl.load(causal + b, mask=b < sequences, other=0)
