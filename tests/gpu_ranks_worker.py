@@ -1,5 +1,6 @@
 """Answers of a model that two GPUs share, over captured steps, beside those of one GPU over eager steps, as JSON:
-`python gpu_ranks_worker.py FOLDER DTYPE`. A process has ranks once: what NCCL holds ends with it."""
+`python gpu_ranks_worker.py FOLDER DTYPE [HEAD]`, where a head drafts in the passes. A process has ranks once: what NCCL
+holds ends with it."""
 
 from __future__ import annotations
 
@@ -31,7 +32,7 @@ def requests(sampling: SamplingParams) -> list[SequenceRequest]:
     return [request(prompt, TOKENS, sampling=sampling) for prompt in prompts]
 
 
-def config_for(folder: str, dtype: str) -> TargetConfig:
+def config_for(folder: str, dtype: str, head: str = "") -> TargetConfig:
     return TargetConfig(
         model=folder,
         dtype=dtype,
@@ -42,6 +43,7 @@ def config_for(folder: str, dtype: str) -> TargetConfig:
         max_running=SEQUENCES,
         lookup_tokens=7,
         capture_seconds=30.0,
+        draft=f"inpass:eagle --head {head} --num-steps 4 --topk 3 --min-score 0" if head else "",
     )
 
 
@@ -49,9 +51,10 @@ def main() -> None:
     config = config_for(*sys.argv[1:])
     runner, _ = load_ranks(config)
     assert runner.ranks == 2 and runner.captured_steps[0] > 1
+    assert (runner.in_pass is not None and runner.in_pass.divided) == bool(config.draft)
     # Not warmed up, which would compile far more than what is used.
     steps = DeviceSteps(runner, max_sequences=SEQUENCES, max_rows=ROWS)
-    whole = load_runner(replace(config, tensor_parallel=1, lockstep=True))
+    whole = load_runner(replace(config, tensor_parallel=1, lockstep=True, draft=""))
     settings = {"launch": steps, "stagger": 2, "config": engine_config(max_step_rows=ROWS, max_running=SEQUENCES)}
     found = []
     for name, sampling in SAMPLINGS.items():

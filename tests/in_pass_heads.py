@@ -74,14 +74,18 @@ class Heads(NamedTuple):
 
 
 def head_of(
-    model: PreTrainedModel, kept: int = 0, ranks: RankGroup | None = None, tokens: int | None = None
+    model: PreTrainedModel,
+    kept: int = 0,
+    ranks: RankGroup | None = None,
+    tokens: int | None = None,
+    head_width: int = 12,
 ) -> EagleHead:
     """A head on the model's device, whose layer comes behind `kept` others in the cache, with a window; or a rank's
     part of it. It drafts the first `tokens` of the model's, or all."""
     width, vocabulary = model.config.hidden_size, model.config.vocab_size
     made = make_head(
         hidden_size=width, target_hidden_size=width, vocab_size=vocabulary, draft_vocab_size=vocabulary,
-        feature_layers=LAYERS, head_dim=12, window=24,
+        feature_layers=LAYERS, head_dim=head_width, window=24,
     )  # fmt: skip
     place = Placement(model.device, model.dtype, ranks=ranks)
     return head_from(made.config, made.weights(), place, None, range(tokens) if tokens else None, kept)
