@@ -116,7 +116,7 @@ def beginning(head: EagleHead) -> EagleHead:
 def fuse(head: EagleHead, *, int8: bool = False) -> int:
     """Give a head on a CPU the forms that a GPU's have, in PyTorch. Returns how many layers have one."""
     fused = prepare_layers(head, head.norm, head.lm_head, LayerOptions(compiled=False, int8=int8))
-    head.prepare_input()
+    head.prepare_input(int8=int8)
     return fused
 
 

@@ -17,8 +17,9 @@ from draft_service.eagle.head_config import LayeredShape
 from draft_service.eagle.head_share import share_of_head
 from draft_service.neural.network import RowOutput
 from tree_kernels.linear import HeadInputs, Norm, RowLinears, ScaledRows, row_linears
+from tree_models.fused.forms import FinalRows
 from tree_models.fused.mixers import norm_of
-from tree_models.fused.preparing import LayerOptions, prepare_layers
+from tree_models.fused.preparing import LayerOptions, prepare_layers, quantized_rows
 from tree_models.layers.decoder import LayerStack
 from tree_models.layers.linear import Linear
 from tree_models.layers.norm import Normalization
@@ -48,13 +49,17 @@ class Projection(nn.Module):
         self.input_norm = Normalization(config.norm, joined, place) if config.norm_before_fc else None
         norms = range(config.num_features if config.fc_norm else 0)
         self.fc_norm = nn.ModuleList(Normalization(config.norm, config.target_hidden_size, place) for _ in norms)
-        # What norms each captured state in one launch.
+        # What norms each captured state in one launch, and what multiplies few rows by a copy of `fc` in int8.
         self._launched: tuple[RowLinears, list[Norm]] | None = None
+        self._quantized: FinalRows | None = None
 
-    def prepare(self, linears: RowLinears) -> None:
-        """Norm captured states [R, F * W] by `linears`, where that computes such norms."""
+    def prepare(self, linears: RowLinears, *, int8: bool) -> None:
+        """Norm captured states [R, F * W] by `linears`, where that computes such norms; with `int8` it multiplies few
+        rows by a copy of `fc` in int8."""
         norms = [found for norm in self.fc_norm if isinstance(norm, Normalization) and (found := norm_of(norm))]
         self._launched = (linears, norms) if len(norms) == self._features else None
+        product = None if self.fc is None else self.fc.plain
+        self._quantized = quantized_rows(product, linears) if int8 and product is not None else None
 
     def forward(self, states: Tensor) -> Tensor:
         """[.., F * W], the captured states side by side, to features [.., H]."""
@@ -62,7 +67,10 @@ class Projection(nn.Module):
             states = self.input_norm(states)
         if self.fc_norm:
             states = self._normed(states.chunk(self._features, dim=-1))
-        return states if self.fc is None else self.fc(states)
+        if self.fc is None:
+            return states
+        product = None if self._quantized is None or states.dim() > 2 else self._quantized.head(states)
+        return self.fc(states) if product is None else product
 
     def _normed(self, parts: Sequence[Tensor]) -> Tensor:
         """[.., F * W]: the captured states [.., W], each normed."""
@@ -146,13 +154,13 @@ class EagleHead(LayerStack):
         if not weight.is_cuda or weight.element_size() != 2:
             return
         prepare_layers(self, self.norm, self.lm_head, LayerOptions(compiled=False, int8=int8))
-        self.prepare_input()
+        self.prepare_input(int8=int8)
 
-    def prepare_input(self) -> None:
+    def prepare_input(self, *, int8: bool = False) -> None:
         """Norm captured states, and make an EAGLE-3 head's input, in one launch each; the latter where the first layer
-        is computed so."""
+        is computed so. With `int8` features of few rows come from a copy of their weight in int8."""
         weight, linears = self.embedding, row_linears(self.embedding.device)
-        self.projection.prepare(linears)
+        self.projection.prepare(linears, int8=int8)
         norms, attention = (self.token_norm, self.feature_norm), self.layer_specs[0].attention
         token_norm, feature_norm = (None if norm is None else norm_of(norm) for norm in norms)
         if self.forms[0] is None or self.fc is not None or token_norm is None or feature_norm is None:

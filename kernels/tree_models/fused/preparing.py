@@ -44,7 +44,7 @@ from tree_models.fused.mixers import AttentionMixer, QuantizedWeight, norm_of
 from tree_models.layers.attention import HeadAttention
 from tree_models.layers.decoder import Decoder, LayerStack
 from tree_models.layers.experts import DenseAndExperts, MixtureOfExperts
-from tree_models.layers.linear import Linear
+from tree_models.layers.linear import Linear, PlainWeight
 from tree_models.layers.mlp import MLP
 from tree_models.layers.norm import Normalization
 from tree_models.layers.paged import PagedPass
@@ -127,6 +127,12 @@ def prepare_layers(
         for layer in (*stack.layers, *([] if norm is None else [norm])):
             compile_layer(layer)
     return fused
+
+
+def quantized_rows(product: PlainWeight, linears: RowLinears) -> FinalRows:
+    """A product alone, of whose passes those of few rows read a copy of its weight in int8."""
+    few = LinearsByRows(((MAX_ROWS, linears),))
+    return FinalRows(None, few, (few, QuantizedWeight.of(product)))
 
 
 def _fuse(
