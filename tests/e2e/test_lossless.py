@@ -55,7 +55,7 @@ def prompts() -> list[list[int]]:
     return [[rng.randrange(3, VOCABULARY) for _ in range(length)] for length in LENGTHS]
 
 
-def requests(sampling: SamplingParams, max_tokens: int = 24) -> list[SequenceRequest]:
+def requests(sampling: SamplingParams, max_tokens: int = 16) -> list[SequenceRequest]:
     return [request(prompt, max_tokens, sampling=sampling) for prompt in prompts()]
 
 
@@ -98,7 +98,7 @@ def test_output_is_plain_decoding(
 @pytest.mark.pairs
 @pytest.mark.parametrize("page_size", [1, 16])
 @pytest.mark.parametrize("stagger", [0, 3], ids=["together", "staggered"])
-@pytest.mark.parametrize("kv_tokens", [2048, 9 * 16], ids=["roomy", "preempting"])
+@pytest.mark.parametrize("kv_tokens", [2048, 7 * 16], ids=["roomy", "preempting"])
 @pytest.mark.parametrize("on_device", [False, True], ids=["host", "device"])
 @pytest.mark.parametrize("passes", [1, 3])
 def test_preparing_the_next_step_early_does_not_matter(
@@ -134,7 +134,7 @@ def test_verifying_on_the_device_does_not_matter(
 def test_rejection_on_the_device_decides_as_on_the_host(tiny_model: PreTrainedModel, temperature: float) -> None:
     """The same coins, the same trees: what differs would show as another token or another row."""
     sampling = SamplingParams(temperature=temperature, top_p=0.95, seed=11, ignore_eos=True)
-    wanted = [request(prompt, 24, sampling=sampling, mode=VerificationMode.REJECTION) for prompt in prompts()]
+    wanted = [request(prompt, 16, sampling=sampling, mode=VerificationMode.REJECTION) for prompt in prompts()]
     said = run(make_runner(tiny_model), wanted)
     whole = [(*one.token_ids, *outcome.token_ids) for one, outcome in zip(wanted, said, strict=True)]
     draft = knowing_tree(whole, VOCABULARY, 16, right=0.9)
@@ -151,7 +151,7 @@ def test_rejection_on_the_device_decides_as_on_the_host(tiny_model: PreTrainedMo
 
 def test_rejection_with_several_passes_at_once_draws_the_same(tiny_model: PreTrainedModel) -> None:
     sampling = SamplingParams(temperature=0.9, top_p=0.95, seed=11, ignore_eos=True)
-    wanted = [request(prompt, 24, sampling=sampling, mode=VerificationMode.REJECTION) for prompt in prompts()]
+    wanted = [request(prompt, 16, sampling=sampling, mode=VerificationMode.REJECTION) for prompt in prompts()]
     said = run(make_runner(tiny_model), wanted)
     for on_device in (False, True):
         outcomes = run(make_runner(tiny_model), wanted, can_launch_before_results=True, on_device=on_device, passes=4)
@@ -178,7 +178,7 @@ def test_steps_ahead_and_drafted_steps_follow_each_other(
 
 @pytest.mark.parametrize("on_device", [False, True], ids=["host", "device"])
 @pytest.mark.parametrize("page_size", [1, 16])
-@pytest.mark.parametrize("kv_tokens", [2048, 9 * 16], ids=["roomy", "preempting"])
+@pytest.mark.parametrize("kv_tokens", [2048, 7 * 16], ids=["roomy", "preempting"])
 @pytest.mark.parametrize("late", [0, 2], ids=["on time", "late"])
 def test_drafts_that_hardly_anybody_waits_for_do_not_matter(
     case: tuple[list[SequenceRequest], list[Sequence[int]]],
@@ -279,8 +279,8 @@ def test_preemption_does_not_matter(
     case: tuple[list[SequenceRequest], list[Sequence[int]]], tiny_model: PreTrainedModel
 ) -> None:
     wanted, said = case
-    # 144 pages of a token for five sequences that need up to 64 each.
-    runner = make_runner(tiny_model, page_size=1, kv_tokens=9 * 16)
+    # 112 pages of a token for five sequences that need up to 56 each.
+    runner = make_runner(tiny_model, page_size=1, kv_tokens=7 * 16)
     outcomes = run(runner, wanted, propose=drafter("knowing", wanted, said))
     assert [o.token_ids for o in outcomes] == said
     assert sum(o.finished.totals.preemptions for o in outcomes) > 0
