@@ -21,6 +21,7 @@ from engine_harness import (
     request,
     run,
 )
+from once import once
 from transformers import PreTrainedModel
 
 from outrider.drafting.events import DraftEvents
@@ -45,13 +46,20 @@ def typical(sampling: SamplingParams = SAMPLING, max_tokens: int = 24) -> list[S
     return [request(prompt, max_tokens, sampling=sampling, mode=mode, typical=LOOSE) for prompt in prompts()]
 
 
+@once
+def own_model(model: PreTrainedModel) -> PreTrainedModel:
+    """A copy: the oracle sets another attention than the engine's. One for all tests, most of whose texts are the
+    same."""
+    return copy.deepcopy(model)
+
+
 def greedy_drafts(model: PreTrainedModel) -> Propose:
     """Trees along the greedy continuation of what was said, with random siblings."""
-    # A model of its own: the oracle sets another attention than the engine's.
-    own = copy.deepcopy(model)
+    own = own_model(model)
 
     def propose(tokens: Sequence[int], rng: random.Random) -> TokenTree:
-        ahead = plain(own, request(tokens, 3))
+        # Of one token: each takes a pass of the oracle's model, for every sequence in every step.
+        ahead = plain(own, request(tokens, 1))
 
         def pick(path: Sequence[int]) -> int:
             return ahead[len(path)] if len(path) < len(ahead) else rng.randrange(VOCABULARY)
