@@ -34,7 +34,7 @@ SAMPLINGS = {
 }
 
 
-def requests(sampling: SamplingParams, max_tokens: int = 40) -> list[SequenceRequest]:
+def requests(sampling: SamplingParams, max_tokens: int = 28) -> list[SequenceRequest]:
     """Prompts that repeat themselves, and one that does not."""
     rng = random.Random(7)
     pieces = [[rng.randrange(3, VOCABULARY) for _ in range(length)] for length in (1, 3, 5, 17, 40)]
@@ -111,7 +111,7 @@ def test_pages_of_any_size(tiny_model: PreTrainedModel, page_size: int) -> None:
 
 
 def test_sequences_that_lose_their_pages_are_read_again(tiny_model: PreTrainedModel) -> None:
-    wanted = requests(SAMPLINGS["greedy"], 60)
+    wanted = requests(SAMPLINGS["greedy"], 40)
     said = plain_each(tiny_model, wanted)
     runner = make_runner(tiny_model, page_size=4, kv_tokens=240)
     runner.enable_device_row_selection(DEVICE_SEQUENCES)
@@ -189,7 +189,7 @@ def test_log_probabilities_come_with_their_tokens(
         SamplingParams(logprobs=count, min_tokens=30, logit_bias={9: 1.5}, frequency_penalty=-0.05 * (count or 0))
         for count in listed
     ]
-    wanted = [replace(one, sampling=own) for one, own in zip(requests(SAMPLINGS["greedy"], 60), sampling, strict=True)]
+    wanted = [replace(one, sampling=own) for one, own in zip(requests(SAMPLINGS["greedy"], 40), sampling, strict=True)]
     expected = run(make_runner(tiny_model), wanted)
     runner = make_runner(tiny_model, page_size=4, kv_tokens=kv_tokens)
     if device_chooses:
