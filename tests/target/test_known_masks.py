@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import random
 from collections.abc import Sequence
+from functools import cache
 
 import numpy as np
 import pytest
@@ -38,8 +39,14 @@ def answer_of(name: str, orders: int = 5) -> list[int]:
 
 def alone(form: StructuredOutput, path: Sequence[int]) -> NDArray[np.int32]:
     """The mask behind tokens, by a matcher that nothing else uses."""
+    # Many outputs here begin alike.
+    return _alone(form, tuple(path))
+
+
+@cache
+def _alone(form: StructuredOutput, path: tuple[int, ...]) -> NDArray[np.int32]:
     matcher = LLMatcher(grammar_tokenizer(trained_tokenizer(), VOCABULARY, (END,)), grammar_of(form), log_level=0)
-    assert matcher.consume_tokens(list(path))
+    assert matcher.consume_tokens([*path])
     return np.frombuffer(matcher.compute_bitmask(), np.int32)[:WORDS]
 
 
