@@ -249,7 +249,9 @@ class TestServing:
         runner.forward(rows_of(text(6), 0, (9, 3), None))
         assert len(launches) == model.config.num_hidden_layers and min(launches) > 3
 
-    @pytest.mark.parametrize("name", ["v2, one dense layer", "v2, one query projection", "v3"])
+    @pytest.mark.parametrize(
+        "name", ["v2, one dense layer", pytest.param("v2, one query projection", marks=pytest.mark.full), "v3"]
+    )
     def test_compiled_layers_break_at_attention_and_experts_alone(self, name: str) -> None:
         model = make_latent(name)
         runner = make_runner(model, PAGE_SIZE, 256)
