@@ -17,7 +17,7 @@ class HeadDrafterConfig(HeadSettings, NeuralConfig):
     )
     head_weights: str = setting(
         "int8",
-        "weights of the layers and the lm_head in passes of up to 64 rows on a GPU: the head's `own`, or copies in "
+        "weights of fc, layers and lm_head in passes of up to 64 rows on a GPU: the head's `own`, or copies in "
         "int8, which take half the head's bytes more and less time a level, with guesses hardly worse; experts and "
         "latent attention have their own weights alone",
         choices=("own", "int8"),
