@@ -11,6 +11,7 @@ from torch import Tensor
 
 from outrider.errors import NotSupported
 from target_service.model.network import TargetNetwork
+from tree_kernels.linear import RowLinears, row_linears
 from tree_models.layers.decoder import Tap
 
 
@@ -28,6 +29,8 @@ class LayerHooks:
         self._each = network.hidden_size
         self.width = self._each * len(layers)
         self._grows = grows
+        # Graphs are captured where there is Triton.
+        self._linears = RowLinears() if grows else row_linears(network.device)
         self._states = torch.zeros(max_rows, self.width, dtype=network.dtype, device=network.device)
         self._removals = [network.tap(layer, self._keeping(place)) for place, layer in enumerate(layers)]
 
@@ -62,6 +65,6 @@ class LayerHooks:
                 # Tensors made in inference mode cannot be written outside of it.
                 with torch.inference_mode(False):
                     self._states = torch.zeros(2 * rows, self.width, dtype=hidden.dtype, device=hidden.device)
-            self._states[:rows, columns].copy_(hidden[: len(self._states)])
+            self._linears.copy_rows(hidden[: len(self._states)], self._states[:rows, columns])
 
         return keep

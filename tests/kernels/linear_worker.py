@@ -320,9 +320,11 @@ def kernels(inputs: Inputs, rows: slice = slice(None)) -> dict[str, Tensor]:
     plain, none = triton.add_linear(attended, inputs.out)
     assert none is None
     mlp = scaled, inputs.gate_up, inputs.gate_up_bias, inputs.activation
-    apart = hidden.new_zeros(len(hidden), 2, hidden.shape[1])[:, 1]
+    apart, copied = hidden.new_zeros(len(hidden), 2, hidden.shape[1]).unbind(1)
+    triton.copy_rows(hidden, copied)
     return {
         "norm": triton.norm_rows(hidden, inputs.norm, apart),
+        "copied": copied,
         **head_input_of(triton, inputs, rows),
         "query": query,
         "keys": heads.key_cache,
@@ -373,6 +375,7 @@ def references(inputs: Inputs) -> dict[str, Tensor]:
     start = TORCH.scale_rows(rows, norm)
     return {
         "norm": TORCH.norm_rows(rows, norm),
+        "copied": rows,
         **head_input_of(TORCH, inputs),
         "query": TORCH.rotary_linear(start, on_cpu(inputs.qkv), bias, heads, head_form),
         "keys": heads.key_cache,

@@ -234,6 +234,8 @@ def test_rows_that_the_kernels_cannot_read_are_refused(linears: TritonLinears) -
         linears.norm_rows(torch.zeros(16, 2).T, Norm(torch.ones(16), 1e-5))
     with pytest.raises(ValueError, match="last dimension is contiguous"):
         linears.norm_rows(torch.zeros(2, 16), Norm(torch.ones(16), 1e-5), torch.zeros(16, 2).T)
+    with pytest.raises(ValueError, match="one shape whose last"):
+        linears.copy_rows(torch.zeros(2, 16), torch.zeros(2, 8))
 
 
 def apart(*shape: int) -> Tensor:

@@ -49,6 +49,10 @@ class RowLinears:
         output = normed(hidden, norm).to(hidden.dtype)
         return output if into is None else into.copy_(output)
 
+    def copy_rows(self, rows: Tensor, into: Tensor) -> None:
+        """Copy [R, H] to `into`, which has that shape; the last dimension of both is contiguous."""
+        into.copy_(rows)
+
     def scale_rows(self, hidden: Tensor, norm: Norm) -> ScaledRows:
         """The first half of a norm of `hidden` [R, H], or all of it where it has no halves."""
         if not norm.halves:

@@ -21,6 +21,7 @@ from tree_kernels.linear.triton_epilogues import add_epilogue_kernel, rotary_epi
 from tree_kernels.linear.triton_kernels import (
     activated_kernel,
     add_kernel,
+    copy_kernel,
     head_input_kernel,
     norm_kernel,
     rotary_kernel,
@@ -54,6 +55,15 @@ class TritonLinears(RowLinears):
         output = hidden.new_empty(hidden.shape) if into is None else into
         self._launch_norm(hidden, norm, output, output, whole=True)
         return output
+
+    def copy_rows(self, rows: Tensor, into: Tensor) -> None:
+        count, width = rows.shape
+        if into.shape != rows.shape or (into.stride(1), rows.stride(1)) != (1, 1):
+            raise ValueError("expected rows of one shape whose last dimension is contiguous")
+        copy_kernel[(count,)](
+            rows, into, row_stride=rows.stride(0), output_stride=into.stride(0), WIDTH=width,
+            BLOCK=triton.next_power_of_2(width), num_warps=4, **self._dependent,
+        )  # fmt: skip
 
     def scale_rows(self, hidden: Tensor, norm: Norm) -> ScaledRows:
         if not norm.halves:

@@ -371,6 +371,21 @@ def norm_kernel(  # type: ignore[no-untyped-def]
     tl.store(output + row.to(tl.int64) * output_stride + column, read.to(output.dtype.element_ty), mask=inside)
 
 
+@triton.jit
+def copy_kernel(  # type: ignore[no-untyped-def]
+    rows, output, row_stride, output_stride, WIDTH: tl.constexpr, BLOCK: tl.constexpr, DEPENDENT: tl.constexpr
+):
+    """One row per program. Unlike PyTorch's copies it lets the launch behind it bring its weights meanwhile."""
+    row = tl.program_id(0).to(tl.int64)
+    column = tl.arange(0, BLOCK)
+    inside = column < WIDTH
+    if DEPENDENT:
+        gdc_launch_dependents()
+        gdc_wait()
+    read = tl.load(rows + row * row_stride + column, mask=inside)
+    tl.store(output + row * output_stride + column, read, mask=inside)
+
+
 @triton.jit(do_not_specialize=_CONDITION)
 def head_input_kernel(  # type: ignore[no-untyped-def]
     token_ids, embedding, embedding_norm, features, feature_norm, positions, sources, frequencies, output, taken,
