@@ -42,7 +42,7 @@ def kernels() -> Iterator[tuple[str, Any, dict[str, Any]]]:
     }
     for rule, own in (("sum", {"DELTA": False, "NORMED": False}), ("delta", {"DELTA": True})):
         for name, kernel in mixing.items():
-            columns = {"prepare": 128, "few": 64}.get(name, 32)
+            columns = {"prepare": 128, "few": 64, "single": 16}.get(name, 32)
             sizes = delta | own | {"BLOCK_V": columns, "PARTS": 128 // columns}
             yield f"{name} {rule}", kernel, {each: sizes[each] for each in kernel.arg_names if each in sizes}
     for name, channels, taps, gates in (("delta", 8192, 4, 64), ("short", 2048, 3, 0)):
@@ -93,7 +93,7 @@ def compiled(name: str, kernel: Any, constants: dict[str, Any]) -> int:
 
 def options_of(name: str) -> dict[str, int]:
     wide = name.startswith("prepare") or (name.startswith("convolve") and name.endswith("16"))
-    return {"num_warps": 8 if wide else 2 if name == "plan" else 4}
+    return {"num_warps": 8 if wide else 2 if name == "plan" else 1 if name.startswith("single") else 4}
 
 
 def main() -> None:

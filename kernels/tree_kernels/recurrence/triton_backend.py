@@ -73,8 +73,8 @@ class StateTiles:
     of one row and of few rows are the fastest in `benchmarks/results/2026-12-01-h200-experts-and-states.md`, by
     `benchmarks.recurrence.launches --sweep` on an H200; the others are chosen."""
 
-    # Of one row, six programs of 16 KB of states beside one another on an H200.
-    single: tuple[int, int] = (32, 4)
+    # Of one row, a warp with 8 KB of states: what it waits for does not hold up other warps.
+    single: tuple[int, int] = (16, 1)
     # Of few rows, where wide tiles are fewer than processors, and where they are as many.
     few: tuple[int, int, int] = (32, 4, 2)
     few_wide: tuple[int, int, int] = (64, 4, 2)
