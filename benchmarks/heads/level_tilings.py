@@ -58,8 +58,8 @@ def sizes_of(outputs: int, inner: int) -> Iterator[Sizes]:
 def tiled_as(product: tuple[int, int], sizes: Sizes) -> Iterator[None]:
     """Have int8 products of so many outputs and numbers tiled so, whatever their rows."""
 
-    def choose(rows: int, outputs: int, inner: int, *, invariant: bool = False, int8: bool = False) -> LinearTiling:
-        chosen = choose_linear_tiling(rows, outputs, inner, invariant=invariant, int8=int8)
+    def choose(rows: int, outputs: int, inner: int, *, int8: bool = False, **others: bool) -> LinearTiling:
+        chosen = choose_linear_tiling(rows, outputs, inner, int8=int8, **others)
         tried = int8 and (outputs, inner) == product
         return LinearTiling(chosen.block_rows, *sizes) if tried else chosen
 
