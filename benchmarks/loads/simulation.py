@@ -17,6 +17,7 @@ them again with the same texts: the speed of the first eight answers of a load i
 from __future__ import annotations
 
 import itertools
+from bisect import bisect_right
 from collections import defaultdict, deque
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
@@ -317,8 +318,9 @@ class SimulatedEngine:
         ]
         served = self.answer(texts, [begin] * min(streams, answers), closed=True)
         made = sorted(one for each in served for one in each.tokens)
+        times, counts = [at for at, _ in made], [0, *itertools.accumulate(count for _, count in made)]
         # When each answer was asked for, and the tokens until then.
-        asked = [(one.asked, sum(count for at, count in made if at <= one.asked)) for one in served]
+        asked = [(one.asked, counts[bisect_right(times, one.asked)]) for one in served]
         first_ended = sorted(one.tokens[-1][0] for one in served)[:_FIRST_ANSWERS][-1] - begin
         totals = self.counts.totals
         return {

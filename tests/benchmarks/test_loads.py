@@ -75,12 +75,11 @@ def test_a_text_that_prompts_share_is_read_once() -> None:
     assert figures(served)["first_p50_ms"] < 30 < figures(served)["first_p99_ms"]
 
 
-@pytest.mark.parametrize("draft", ["none", "good"])
-def test_nothing_is_drafted_where_the_host_has_no_time_for_it(draft: str) -> None:
+def test_nothing_is_drafted_where_the_host_has_no_time_for_it() -> None:
     """Its work for drafted rows takes longer than passes with them: always drafting makes two fifths of plain."""
     shape = replace(SHAPES["small"], host_drafted=3e-5)
-    rates = [SimulatedEngine(shape, each).load(64, 320, seed=1)["settled"] for each in (draft, "plain")]
-    assert rates[0] > 0.85 * rates[1]
+    rates = [SimulatedEngine(shape, each).load(64, 320, seed=1)["settled"] for each in ("none", "good", "plain")]
+    assert min(rates) > 0.85 * rates[2]
 
 
 def test_few_passes_begin_that_no_answer_has_use_for(monkeypatch: pytest.MonkeyPatch) -> None:
