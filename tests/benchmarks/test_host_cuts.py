@@ -15,7 +15,11 @@ def test_a_load_is_the_same_each_time() -> None:
 
 @pytest.mark.parametrize("shape", SHAPES)
 def test_good_drafts_make_more_and_others_cost_little(shape: str) -> None:
-    rates = {draft: alone(SHAPES[shape], draft, 1, seed=1) for draft in ("good", "worthless", "slow", "none")}
+    # Of fewer answers than `alone` has.
+    rates = {
+        draft: CutEngine(SHAPES[shape], drafts=draft != "none").load(1, 14, 1, draft)
+        for draft in ("good", "worthless", "slow", "none")
+    }
     speeds = {draft: rate["tokens_per_second"] for draft, rate in rates.items()}
     assert speeds["good"] > 1.4 * speeds["none"]
     assert min(speeds["worthless"], speeds["slow"]) > 0.97 * speeds["none"]
