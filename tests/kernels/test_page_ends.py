@@ -72,6 +72,8 @@ class Layer:
         self.states.lengths.fill_(77)
         self.second = self.states.kept_slots[0]
         self.recurrence = TreeRecurrence()
+        # Tokens of the text that `reads` has read.
+        self.read_to = 0
 
     def draw(self, *shape: int) -> Tensor:
         return torch.randn(shape, generator=self.random)
@@ -116,10 +118,11 @@ class Layer:
         return self.run(LATER, tokens, len(behind.inputs), behind)
 
     def reads(self, text: Tokens, behind: Tokens) -> Tensor:
-        """What they get that follow a text that is read token by token."""
-        for at in range(len(text.inputs)):
+        """What they get that follow a text that is read token by token, from where it was read to before."""
+        for at in range(self.read_to, len(text.inputs)):
             self.run(LATER, at, 1, text[at : at + 1])
-        return self.run(LATER, len(text.inputs), len(behind.inputs), behind)
+        self.read_to = len(text.inputs)
+        return copy.deepcopy(self).run(LATER, self.read_to, len(behind.inputs), behind)
 
     def held(self) -> list[Tensor]:
         """The state that the last rows followed."""
@@ -140,7 +143,7 @@ def test_what_is_left_is_the_state_of_the_last_page_end(
 ) -> None:
     """Behind every pass: of its text, or of that up to `ahead` tokens before its end, as where it is cut."""
     layer = Layer(kind, seed)
-    text = layer.tokens(prompt)
+    reader, text = copy.deepcopy(layer), layer.tokens(prompt)
     layer.run(OWN, 0, prompt, text)
     layer.states.pair_slots(OWN, layer.second)
     begins = prompt if prompt > WINDOW else 0
@@ -151,10 +154,10 @@ def test_what_is_left_is_the_state_of_the_last_page_end(
         text += rows[layer.accept(prefix, form, int(torch.randint(count, (), generator=layer.random)))]
         end = (len(text.inputs) - ahead) // PAGE_SIZE * PAGE_SIZE
         if end and end >= begins:
-            check(layer, text, end)
+            check(layer, reader, text, end)
 
 
-def check(layer: Layer, text: Tokens, end: int) -> None:
+def check(layer: Layer, reader: Layer, text: Tokens, end: int) -> None:
     """What is left now, if it is, makes of further rows what they get behind the text up to the page end."""
     behind, cut = layer.tokens(3), copy.deepcopy(layer)
     length = cut.part(end)
@@ -163,7 +166,7 @@ def check(layer: Layer, text: Tokens, end: int) -> None:
         gone = int(layer.states.lengths[layer.states.current(OWN)])
         assert length > end and (gone - 1) // PAGE_SIZE * PAGE_SIZE > end
         return
-    found, expected = cut.goes_on(end, behind), copy.deepcopy(layer).reads(text[:end], behind)
+    found, expected = cut.goes_on(end, behind), reader.reads(text[:end], behind)
     torch.testing.assert_close(found, expected, rtol=1e-5, atol=1e-5)
 
 
