@@ -7,7 +7,8 @@ from typing import Any
 
 import pytest
 import torch
-from hypothesis import given, settings
+from examples import examples
+from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor
 
@@ -38,7 +39,7 @@ def alone(query: Tensor, keys: Tensor, values: Tensor, variant: AttentionVariant
     return torch.stack(outputs).float()
 
 
-@settings(max_examples=60)
+@examples(100)
 @given(
     trees(),
     st.integers(0, 30),
