@@ -34,30 +34,32 @@ def forms_of(runner: ModelRunner) -> list[FusedForm]:
     return [form for form in decoder_of(runner).forms if isinstance(form, FusedForm)]
 
 
-@pytest.mark.parametrize("rows", [1, MAX_ROWS + 1])
+def compute_the_same(fused: ModelRunner, plain: ModelRunner, *passes: int) -> None:
+    """In passes of so many rows each, whatever is kept of them."""
+    for rows in passes:
+        for value, own in zip(after(fused, rows), after(plain, rows), strict=True):
+            torch.testing.assert_close(value, own, rtol=1e-4, atol=1e-4)
+
+
 @pytest.mark.parametrize("model_type", FUSED)
-def test_fused_layers_compute_what_they_do_plainly(model_type: str, rows: int) -> None:
+def test_fused_layers_compute_what_they_do_plainly(model_type: str) -> None:
     plain, fused = (runner_of(model_type, **FUSED[model_type]) for _ in range(2))
     assert prepare_network(fused.network, UNCOMPILED) == fused.network.layer_count
-    for value, own in zip(after(fused, rows), after(plain, rows), strict=True):
-        torch.testing.assert_close(value, own, rtol=1e-4, atol=1e-4)
+    compute_the_same(fused, plain, 1, MAX_ROWS + 1)
 
 
-@pytest.mark.parametrize("rows", [1, 6, MAX_ROWS + 1])
 @pytest.mark.parametrize("name", ["gpt2", "gpt_neo", "gpt_neox", "gptj", "falcon", "falcon, groups", "persimmon"])
-def test_fused_layers_of_gpts_compute_what_they_do_plainly(name: str, rows: int) -> None:
+def test_fused_layers_of_gpts_compute_what_they_do_plainly(name: str) -> None:
     model_type, settings = CLASSIC[name]
     plain, fused = (runner_of(model_type, **settings) for _ in range(2))
     assert prepare_network(fused.network, UNCOMPILED) == fused.network.layer_count
-    for value, own in zip(after(fused, rows), after(plain, rows), strict=True):
-        torch.testing.assert_close(value, own, rtol=1e-4, atol=1e-4)
+    compute_the_same(fused, plain, 1, 6, MAX_ROWS + 1)
 
 
 # Of a decoder's layers all but these are fused: heads whose values are their keys, values narrower than keys.
 PLAIN_LAYERS = {"gemma4, experts": 3, "gemma4_unified": 3, "mimo_v2": 4}
 
 
-@pytest.mark.parametrize("rows", [1, 6, MAX_ROWS + 1])
 @pytest.mark.parametrize(
     "name",
     [
@@ -74,12 +76,11 @@ PLAIN_LAYERS = {"gemma4, experts": 3, "gemma4_unified": 3, "mimo_v2": 4}
         "exaone_moe",
     ],
 )
-def test_fused_layers_with_windows_compute_what_they_do_plainly(name: str, rows: int) -> None:
+def test_fused_layers_with_windows_compute_what_they_do_plainly(name: str) -> None:
     model_type, settings = WINDOWED[name]
     plain, fused = (runner_of(model_type, **settings) for _ in range(2))
     assert prepare_network(fused.network, UNCOMPILED) == fused.network.layer_count - PLAIN_LAYERS.get(name, 0)
-    for value, own in zip(after(fused, rows), after(plain, rows), strict=True):
-        torch.testing.assert_close(value, own, rtol=1e-4, atol=1e-4)
+    compute_the_same(fused, plain, 1, 6, MAX_ROWS + 1)
 
 
 @pytest.mark.parametrize(
@@ -116,12 +117,10 @@ def test_layers_with_states_are_not_invariant() -> None:
         prepare_network(runner_of(model_type, **settings).network, LayerOptions(invariant=True))
 
 
-@pytest.mark.parametrize("rows", [7, MAX_ROWS, 100])
-def test_any_number_of_rows(rows: int) -> None:
+def test_any_number_of_rows() -> None:
     plain, fused = runner_of(), runner_of()
     prepare_network(fused.network, UNCOMPILED)
-    for value, own in zip(after(fused, rows), after(plain, rows), strict=True):
-        torch.testing.assert_close(value, own, rtol=1e-4, atol=1e-4)
+    compute_the_same(fused, plain, 7, MAX_ROWS, 100)
 
 
 def test_rows_choose_what_computes_them() -> None:
