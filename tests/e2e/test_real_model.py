@@ -42,10 +42,11 @@ def wanted(
     by_task: dict[str, list[SequenceRequest]] = {}
     for line in PROMPTS.read_text().splitlines():
         row = json.loads(line)
-        chat = [{"role": "user", "content": row["turns"][0]}]
-        ids = PromptEncoder(runner.tokenizer).chat(chat)
         of_task = by_task.setdefault(row["task"], [])
-        if len(ids) <= longest and len(of_task) < per_task:
+        if len(of_task) == per_task:
+            continue
+        ids = PromptEncoder(runner.tokenizer).chat([{"role": "user", "content": row["turns"][0]}])
+        if len(ids) <= longest:
             of_task.append(request(ids, max_tokens, sampling=sampling))
     assert len(by_task) == 7
     return [one for of_task in by_task.values() for one in of_task]
@@ -70,7 +71,7 @@ def check(
 
 def test_a_handful_of_prompts(runner: ModelRunner) -> None:
     # Trees that nothing is accepted of are those of small models, everywhere else.
-    check(runner, wanted(runner, 1, 8, GREEDY), ("trie",))
+    check(runner, wanted(runner, 1, 8, GREEDY)[::2], ("trie",))
 
 
 @pytest.mark.full
