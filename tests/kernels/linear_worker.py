@@ -31,7 +31,7 @@ EPSILON = 1e-5
 SMALL = LinearTiling(block_rows=16, block_outputs=16, block_inner=32, splits=1, warps=4, stages=3, ahead=2)
 TORCH = linear.RowLinears()
 # Cases whose launches are made conditional too, those that the interpreter runs in `make test` at the end.
-CONDITIONAL = ("15 rows", "parts", "parts, int8", "tensor maps, few rows, parts")
+CONDITIONAL = ("15 rows", "parts", "parts, int8", "tensor maps, few rows, parts", "few: qwen3.5")
 # Of combinations that take long, values of each.
 IN_TURN = INTERPRETED and not is_full()
 # Cases that the interpreter runs in `make test-full` alone: more programs of what others launch with the same flags.
@@ -157,6 +157,9 @@ def form_cases(tiny: Sizes) -> dict[str, Sizes]:
     split = LinearTiling(16, 16, 32, 1, 4, 2, 0)
     found["few: parts of normed heads"] = replace(found["few: qwen3"], rows=17, hidden=128, tiling=split)
     found["few: qwen3, own tiling"] = replace(found["few: qwen3"], rows=40, hidden=128, tiling=None)
+    # Norms of such heads take a launch of their own.
+    wide = replace(found["few: qwen3"], rows=9, heads=2, kv_heads=1, width=256, rotary=64, tiling=None)
+    found["few: qwen3.5"] = wide
     found["few: qwen3, int8"] = replace(found["few: qwen3"], int8=True)
     found["few: relu2 by tensor maps"] = replace(
         found["few: relu2"], tiling=LinearTiling(64, 32, 32, 1, 4, 3, 0, mapped=True)
@@ -456,7 +459,8 @@ def conditions_are_kept(sizes: Sizes) -> bool:
         condition.zero_()
         heads, into = inputs.heads(), torch.full_like(inputs.hidden, 7.0)
         triton = sizes.linears()
-        triton.rotary_linear(triton.scale_rows(inputs.hidden, inputs.norm), inputs.qkv, None, heads)
+        start = triton.scale_rows(inputs.hidden, inputs.norm)
+        triton.rotary_linear(start, inputs.qkv, None, heads, inputs.head_form)
         triton.add_linear(inputs.attended, inputs.out, residual=inputs.hidden, into=into)
     untouched = all(bool((one == 7.0).all()) for one in (heads.key_cache, heads.value_cache, into))
     return untouched and all(torch.equal(same[name], plain[name]) for name in plain)

@@ -31,7 +31,12 @@ from tree_kernels.linear import (
 pytest.importorskip("triton")
 from tree_kernels.linear.cublas_backend import CublasLinears
 from tree_kernels.linear.triton_backend import TritonLinears
-from tree_kernels.linear.triton_tiling import choose_linear_tiling, choose_mapped_tiling, whole_head_tiling
+from tree_kernels.linear.triton_tiling import (
+    choose_linear_tiling,
+    choose_mapped_tiling,
+    heads_take_a_launch,
+    whole_head_tiling,
+)
 
 WORKER = "linear_worker.py"
 CPU = torch.device("cpu")
@@ -231,6 +236,13 @@ def test_tiles_that_are_heads_keep_the_memory_busy(rows: int, shape: tuple[int, 
     assert 64 <= shape[0] // 128 * tiling.splits <= 512
     assert (tiling.block_rows + 128) * tiling.block_inner * 2 * tiling.stages <= 227_000
     assert tiling.ahead & (tiling.ahead - 1) == 0
+
+
+def test_norms_of_wide_heads_take_a_launch_behind_many_rows() -> None:
+    taken = [heads_take_a_launch(rows, 256, invariant=False) for rows in (8, 9, 64)]
+    assert taken == [False, True, True]
+    assert all(heads_take_a_launch(rows, 256, invariant=True) for rows in (1, 8, 64))
+    assert not heads_take_a_launch(64, 128, invariant=True)
 
 
 @pytest.mark.parametrize("linears", [TritonLinears(CPU), CublasLinears(CPU)], ids=["triton", "cublas"])

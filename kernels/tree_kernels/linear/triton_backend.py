@@ -30,6 +30,7 @@ from tree_kernels.linear.triton_tiling import (
     LinearTiling,
     choose_linear_tiling,
     choose_mapped_tiling,
+    heads_take_a_launch,
     whole_head_tiling,
 )
 
@@ -136,10 +137,8 @@ class TritonLinears(RowLinears):
         check_contiguous(rows=rows.rows, squares=rows.squares, bias=bias)
         check_heads(heads)
         norms = norms_of(form, width)
-        # Columns of a tile that is a head.
-        odd = width != triton.next_power_of_2(width) or width > 256
-        if norms == "all" or (norms == "heads" and odd):
-            # These need more than a tile has. In fp32, since the rows may be normed by half.
+        if norms == "all" or (norms == "heads" and self._are_heads_apart(len(rows.rows), width)):
+            # In fp32, since the rows may be normed by half.
             product = rows.rows.new_empty(len(rows.rows), weight.shape[0], dtype=torch.float32)
             self._add(rows.rows, weight, product)
             return self._finish_heads(product, rows, bias, heads, form, rows.rows.dtype)
@@ -158,6 +157,12 @@ class TritonLinears(RowLinears):
             **_maps(tiling, rows.rows, weight, width),
         )  # fmt: skip
         return query
+
+    def _are_heads_apart(self, rows: int, width: int) -> bool:
+        """Whether normed heads of `width` need more than a tile has, or take longer in one."""
+        if width != triton.next_power_of_2(width) or width > 256:
+            return True
+        return self._tiling is None and heads_take_a_launch(rows, width, invariant=self._invariant)
 
     def _head_tiling(self, rows: Tensor, weight: Weight, width: int, *, normed: bool, mapped: bool) -> LinearTiling:
         """The tiling of queries, keys and values of heads of `width`: a tile lies in one head, or is one if heads are
@@ -269,7 +274,7 @@ class TritonLinears(RowLinears):
             value_cache=heads.value_cache, epsilon=rows.epsilon, INNER=rows.rows.shape[1], HAS_BIAS=bias is not None,
             NORMS=norms_of(form, width), HEADS=total - 2 * kv_heads, KV_HEADS=kv_heads, WIDTH=width,
             BLOCK_HEADS=block_heads, BLOCK_HALF=block_half, num_warps=4,
-            **head_options(form, heads, query), **parts_of_rows(rows), **self._dependent,
+            **head_options(form, heads, query), **parts_of_rows(rows), **conditional_launch(query), **self._dependent,
         )  # fmt: skip
         return query
 

@@ -15,6 +15,7 @@ from tree_kernels.linear.triton_parts import (
     rotated,
     whole_norm,
 )
+from tree_kernels.triton_condition import is_wanted
 
 
 @triton.jit
@@ -107,13 +108,20 @@ def _mean_square(  # type: ignore[no-untyped-def]
 
 
 @triton.jit
+def _norm_of(query_norm, key_norm, columns, of_query, of_key):  # type: ignore[no-untyped-def]
+    """The weights of norms of queries and of keys, from where those of each head begin."""
+    weight = tl.load(query_norm + columns, mask=of_query, other=0.0).to(tl.float32)
+    return weight + tl.load(key_norm + columns, mask=of_key, other=0.0).to(tl.float32)
+
+
+@triton.jit(do_not_specialize=["condition"])
 def rotary_epilogue_kernel(  # type: ignore[no-untyped-def]
-    product, squares, bias, query_norm, key_norm, cosines, sines, slots, query, key_cache, value_cache,
+    product, squares, bias, query_norm, key_norm, cosines, sines, slots, query, key_cache, value_cache, condition,
     epsilon, query_epsilon, key_epsilon,
     PARTS: tl.constexpr, BLOCK_PARTS: tl.constexpr, INNER: tl.constexpr, HAS_BIAS: tl.constexpr, NORMS: tl.constexpr,
     ROTARY: tl.constexpr, INTERLEAVED: tl.constexpr, VALUE_EPSILON: tl.constexpr, HEADS: tl.constexpr,
     KV_HEADS: tl.constexpr, WIDTH: tl.constexpr,
-    BLOCK_HEADS: tl.constexpr, BLOCK_HALF: tl.constexpr, DEPENDENT: tl.constexpr,
+    BLOCK_HEADS: tl.constexpr, BLOCK_HALF: tl.constexpr, CONDITIONAL: tl.constexpr, DEPENDENT: tl.constexpr,
 ):  # fmt: skip
     """BLOCK_HEADS heads of one row per program: norms, rotary embedding, and keys and values into their slots.
 
@@ -129,6 +137,9 @@ def rotary_epilogue_kernel(  # type: ignore[no-untyped-def]
     if DEPENDENT:
         gdc_launch_dependents()
         gdc_wait()
+    if CONDITIONAL:  # noqa: SIM102  one is known to the compiler, the other is not
+        if not is_wanted(condition):
+            return
     # Once for each head: in the interpreter a mask cannot have a scalar part.
     slot = tl.load(slots + row + 0 * head).to(tl.int64)
     scale = 1.0
@@ -158,11 +169,9 @@ def rotary_epilogue_kernel(  # type: ignore[no-untyped-def]
         query_begin, key_begin = head * 0, head * 0
         if NORMS == "all":
             query_begin, key_begin = begin, (head - HEADS) * WIDTH
-        weight = tl.load(query_norm + query_begin + left_column, mask=of_query, other=0.0).to(tl.float32)
-        weight += tl.load(key_norm + key_begin + left_column, mask=of_key, other=0.0).to(tl.float32)
+        weight = _norm_of(query_norm + query_begin, key_norm + key_begin, left_column, of_query, of_key)
         normed_left = left * factor * weight
-        weight = tl.load(query_norm + query_begin + right_column, mask=of_query, other=0.0).to(tl.float32)
-        weight += tl.load(key_norm + key_begin + right_column, mask=of_key, other=0.0).to(tl.float32)
+        weight = _norm_of(query_norm + query_begin, key_norm + key_begin, right_column, of_query, of_key)
         normed_right = right * factor * weight
         if VALUE_EPSILON > 0:
             tl.static_assert(NORMS == "heads", "of each head by itself")

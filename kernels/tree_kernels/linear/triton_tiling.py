@@ -148,6 +148,14 @@ def choose_linear_tiling(
     return LinearTiling(block_rows, *(some if outputs >= 5120 else few))
 
 
+def heads_take_a_launch(rows: int, width: int, *, invariant: bool) -> bool:
+    """Whether norms of heads of `width` are faster in a launch behind their product than in tiles that are heads: of
+    256, 19.6 us in place of 50.4 for 64 rows, and 21.8 in place of 28.5 for 16
+    (benchmarks/results/2026-12-01-h200-experts-and-states.md). Of up to 8 rows it was not tried. `invariant` ones are
+    multiplied as 64 rows are."""
+    return width > 128 and (invariant or rows > 8)
+
+
 def whole_head_tiling(tiling: LinearTiling, width: int, outputs: int, inner: int) -> LinearTiling:
     """A tiling whose tiles are heads of `width`, for norms of heads, in place of one for the same product.
 
