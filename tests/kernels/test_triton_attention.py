@@ -105,6 +105,23 @@ def test_blocks_with_much_work_have_warps_apart(rows: int, keys: int, sequences:
     assert tiling.specialised is specialised
 
 
+@pytest.mark.parametrize(
+    ("rows", "keys", "sequences", "chosen"),
+    [
+        (1, 640, 8, (16, 32, 4, 2, 2, 0)),
+        (1, 640, 64, (16, 32, 4, 2, 2, 16)),
+        (1, 4096, 64, (16, 32, 4, 2, 2, 0)),
+        (16, 640, 8, (64, 32, 4, 3, 1, 0)),
+        (64, 4096, 1, (64, 32, 4, 3, 1, 0)),
+    ],
+)
+def test_heads_of_256_have_two_programs_an_sm_for_one_row(
+    rows: int, keys: int, sequences: int, chosen: tuple[int, ...]
+) -> None:
+    sizes = {"keys": keys * sequences, "sequences": sequences, "kv_heads": 4, "processors": 132, "words": 1}
+    assert choose_tiling(rows, 4, 256, 2, specialised=False, **sizes) == Tiling(*chosen)
+
+
 @pytest.mark.gpu
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
 def test_every_case_equals_the_reference_on_a_gpu() -> None:

@@ -46,13 +46,13 @@ def chosen() -> Iterator[tuple[Tiling, int]]:
     yield from sorted(found, key=repr)
 
 
-def shared_bytes(tiling: Tiling, words: int, window: int = 0, *, slopes: bool = False) -> int:
+def shared_bytes(tiling: Tiling, words: int, window: int = 0, *, slopes: bool = False, width: int = WIDTH) -> int:
     """Of one program; a negative window is of chunks."""
     constants: dict[str, Any] = {
-        "GROUP": GROUP, "KV_HEADS": KV_HEADS, "D": WIDTH, "DV": WIDTH, "BLOCK_D": WIDTH, "BLOCK_DV": WIDTH,
+        "GROUP": GROUP, "KV_HEADS": KV_HEADS, "D": width, "DV": width, "BLOCK_D": width, "BLOCK_DV": width,
         "PAGE_SIZE": 16, "BLOCK_M": tiling.block_rows, "BLOCK_N": tiling.block_keys, "WORDS": words, "FAR": False,
         "APART": tiling.apart, "FIXED": False, "MERGE_ROWS": tiling.merge_rows,
-        "MERGE_PARTS": tiling.merge_parts(WIDTH), "WINDOW": window, "CAP": 0.0, "SINKS": False, "SLOPES": slopes,
+        "MERGE_PARTS": tiling.merge_parts(width), "WINDOW": window, "CAP": 0.0, "SINKS": False, "SLOPES": slopes,
         "LSE": True, "DEPENDENT": True,
     }  # fmt: skip
     return compiled_bytes(attention_kernel, constants, tiling)
@@ -103,6 +103,11 @@ def compiled_bytes(
 
 def main() -> None:
     found = {f"{tiling}, {words} words": shared_bytes(tiling, words) for tiling, words in chosen()}
+    # Of two programs on an SM, of which each has half.
+    wide = choose_tiling(
+        1, GROUP, 256, 2, keys=640, sequences=1, kv_heads=4, processors=132, words=1, specialised=False
+    )
+    found["heads of 256"] = wide.programs_per_sm * shared_bytes(wide, 1, width=256)
     found["chunks"] = shared_bytes(replace(next(chosen())[0], apart=False), 1, window=-128)
     found["slopes"] = shared_bytes(next(chosen())[0], 1, slopes=True)
     found["specialised"] = specialised_bytes()
