@@ -241,15 +241,15 @@ def test_the_command_resumes_text_and_training(tmp_path: Path, model: Path) -> N
 
 
 def test_text_is_written_on_where_an_interrupted_run_stopped(tmp_path: Path, model: Path) -> None:
-    config = config_of(model, tmp_path, tokens="400", epochs=1.0)
+    config = config_of(model, tmp_path, tokens="300", epochs=1.0)
     train_head(config, COMMAND)
     # As if it had been stopped while it wrote.
     for name in ("tokens", "checkpoint"):
         (config.run_folder / f"{name}.safetensors").unlink()
     written = Corpus(config.run_folder / "text").load()
-    train_head(replace(config, resume=True, tokens="800"), COMMAND)
+    train_head(replace(config, resume=True, tokens="600"), COMMAND)
     texts = Corpus(config.run_folder / "text").load()
-    assert len(texts.token_ids) >= 800 > len(written.token_ids)
+    assert len(texts.token_ids) >= 600 > len(written.token_ids)
     assert set(written.numbers.tolist()) < set(texts.numbers.tolist())
     assert len(set(texts.numbers.tolist())) == len(texts)
 
@@ -311,8 +311,9 @@ def test_a_wrong_setting_ends_the_command_with_status_two(tmp_path: Path) -> Non
 
 
 @pytest.mark.parametrize("style", [pytest.param("eagle3", marks=pytest.mark.full), "eagle3.1"])
-def test_heads_of_another_width_carry_their_embedding(tmp_path: Path, model: Path, style: str) -> None:
-    config = config_of(model, tmp_path, hidden=24, layers=2, style=style, vocabulary=0, tokens="300", epochs=1.0)
+def test_heads_of_another_width_carry_their_embedding(tmp_path: Path, model: Path, trained: Path, style: str) -> None:
+    text = str(trained.with_name("head.run") / "text")
+    config = config_of(model, tmp_path, hidden=24, layers=2, style=style, vocabulary=0, text=text, epochs=0.2)
     train_head(config, COMMAND)
     head = EagleCheckpoint(config.out_folder).load()
     assert (head.config.hidden_size, head.config.target_hidden_size, head.config.num_layers) == (24, 48, 2)
