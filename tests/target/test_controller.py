@@ -432,7 +432,7 @@ def test_what_a_pass_takes_is_known_from_other_loads_modes_and_sizes() -> None:
     assert times.measured(1, ahead) == {}
 
 
-@pytest.mark.parametrize("load", [32, 64, 128])
+@pytest.mark.parametrize("load", [32, pytest.param(64, marks=pytest.mark.full), 128])
 def test_rows_beside_prompts_that_are_left_unread_bring_more_than_rows_of_prompts(
     runner: ModelRunner, load: int
 ) -> None:

@@ -74,6 +74,7 @@ def lost(chosen: list[bool], drafted: float, gain: float) -> float:
     return 1 - made / (took * max(1.0, gain / drafted))
 
 
+@pytest.mark.pairs
 @pytest.mark.parametrize("ahead", [True, False], ids=["steps ahead", "one by one"])
 @pytest.mark.parametrize(
     ("drafted", "gain"),
@@ -156,6 +157,7 @@ def test_plain_steps_are_timed_before_any_draft() -> None:
     assert 4 <= first <= 16 and all(chosen[first:])
 
 
+@pytest.mark.values
 @pytest.mark.parametrize("load", [1, 7, 200])
 @pytest.mark.parametrize("overhead", [0.1, 1.0, 20.0], ids=["cheap", "dear", "endless"])
 def test_tries_of_drafts_that_do_not_pay_cost_little(load: int, overhead: float) -> None:
