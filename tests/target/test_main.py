@@ -308,6 +308,7 @@ class TestProcess:
                     await asyncio.sleep(0.05)
             assert info.drafter == "random"
 
+    @pytest.mark.values
     @pytest.mark.parametrize("engine", ["own", "shared"])
     @pytest.mark.parametrize(
         ("draft", "settings", "message"),
