@@ -46,9 +46,9 @@ def kernels() -> Iterator[tuple[str, Any, dict[str, Any]]]:
             sizes = delta | own | {"BLOCK_V": columns, "PARTS": 128 // columns}
             yield f"{name} {rule}", kernel, {each: sizes[each] for each in kernel.arg_names if each in sizes}
     for name, channels, taps, gates in (("delta", 8192, 4, 64), ("short", 2048, 3, 0)):
-        for rows in (4, 16):
+        for rows, columns in ((2, 256), (16, 128)):
             sizes = {"WINDOW": 64, "CHANNELS": channels, "TAPS": taps, "BLOCK_R": rows, "GATES": gates}
-            own = {"SILU": name == "delta", "BIAS": name == "short", "BLOCK_C": 128, "BLOCK_G": max(1, gates)}
+            own = {"SILU": name == "delta", "BIAS": name == "short", "BLOCK_C": columns, "BLOCK_G": max(1, gates)}
             own["DEPENDENT"] = True
             yield f"convolve {name} {rows}", triton_kernels.convolve_kernel, sizes | own
     sizes = {"WINDOW": 64, "CHANNELS": 2048, "TAPS": 3, "BLOCK_R": 16, "BLOCK_C": 256, "BLOCK_T": 2}
@@ -92,8 +92,10 @@ def compiled(name: str, kernel: Any, constants: dict[str, Any]) -> int:
 
 
 def options_of(name: str) -> dict[str, int]:
-    wide = name.startswith("prepare") or (name.startswith("convolve") and name.endswith("16"))
-    return {"num_warps": 8 if wide else 2 if name == "plan" else 1 if name.startswith("single") else 4}
+    if name.startswith("convolve"):
+        return {"num_warps": 8 if name.endswith("16") else 2}
+    warps = {"prepare": 8, "plan": 2, "single": 1}
+    return {"num_warps": warps.get(name.partition(" ")[0], 4)}
 
 
 def main() -> None:

@@ -45,9 +45,13 @@ from tree_kernels.recurrence.types import (
 )
 
 # Tiles are chosen, not measured.
-_ROWS, _CHANNELS, _KEPT_CHANNELS, _FEW_ROWS, _COLUMNS = 16, 128, 256, 16, 32
+_ROWS, _KEPT_CHANNELS, _FEW_ROWS, _COLUMNS = 16, 256, 16, 32
 # Of sequences with fewer rows than a tile: most of them have one, and one pending key.
 _ROWS_OF_FEW = 4
+# Tokens, channels and warps of a program of the convolution, where prompts are among the sequences, chosen; and of
+# trees alone, whose first tokens are all that most sequences have: the fastest of fourteen on an H200,
+# benchmarks/results/2026-12-01-h200-experts-and-states.md.
+_PROMPTS_CONVOLVED, _TREES_CONVOLVED = (_ROWS, 128, 8), (2, 256, 2)
 # Programs of the convolution that fill an H200, a few for each of its processors: a token's block that is not there is
 # a program that ends at once, and of 64 sequences with a window of 64 those were seven of eight.
 _CONVOLVED_PROGRAMS = 1024
@@ -84,19 +88,22 @@ class StateTiles:
 
 @dataclass(frozen=True, slots=True)
 class SequenceKinds:
-    """At most so many sequences of a pass have one row, few, and many; and the most rows of one."""
+    """At most so many sequences of a pass have one row, few, and many; the most rows of one; and whether one is known
+    to have more than a tree may."""
 
     single: int
     few: int
     many: int
     most_rows: int
+    prompts: bool
 
     @classmethod
     def counted(cls, counts: Sequence[int], window: int) -> SequenceKinds:
         """Of the rows of each sequence."""
         least = max(1, min(_FEW_ROWS, window))
         single, many = sum(count == 1 for count in counts), sum(count > least for count in counts)
-        return cls(single, sum(count > 1 for count in counts) - many, many, max(counts, default=0))
+        most_rows = max(counts, default=0)
+        return cls(single, sum(count > 1 for count in counts) - many, many, most_rows, most_rows > window)
 
     @classmethod
     def bounded(cls, sequences: int, rows: int, window: int) -> SequenceKinds:
@@ -104,7 +111,7 @@ class SequenceKinds:
         many = rows // (1 + max(1, min(_FEW_ROWS, window)))
         # Where the window has one row, several are many.
         few = rows // 2 if window > 1 else 0
-        return cls(sequences, min(sequences, few), min(sequences, many), rows)
+        return cls(sequences, min(sequences, few), min(sequences, many), rows, rows > sequences * window)
 
 
 @dataclass
@@ -203,10 +210,9 @@ class TritonRecurrence:
         folded = inputs.new_empty(count, states.window, shape.channels)
         folded_gates = gates.new_empty(count, states.window, shape.early_gates)
         bias = convolution.weight if convolution.bias is None else convolution.bias
-        wide = len(inputs) >= _ROWS * count
-        block = _ROWS if wide else _ROWS_OF_FEW
-        parts, blocks = triton.cdiv(shape.channels, _CHANNELS), triton.cdiv(plan.kinds.most_rows + states.window, block)
-        if plan.kinds.most_rows <= states.window or not wide:
+        block, columns, warps = _PROMPTS_CONVOLVED if plan.kinds.prompts else _TREES_CONVOLVED
+        parts, blocks = triton.cdiv(shape.channels, columns), triton.cdiv(plan.kinds.most_rows + states.window, block)
+        if not plan.kinds.prompts or len(inputs) < _ROWS * count:
             # Most of them are not there.
             blocks = max(1, min(blocks, _CONVOLVED_PROGRAMS // (parts * count)))
         convolve_kernel[(parts, count, blocks)](
@@ -214,8 +220,8 @@ class TritonRecurrence:
             folded, folded_gates, tensors.query_starts, tensors.prefix_lengths, plan.sources, tensors.causal,
             tensors.parents, plan.pending, inputs.stride(0), WINDOW=states.window, CHANNELS=shape.channels,
             TAPS=shape.taps, GATES=shape.early_gates, SILU=convolution.silu, BIAS=convolution.bias is not None,
-            BLOCK_R=block, BLOCK_C=_CHANNELS, BLOCK_G=triton.next_power_of_2(max(1, shape.early_gates)),
-            num_warps=8 if wide else 4, **self._dependent,
+            BLOCK_R=block, BLOCK_C=columns, BLOCK_G=triton.next_power_of_2(max(1, shape.early_gates)),
+            num_warps=warps, **self._dependent,
         )  # fmt: skip
         if not shape.early_gates:
             # Behind what reads the pending keys.
