@@ -139,6 +139,15 @@ def test_the_halves_of_a_70b_layer_keep_the_memory_busy(rows: int) -> None:
         assert sums is not None and 8192 // sums.block_outputs * sums.splits == 128
 
 
+@pytest.mark.parametrize("rows", [17, 32, 33, 64])
+def test_the_states_of_a_gated_delta_net_are_read_in_wide_tiles(rows: int) -> None:
+    states = choose_mapped_tiling(rows, 12288, 4096)
+    assert states is not None and (states.block_outputs, states.block_inner, states.splits) == (128, 128, 1)
+    # Other products of so many rows stay.
+    assert states != choose_mapped_tiling(rows, 8192, 4096)
+    assert (choose_mapped_tiling(rows, 128256, 4096) is None) == (rows <= 32)
+
+
 @pytest.mark.parametrize("rows", [1, 16, 17, 32, 33])
 def test_gate_and_up_of_8b_bring_less_ahead_for_17_to_32_rows(rows: int) -> None:
     """Of other shapes, rows and weights the tiling is that of a product alone."""

@@ -68,14 +68,18 @@ _MAPPED = {
     64: _Mapped((128, 128, 1, 4, 4, 2), (128, 128, 1, 8, 4, 4), (128, 128, 1, 4, 3, 0), (64, 128, 1, 4, 6, 0)),
     16: _Mapped((128, 256, 1, 4, 3, 0), (128, 128, 1, 8, 5, 0), None, (64, 256, 2, 4, 3, 0)),
 }
-# The same with inner sizes of 8,192 or more, and of others with at least 8,192 outputs, but fewer than 16,384: a layer
+# The same with inner sizes of 8,192 or more, and of others with at least 8,192 outputs, but fewer than 12,288: a layer
 # of Llama 70B's shape on one of two ranks takes 7 % less with 32 rows and 16 % with 64, twelve of them one after the
 # other on an H200: benchmarks/results/2026-11-30-h200-half-70b-products.md.
-_LEAST_INNER, _MOST_OUTPUTS = 8192, 16384
+_LEAST_INNER, _MOST_OUTPUTS = 8192, 12288
 _LONG = {
     64: _Mapped((128, 128, 1, 4, 3, 0), (128, 128, 2, 8, 4, 0), (64, 256, 1, 4, 3, 4), None),
     32: _Mapped((128, 128, 1, 4, 3, 0), (128, 128, 2, 8, 4, 4), (64, 256, 1, 4, 3, 4), None),
 }
+# Of more outputs, but fewer than 16,384, as a gated delta net's states have: the fastest alone of twenty on an H200,
+# 29.9 us in place of 33.7 for 64 rows and 28.6 in place of 31.4 for 32, not tried within a step:
+# benchmarks/results/2026-12-01-h200-experts-and-states.md.
+_STATES, _MOST_STATES = _Mapped(None, None, (128, 128, 1, 4, 3, 0), None), 16384
 # Inner, splits, warps, stages, ahead of tiles that are heads of 128, in 16 bits: for up to 32 rows of a tile, and more.
 # The fastest of 32 on an H100 for both shapes of Qwen3, or within 4 % of it:
 # benchmarks/results/2026-11-27-h100-head-tilings.json.
@@ -106,6 +110,8 @@ def choose_mapped_tiling(
         return None
     is_long = inner >= _LEAST_INNER if gated or head_width is not None else many and outputs < _MOST_OUTPUTS
     mapped = _LONG.get(block_rows) if is_long else None
+    if not gated and head_width is None and _MOST_OUTPUTS <= outputs < _MOST_STATES and 16 < rows <= MAX_BLOCK_ROWS:
+        mapped = _STATES
     mapped = _MAPPED.get(block_rows) if mapped is None else mapped
     if mapped is None:
         return None
