@@ -11,7 +11,7 @@ import torch
 from assistants import AloneAssistant, assisted_runner, make_assistant
 from conftest import make_tiny
 from eagle_drafting import make_drafter
-from eagle_heads import make_head
+from eagle_heads import fuse, make_head
 from latent_models import V3
 from mtp_modules import PUBLISHED, write
 from recurrent_models import DELTA, EXPERTS
@@ -91,9 +91,14 @@ def head_of(
     return head_from(made.config, made.weights(), place, None, range(tokens) if tokens else None, kept)
 
 
-def in_pass_head(model: PreTrainedModel, ranks: RankGroup | None = None, tokens: int | None = None) -> InPassHead:
-    """A head behind passes of the model, whose layers all have keys and values, as in `head_of`."""
+def in_pass_head(
+    model: PreTrainedModel, ranks: RankGroup | None = None, tokens: int | None = None, *, fused: bool = False
+) -> InPassHead:
+    """A head behind passes of the model, whose layers all have keys and values, as in `head_of`; `fused` on a CPU as
+    on a GPU."""
     head = head_of(model, model.config.num_hidden_layers, ranks, tokens)
+    if fused:
+        fuse(head)
     return InPassHead(head, LAYERS, EagleConfig(**SETTINGS))
 
 
@@ -166,7 +171,7 @@ def eagle_heads(model: PreTrainedModel) -> Heads:
     """An EAGLE head of random weights for a tiny Llama of two layers."""
     return Heads(
         model,
-        lambda _: in_pass_head(model),
+        lambda _: in_pass_head(model, fused=model.device.type == "cpu"),
         LAYERS,
         lambda sequences: make_drafter(head_of(model), **_alone(EagleConfig(**SETTINGS), sequences)),
     )

@@ -312,7 +312,9 @@ def kernels(inputs: Inputs, rows: slice = slice(None)) -> dict[str, Tensor]:
     triton = sizes.linears()
     hidden, attended, heads = inputs.hidden[rows], inputs.attended[rows], inputs.heads(rows)
     start = triton.scale_rows(hidden, inputs.norm)
+    heads = replace(heads, queries=hidden.new_zeros(1 + len(hidden), sizes.heads, sizes.width)[1:])
     query = triton.rotary_linear(start, inputs.qkv, inputs.bias, heads, inputs.head_form)
+    assert query is heads.queries
     if sizes.keys_alone:
         heads, first = inputs.heads(rows), sizes.heads * sizes.width
         bias = None if inputs.bias is None else inputs.bias[first:]

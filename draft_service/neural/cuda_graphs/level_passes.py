@@ -45,7 +45,7 @@ class RootRows(NamedTuple):
 
 class _LevelAttention:
     """Attention of the rows of one level of all trees, as `tail_attention.NewRowsAttention`: those of other levels keep
-    their queries, and their output is not used."""
+    their queries, and their output is not used. Queries that are in place are not copied."""
 
     def __init__(self, passes: LevelPasses, rows: slice) -> None:
         self._passes, self._rows = passes, rows
@@ -53,7 +53,8 @@ class _LevelAttention:
     def run(self, plan: AttentionPlan, query: Tensor, *others: Any) -> Tensor:
         """As `TreeAttention.run` or `LatentAttention.run`."""
         queries, rows = self._passes.queries_like(query), self._rows
-        queries[:, rows] = query.view(len(queries), -1, *query.shape[1:])
+        if query.data_ptr() != queries[:, rows].data_ptr():
+            queries[:, rows] = query.view(len(queries), -1, *query.shape[1:])
         output = self._passes.attention.run(plan, queries.flatten(0, 1), *others)
         return output.view(*queries.shape[:2], *output.shape[1:])[:, rows].flatten(0, 1)
 
@@ -118,7 +119,15 @@ class LevelPasses:
         # The schedule depends on the parents so far and on these rows, so it is computed again.
         self.plan.clear_schedules()
         self.plan.output_rows = rows.start, rows.stop
-        return PagedPass(_LevelAttention(self, rows), self.plan, slots, cache)
+        return PagedPass(_LevelAttention(self, rows), self.plan, slots, cache, queries=self._places(rows))
+
+    def _places(self, rows: slice) -> Tensor | None:
+        """[W, Hq, D], where the only sequence's rows may leave their queries, which saves a copy that waits for them.
+        None of several sequences, whose rows lie apart, of layers of several shapes, and in the first pass."""
+        if self._sequences > 1 or len(self._queries) != 1:
+            return None
+        (queries,) = self._queries.values()
+        return queries[0, rows]
 
     def queries_like(self, query: Tensor) -> Tensor:
         """[B, tail, Hq, D]: the queries of all rows, kept from pass to pass, for layers of this shape."""

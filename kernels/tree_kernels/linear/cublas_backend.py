@@ -65,7 +65,7 @@ class CublasLinears(TritonLinears):
     ) -> Tensor:
         check_contiguous(bias=bias)
         check_heads(heads)
-        return self._finish_heads(_normed_product(rows, weight), rows, bias, heads, form, rows.rows.dtype)
+        return self._finish_heads(_normed_product(rows, weight), rows, bias, heads, form)
 
     def _activated(
         self, rows: ScaledRows, weight: Weight, bias: Tensor | None, activation: Activation, *, gated: bool

@@ -163,7 +163,7 @@ class RowLinears:
         )
         if kv_heads:
             write_kv(key, value.to(rows.rows.dtype), heads.key_cache, heads.value_cache, heads.slots)
-        return query
+        return query if heads.queries is None else heads.room_for_queries(rows.rows, count).copy_(query)
 
 
 def _sum(total: Tensor, residual: Tensor | None, form: SumForm) -> Tensor:

@@ -44,7 +44,7 @@ class ScaledRows:
 
 @dataclass(frozen=True, slots=True)
 class HeadRows:
-    """Angles of the heads of R rows, and where their keys and values go."""
+    """Angles of the heads of R rows, and where their queries, keys and values go."""
 
     # [R, T], of the angles by which the first T numbers of a head are rotated, those behind them not at all. Columns i
     # and T / 2 + i are for the two numbers of pair i.
@@ -53,6 +53,16 @@ class HeadRows:
     slots: Tensor  # [R] integers as in `paging.write_kv`: where keys and values go
     key_cache: Tensor  # [pages, page_size, Hkv, D], contiguous
     value_cache: Tensor  # [pages, page_size, Hkv, D], contiguous
+    queries: Tensor | None = None  # [R, Hq, D], contiguous; None for new memory
+
+    def room_for_queries(self, rows: Tensor, count: int) -> Tensor:
+        """[R, count, D] for queries of so many heads, in the dtype of `rows` [R, any]."""
+        shape = len(rows), count, self.key_cache.shape[-1]
+        if self.queries is None:
+            return rows.new_empty(shape)
+        if self.queries.shape != shape or self.queries.dtype != rows.dtype:
+            raise ValueError(f"expected queries {list(shape)} of {rows.dtype}, got room for {list(self.queries.shape)}")
+        return self.queries
 
 
 @dataclass(frozen=True, slots=True)

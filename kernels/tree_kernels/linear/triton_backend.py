@@ -141,12 +141,12 @@ class TritonLinears(RowLinears):
             # In fp32, since the rows may be normed by half.
             product = rows.rows.new_empty(len(rows.rows), weight.shape[0], dtype=torch.float32)
             self._add(rows.rows, weight, product)
-            return self._finish_heads(product, rows, bias, heads, form, rows.rows.dtype)
+            return self._finish_heads(product, rows, bias, heads, form)
         # Where pairs of a head lie half a head apart, the columns of a tile that is a head follow each other.
         whole = not form.interleaved and heads.cosines.shape[1] in (0, width)
         tiling = self._head_tiling(rows.rows, weight, width, normed=norms == "heads", mapped=whole)
         count, query_heads = len(rows.rows), weight.shape[0] // width - 2 * kv_heads
-        query = rows.rows.new_empty(count, query_heads, width)
+        query = heads.room_for_queries(rows.rows, query_heads)
         grid, options = self._launch(tiling, rows.rows, weight, weight.shape[0] // tiling.block_outputs)
         rotary_kernel[grid](
             rows.rows, or_other(rows.squares, query), or_other(bias, query),
@@ -260,12 +260,11 @@ class TritonLinears(RowLinears):
         bias: Tensor | None,
         heads: HeadRows,
         form: HeadForm,
-        dtype: torch.dtype,
     ) -> Tensor:
         """Queries [R, Hq, D], made of the product of queries, keys and values; keys and values go to the caches."""
         kv_heads, width = heads.key_cache.shape[-2:]
         count, total = len(product), product.shape[1] // width
-        query = product.new_empty(count, total - 2 * kv_heads, width, dtype=dtype)
+        query = heads.room_for_queries(rows.rows, total - 2 * kv_heads)
         block_half = triton.next_power_of_2(width // 2)
         block_heads = min(max(1, BLOCK // block_half), triton.next_power_of_2(total))
         rotary_epilogue_kernel[(count, triton.cdiv(total, block_heads))](
@@ -394,7 +393,7 @@ def check_heads(heads: HeadRows) -> None:
     """Raise `ValueError` unless the kernels can read and write all tensors of `heads`."""
     check_contiguous(
         cosines=heads.cosines, sines=heads.sines, slots=heads.slots,
-        key_cache=heads.key_cache, value_cache=heads.value_cache,
+        key_cache=heads.key_cache, value_cache=heads.value_cache, queries=heads.queries,
     )  # fmt: skip
 
 

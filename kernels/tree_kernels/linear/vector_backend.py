@@ -54,7 +54,7 @@ class VectorLinears(TritonLinears):
         check_contiguous(rows=rows.rows, squares=rows.squares, bias=bias)
         check_heads(heads)
         query_heads = weight.shape[0] // width - 2 * kv_heads
-        query = rows.rows.new_empty(1, query_heads, width)
+        query = heads.room_for_queries(rows.rows, query_heads)
         product = torch.empty(weight.shape[0], dtype=torch.float32, device=weight.device)
         rotary_vector_kernel[(weight.shape[0] // tiling.block_outputs,)](
             rows.rows, or_other(rows.squares, query), or_other(bias, query),

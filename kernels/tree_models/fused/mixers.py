@@ -85,7 +85,7 @@ class AttentionMixer:
     def mixed(self, linears: RowLinears, scaled: ScaledRows, angles: Angles | None, step: PagedPass) -> Tensor:
         """See `Mixer.mixed`."""
         step = pass_of(self.variant, step)
-        query = self._made(self.qkv, linears, scaled, angles, step)
+        query = self._made(self.qkv, linears, scaled, angles, step, step.queries)
         if angles is not None and angles.query_scale is not None:
             query = scaled_queries(query, angles.query_scale)
         keys, values = step.cache.keys[self.cache_layer], step.cache.values[self.cache_layer]
@@ -105,14 +105,20 @@ class AttentionMixer:
         return replace(self, qkv=quantized(self.qkv), cached=quantized(self.cached), gate=gate)
 
     def _made(
-        self, product: Product, linears: RowLinears, scaled: ScaledRows, angles: Angles | None, step: PagedPass
+        self,
+        product: Product,
+        linears: RowLinears,
+        scaled: ScaledRows,
+        angles: Angles | None,
+        step: PagedPass,
+        queries: Tensor | None = None,
     ) -> Tensor:
         """[R, Hq, D], the queries that a product of the rows makes, whose keys and values are written."""
         keys, values = step.cache.keys[self.cache_layer], step.cache.values[self.cache_layer]
         angles = angles or self._unturned(len(scaled.rows), step)
         # Of a layer without keys of its own nothing is written.
         written = (keys, values) if self.has_keys else (keys[:, :, :0], values[:, :, :0])
-        heads = HeadRows(angles.cosines, angles.sines, step.slots, *written)
+        heads = HeadRows(angles.cosines, angles.sines, step.slots, *written, queries)
         return linears.rotary_linear(scaled, product.weight, product.bias, heads, form=self.heads)
 
     def _unturned(self, rows: int, step: PagedPass) -> Angles:

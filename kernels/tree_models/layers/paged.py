@@ -28,6 +28,8 @@ class PagedPass:
     cache: Any  # its `keys` and `values`: of each layer that has some, [pages, page_size, heads, width]
     recurrent: Any = None  # a `tree_kernels.recurrence.RecurrentPass` where layers keep states
     windowed: PagedPass | None = None  # the same for layers with a window, where those keep keys and values elsewhere
+    # [R, Hq, D], where a layer may leave its queries, so that `attention` finds them in place.
+    queries: Tensor | None = None
 
 
 class UncachedPass:
