@@ -90,8 +90,7 @@ def _tile(  # type: ignore[no-untyped-def]
         # An ancestor stands at least as many rows before a row as it is levels above. Chunks may begin within a tree.
         border = first_seen(prefix + tl.max(tl.where(live, row, 0), 0), WINDOW)
         if first < border or (WINDOW < 0 and border > prefix):
-            places = first + tl.arange(0, BLOCK_N)
-            scores = hide_before_window(scores, places, prefix, rows, depths, position, is_causal, WINDOW)
+            scores = hide_before_window(scores, first, prefix, rows, depths, position, is_causal, WINDOW)
     return softmax_step(scores, v, peak, mass, acc, scale_log2, KEYS == "open")
 
 

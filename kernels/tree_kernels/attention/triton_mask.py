@@ -76,8 +76,11 @@ def key_positions(offsets, prefix, rows, depths, is_causal):  # type: ignore[no-
 
 
 @triton.jit
-def hide_before_window(scores, offsets, prefix, rows, depths, position, is_causal, WINDOW: tl.constexpr):  # type: ignore[no-untyped-def]
-    """Scores [M, N], -inf where a key's position is below the first that its row sees. `offsets` [N] are places of
-    keys; `position` [M] is the rows'."""
-    own = key_positions(offsets, prefix, rows, depths, is_causal)
+def hide_before_window(scores, first, prefix, rows, depths, position, is_causal, WINDOW: tl.constexpr):  # type: ignore[no-untyped-def]
+    """Scores [M, N], -inf where a key's position is below the first that its row sees. `first` is the place of the
+    first key; `position` [M] is the rows'."""
+    own = first + tl.arange(0, scores.shape[1])
+    # Before the tail a key stands at its place.
+    if first + scores.shape[1] > prefix:
+        own = key_positions(own, prefix, rows, depths, is_causal)
     return tl.where(own[None, :] >= first_seen(position, WINDOW)[:, None], scores, float("-inf"))
