@@ -122,6 +122,14 @@ def test_heads_of_256_have_two_programs_an_sm_for_one_row(
     assert choose_tiling(rows, 4, 256, 2, specialised=False, **sizes) == Tiling(*chosen)
 
 
+@pytest.mark.parametrize(
+    ("rows", "keys", "small"), [(16, 128, True), (64, 128, True), (1, 128, False), (64, 1024, False)]
+)
+def test_trees_in_short_windows_have_two_programs_an_sm(rows: int, keys: int, small: bool) -> None:
+    sizes = {"keys": keys, "sequences": 1, "kv_heads": 8, "processors": 132, "words": 1}
+    assert (choose_tiling(rows, 8, 64, 2, specialised=False, **sizes) == Tiling(64, 64, 4, 2, 2)) is small
+
+
 @pytest.mark.gpu
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
 def test_every_case_equals_the_reference_on_a_gpu() -> None:

@@ -103,13 +103,15 @@ def choose_tiling(
     short = keys <= _SHORT * sequences
     packed = max(16, triton.next_power_of_2(packed_rows))
     if itemsize == 2 and 128 < width <= 256 and packed_rows <= 16:
-        # Of one row a sequence, whose programs wait for memory: two on an SM take 13.6 us in place of 15.2 with 8
-        # sequences, 47.8 in place of 77.3 with 64, and 281 in place of 430 where those are long
-        # (`benchmarks/results/2026-12-01-h200-experts-and-states.md`).
+        # Of one row a sequence, whose programs wait for memory: 47.8 us in place of 77.3 with 64 sequences, 13.6 in
+        # place of 15.2 with 8 (`benchmarks/results/2026-12-01-h200-experts-and-states.md`).
         programs = 2 * processors
         return Tiling(16, 32, 4, 2, 2, 16 if short and _OWN_PROGRAMS * programs <= heads <= programs else 0)
     if itemsize > 2 or width > 128:
         return Tiling(min(64, packed), 32, 4, 2 if itemsize > 2 else 3, 1)
+    if itemsize == 2 and width <= 64 and 64 < packed_rows <= 512 and keys <= 128 * sequences and heads <= 8:
+        # Of a tree in a window of 128 keys: with 64 rows 7.8 us in place of 10.3 (the same record).
+        return Tiling(64, 64, 4, 2, 2)
     # Blocks of 64 rows as soon as 16 are too few: products of 64 rows are Hopper's own.
     few = packed_rows <= 64 or (short and (packed_rows <= 128 or (packed_rows <= 256 and 4 * heads <= processors)))
     if few:
