@@ -11,6 +11,8 @@ from typing import Any
 import pytest
 from warm_python import COLLECTED, shared_python
 
+from outrider_client.local.placement import visible_gpus
+
 
 def pytest_configure(config: pytest.Config) -> None:
     """What tests start as `sys.executable` is the real one, in workers as elsewhere."""
@@ -19,6 +21,9 @@ def pytest_configure(config: pytest.Config) -> None:
 
 @pytest.hookimpl(optionalhook=True)
 def pytest_xdist_setupnodes(config: pytest.Config, specs: list[Any]) -> None:
+    # Tests ask whether there is one while they are imported, and behind that no fork can use it.
+    if visible_gpus():
+        return
     profile = config.getoption("--hypothesis-profile", None)
     # Settings of properties are made where these are defined.
     os.environ[COLLECTED] = json.dumps([*config.args, *(["--hypothesis-profile", profile] if profile else [])])
