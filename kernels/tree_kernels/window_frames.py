@@ -127,9 +127,10 @@ class WindowFrames:
         """Bring the device's table up to date, without waiting: before a pass is launched."""
         if self._changed:
             pages = np.fromiter(self._changed, np.int64, len(self._changed))
-            found = torch.from_numpy(self._frame_of[pages])
-            device = self.table.device
-            self.table.index_copy_(0, torch.from_numpy(pages).to(device), found.to(device))
+            changed = torch.from_numpy(np.stack([pages, self._frame_of[pages]]))
+            # Pinned, or the copy would wait for the passes before this one.
+            changed = changed.pin_memory().to(self.table.device, non_blocking=True)
+            self.table.index_copy_(0, changed[0], changed[1].int())
             self._changed.clear()
 
     def check_integrity(self, needed: Collection[Iterable[int]], cached: Collection[int]) -> None:

@@ -95,6 +95,19 @@ def test_slots_lie_where_their_pages_do() -> None:
     assert frames.slots(slots).tolist() == [nine * 4 + 1, three * 4, -1, three * 4 + 3]
 
 
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
+def test_the_table_is_sent_without_waiting_for_a_gpu() -> None:
+    frames = WindowFrames(10, 6, page_size=4, window=5, device=torch.device("cuda"))
+    frames.hold([9, 3])
+    torch.cuda.set_sync_debug_mode("error")
+    try:
+        frames.send()
+    finally:
+        torch.cuda.set_sync_debug_mode("default")
+    assert frames.table[[9, 3]].tolist() == list(frames.frames_of([9, 3]))
+
+
 @pytest.mark.parametrize("backend", ["reference", "torch"])
 def test_attention_over_frames_is_that_over_pages(backend: str) -> None:
     """With as many frames as the window needs, and nothing else in them."""
