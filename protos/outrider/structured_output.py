@@ -12,6 +12,7 @@ from outrider.errors import InvalidField, check_most
 # A published schema has some kilobytes; the compiler's own limits are on the grammar that a form makes. Chosen.
 MAX_FORM_BYTES = 65536
 MAX_SCHEMA_DEPTH = 64
+TOO_DEEP = f"is more than {MAX_SCHEMA_DEPTH} levels deep"
 MAX_CHOICES = 1024
 
 
@@ -75,20 +76,24 @@ def _check_choices(choices: tuple[str, ...], path: str) -> None:
 
 def _check_schema(text: str, path: str) -> None:
     """Raise `InvalidField` unless the text is a JSON object that is not too deep."""
-    too_deep = InvalidField(path, f"is more than {MAX_SCHEMA_DEPTH} levels deep")
     try:
         schema = json.loads(text)
     except RecursionError:
-        raise too_deep from None
+        raise InvalidField(path, TOO_DEEP) from None
     except ValueError as error:
         raise InvalidField(path, f"is not JSON: {error}") from None
     if not isinstance(schema, dict):
         raise InvalidField(path, "must be a JSON object")
-    level: list[Any] = [schema]
+    if is_too_deep(schema):
+        raise InvalidField(path, TOO_DEEP)
+
+
+def is_too_deep(value: Any) -> bool:
+    """Whether a value that JSON has is of more than `MAX_SCHEMA_DEPTH` levels."""
+    level: list[Any] = [value]
     for _ in range(MAX_SCHEMA_DEPTH + 1):
         level = [inner for outer in level for inner in _inside(outer)]
-    if level:
-        raise too_deep
+    return bool(level)
 
 
 def _inside(value: Any) -> Iterable[Any]:

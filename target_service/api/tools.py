@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import re
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -11,6 +10,7 @@ from typing import Any
 from outrider.admission.tool_limits import MAX_TOOLS, MAX_TOOLS_BYTES
 from outrider.errors import InvalidField, check_most
 from outrider.v1 import target_pb2
+from target_service.text.given_json import read_json
 
 _FIELD = "chat.tools"
 _DEFINITIONS = f"{_FIELD}.definitions"
@@ -52,9 +52,9 @@ def tool_set(chat: target_pb2.ChatInput) -> ToolSet | None:
     pb = chat.tools
     check_most(_DEFINITIONS, len(pb.definitions.encode()), MAX_TOOLS_BYTES, "bytes")
     try:
-        definitions = json.loads(pb.definitions)
-    except (ValueError, RecursionError) as error:
-        raise InvalidField(_DEFINITIONS, f"is not JSON: {error}") from None
+        definitions = read_json(pb.definitions)
+    except ValueError as error:
+        raise InvalidField(_DEFINITIONS, str(error)) from None
     if not isinstance(definitions, list) or not 1 <= len(definitions) <= MAX_TOOLS:
         raise InvalidField(_DEFINITIONS, f"must be a list of 1 to {MAX_TOOLS} tools")
     names = [_checked_name(definition, f"{_DEFINITIONS}[{i}]") for i, definition in enumerate(definitions)]

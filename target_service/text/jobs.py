@@ -1,4 +1,4 @@
-"""What is asked of a text process, and what it answers: frames of msgpack on a socket."""
+"""What is asked of a text process, and what it answers: frames of JSON on a socket."""
 
 from __future__ import annotations
 
@@ -56,5 +56,6 @@ class Failed(msgspec.Struct, tag=True):
 Job = EncodeText | EncodeChat
 Message = Tokenizing | Job | Encoded | Failed
 
-_codec: MessageCodec[Message] = MessageCodec(Message)
+# Of callers' tools and arguments, which have numbers of any size.
+_codec: MessageCodec[Message] = MessageCodec(Message, form=msgspec.json)
 pack, unpack, receive = _codec.pack, _codec.unpack, _codec.receive

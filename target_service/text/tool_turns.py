@@ -7,6 +7,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from target_service.text.answer_format import REASONING
+from target_service.text.given_json import read_json
 
 # After the chat templates of Hermes 2 Pro and Qwen 2.5, whose form of calls it explains.
 _EXPLAINED = """\
@@ -82,7 +83,7 @@ def _with_calls(turn: Mapping[str, Any]) -> str:
 def _object(arguments: str) -> Any:
     """Arguments as an object. What is none stays text: a model wrote it, and the template shows it."""
     try:
-        found = json.loads(arguments or "{}")
-    except (ValueError, RecursionError):
+        found = read_json(arguments or "{}")
+    except ValueError:
         return arguments
     return found if isinstance(found, dict) else arguments

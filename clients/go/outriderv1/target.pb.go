@@ -1051,7 +1051,7 @@ type Tools struct {
 	state protoimpl.MessageState `protogen:"open.v1"`
 	// definitions as JSON: a list of {"type": "function", "function": {"name", "description", "parameters"}}, in which
 	// parameters are a JSON Schema of an object. The chat template gets them as they stand. At most 128 tools of different
-	// names, at most 256 KiB.
+	// names, at most 256 KiB, at most 64 levels deep.
 	Definitions string `protobuf:"bytes,1,opt,name=definitions,proto3" json:"definitions,omitempty"`
 	// choice says whether tools are called. Default AUTO.
 	Choice ToolChoice `protobuf:"varint,2,opt,name=choice,proto3,enum=outrider.v1.ToolChoice" json:"choice,omitempty"`

@@ -1,4 +1,4 @@
-"""Messages between processes of one service: msgspec structs in msgpack, of which decoding never runs code."""
+"""Messages between processes of one service: msgspec structs, of which decoding never runs code."""
 
 from __future__ import annotations
 
@@ -25,12 +25,14 @@ class MessageCodec(Generic[Message]):
         self,
         kinds: Any,
         *,
+        form: Any = msgspec.msgpack,
         enc_hook: Callable[[Any], Any] | None = None,
         dec_hook: Callable[[type[Any], Any], Any] | None = None,
     ) -> None:
-        """`kinds`: a union of structs. The hooks are msgspec's, for values of other types."""
-        self._encoder = msgspec.msgpack.Encoder(enc_hook=enc_hook)
-        self._decoder = msgspec.msgpack.Decoder(kinds, dec_hook=dec_hook)
+        """`kinds`: a union of structs. `form`: `msgspec.json` for whole numbers of any size, which msgpack does not
+        have. The hooks are msgspec's, for values of other types."""
+        self._encoder = form.Encoder(enc_hook=enc_hook)
+        self._decoder = form.Decoder(kinds, dec_hook=dec_hook)
 
     def pack(self, message: Message) -> bytes:
         """The frame of a message."""

@@ -525,7 +525,7 @@ class Tools(google.protobuf.message.Message):
     definitions: builtins.str
     """definitions as JSON: a list of {"type": "function", "function": {"name", "description", "parameters"}}, in which
     parameters are a JSON Schema of an object. The chat template gets them as they stand. At most 128 tools of different
-    names, at most 256 KiB.
+    names, at most 256 KiB, at most 64 levels deep.
     """
     choice: global___ToolChoice.ValueType
     """choice says whether tools are called. Default AUTO."""

@@ -503,7 +503,7 @@ export type Tools = Message<"outrider.v1.Tools"> & {
   /**
    * definitions as JSON: a list of {"type": "function", "function": {"name", "description", "parameters"}}, in which
    * parameters are a JSON Schema of an object. The chat template gets them as they stand. At most 128 tools of different
-   * names, at most 256 KiB.
+   * names, at most 256 KiB, at most 64 levels deep.
    *
    * @generated from field: string definitions = 1;
    */
