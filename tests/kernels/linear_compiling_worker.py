@@ -13,10 +13,14 @@ from typing import Any
 import triton
 from compiling import few, shared_bytes
 from triton.compiler import ASTSource
+from triton.experimental.gluon._runtime import GluonASTSource
+from triton.experimental.gluon.language import NVMMASharedLayout
 
+from tree_kernels.hopper import products as rings
 from tree_kernels.linear import triton_epilogues as epilogues
 from tree_kernels.linear import triton_kernels as few_rows
 from tree_kernels.linear import triton_vectors as one_row
+from tree_kernels.linear.ring_tiling import PART, RingKind, choose_ring_tiling
 from tree_kernels.linear.triton_tiling import choose_linear_tiling, choose_mapped_tiling, whole_head_tiling
 from tree_kernels.linear.vector_tiling import choose_vector_tiling
 
@@ -187,6 +191,41 @@ def mapped_kernels(
         yield f"{name} {rows} {kind}", kernel, sizes | more, options
 
 
+def ring_bytes() -> Iterator[tuple[str, int]]:
+    """Shared memory of a ring of weights, where it is the most at Llama 8B's shape, with all that a family may have."""
+    flags = {"HAS_BIAS": True, "ADDS": True, "SCALES": True, "NORMS": True, "MULTIPLIER": 0.22, "ACTIVATION": "silu"}
+    flags |= {"SUMS": 64, "BLOCK_SUMS": 64, "HEADS": 32, "KV_HEADS": 8}
+    types = dict.fromkeys(HALF, "*bf16") | OTHERS
+    layout = NVMMASharedLayout(swizzle_byte_width=128, element_bitwidth=16, rank=2)
+    for kind, kernel, rows, outputs, inner in (
+        (RingKind.SUM, rings.ring_add_kernel, 64, 4096, 14336),
+        (RingKind.GATED, rings.ring_activated_kernel, 16, 28672, 4096),
+        (RingKind.HEADS, rings.ring_rotary_kernel, 16, 6144, 4096),
+    ):
+        tiling = choose_ring_tiling(kind, rows, outputs, inner, processors=132)
+        assert tiling is not None
+        own = {"OUTPUTS": outputs // 2 if kind is RingKind.GATED else outputs, "INNER": inner}
+        own |= {"SPLITS": tiling.splits, "BLOCK_M": rows, "BLOCK_K": tiling.block_inner, "STAGES": tiling.stages}
+        names, maps = kernel.arg_names, {"rows_map": rows, "weight_map": PART}
+        constants = {(names.index(key),): value for key, value in (flags | own).items() if key in names}
+        described = {one: f"tensordesc<bf16[{size},{tiling.block_inner}],{layout!r}>" for one, size in maps.items()}
+        signature = {
+            name: "constexpr" if (at,) in constants else (types | described)[name] for at, name in enumerate(names)
+        }
+        aligned = {(at,): [["tt.divisibility", 16]] for at, name in enumerate(names) if signature[name][0] == "*"}
+        source = GluonASTSource(kernel, signature, constants, aligned)
+        options = {"num_warps": 4, "launch_pdl": True}
+        # Two programs of gate and up share a processor's memory.
+        programs = 2 if kind is RingKind.GATED else 1
+        yield f"ring {kind}", programs * shared_bytes(source, options, by_flags=True, check=is_ring)
+
+
+def is_ring(ptx: str) -> None:
+    """Blocks are read by tensor maps and multiplied by a warpgroup, whose registers stay as they are."""
+    assert "cp.async.bulk.tensor" in ptx and "wgmma.mma_async" in ptx and "griddepcontrol.wait" in ptx
+    assert "setmaxnreg" not in ptx
+
+
 def compiled(name: str, kernel: Any, constants: dict[str, Any], options: dict[str, int]) -> int:
     """Bytes of shared memory of one program."""
     names = kernel.arg_names
@@ -224,7 +263,7 @@ def compiled(name: str, kernel: Any, constants: dict[str, Any], options: dict[st
 
 
 def main() -> None:
-    json.dump({one[0]: compiled(*one) for one in few(kernels())}, sys.stdout)
+    json.dump({one[0]: compiled(*one) for one in few(kernels())} | dict(ring_bytes()), sys.stdout)
 
 
 if __name__ == "__main__":

@@ -57,6 +57,8 @@ class Sizes:
     # One row's, through registers; by this tiling or by its own.
     one_row: bool = False
     vectors: VectorTiling | None = None
+    # By what `row_linears` chooses: on Hopper, rings of weights.
+    chosen: bool = False
     # Weights are in int8.
     int8: bool = False
     # What families do differently; see `tree_kernels.linear.forms`.
@@ -76,6 +78,10 @@ class Sizes:
             return CublasLinears(DEVICE)
         if self.one_row:
             return VectorLinears(DEVICE, vectors=self.vectors)
+        if self.chosen:
+            chosen = linear.row_linears(DEVICE)
+            assert isinstance(chosen, TritonLinears)
+            return chosen
         return TritonLinears(DEVICE, invariant=self.invariant, tiling=self.tiling)
 
 
@@ -108,6 +114,7 @@ def cases() -> dict[str, Sizes]:
     found |= cublas_cases()
     found |= vector_cases(tiny)
     if not INTERPRETED:
+        found |= ring_cases()
         small, large = Sizes(1, 576, 9, 3, 64, 1536), Sizes(1, 4096, 32, 8, 128, 14336)
         for name, sizes in (("smollm2", small), ("llama", large)):
             for rows in (1, 5, 16, 32, 64, 130):
@@ -206,6 +213,21 @@ def vector_cases(tiny: Sizes) -> dict[str, Sizes]:
         found["bf16 vectors llama"] = large
         found["bf16 vectors llama, bias"] = replace(large, bias=True)
         found["bf16 vectors qwen3"] = replace(large, hidden=2048, kv_heads=4, inner=12288, head_norms="heads")
+    return found
+
+
+def ring_cases() -> dict[str, Sizes]:
+    """Of a GPU: what rings of weights compute there, and sizes beside them that they leave to other kernels."""
+    kinds = linear.ActivationKind
+    llama = Sizes(1, 4096, 32, 8, 128, 14336, False, torch.bfloat16, None, chosen=True)
+    qwen = replace(llama, inner=12288, head_norms="heads")
+    found = {f"bf16 ring llama {rows}": replace(llama, rows=rows, bias=rows == 5) for rows in (5, 8, 9, 17, 32, 64, 65)}
+    found |= {f"bf16 ring qwen3 {rows}": replace(qwen, rows=rows, bias=rows == 16) for rows in (7, 16, 33)}
+    found["bf16 ring, gelu"] = replace(llama, rows=12, activation=kinds.GELU_TANH, multiplier=0.22)
+    found["bf16 ring, another activation"] = replace(llama, rows=12, activation=kinds.GELU)
+    found["bf16 ring, partly rotated"] = replace(llama, rows=12, rotary=64)
+    found["bf16 ring, sums of one split"] = replace(llama, rows=12, hidden=8192, heads=64)
+    found["bf16 ring, int8"] = replace(llama, rows=12, int8=True)
     return found
 
 

@@ -13,6 +13,7 @@ from torch.nn import functional
 from transformers.activations import XIELUActivation
 from transformers.models.glm4 import modeling_glm4 as glm
 
+from tree_kernels.hopper import runs_on
 from tree_kernels.linear import (
     Activation,
     ActivationKind,
@@ -30,6 +31,7 @@ from tree_kernels.linear import (
 
 pytest.importorskip("triton")
 from tree_kernels.linear.cublas_backend import CublasLinears
+from tree_kernels.linear.ring_tiling import RingKind, choose_ring_tiling
 from tree_kernels.linear.triton_backend import TritonLinears
 from tree_kernels.linear.triton_tiling import (
     choose_linear_tiling,
@@ -345,7 +347,51 @@ def test_a_product_with_nothing_behind_it_is_the_librarys() -> None:
     assert torch.equal(CublasLinears(CPU).add_linear(rows, weight)[0], functional.linear(rows, weight))
 
 
+@pytest.mark.parametrize("rows", [2, 8, 9, 16, 17, 32, 33, 64])
+@pytest.mark.parametrize("kind", RingKind)
+@pytest.mark.parametrize("shape", [*SHAPES, (4096, 12288), (24576, 4096), (8192, 8192), (5120, 5120)], ids=str)
+def test_rings_fit_a_processor_and_its_neighbours(kind: RingKind, rows: int, shape: tuple[int, int]) -> None:
+    tiling = choose_ring_tiling(kind, rows, *shape, processors=132)
+    if tiling is None:
+        return
+    assert rows <= tiling.block_rows < 2 * max(rows, 5)
+    programs = shape[0] // (64 * kind.parts) * tiling.splits
+    at_once = -(-programs // 132)
+    assert programs <= 132 * at_once and at_once <= kind.parts
+    ring = (64 * kind.parts + tiling.block_rows) * tiling.block_inner * 2 * tiling.stages
+    # Sums are stored from another layout than they are made in, which takes as much memory again as they do.
+    assert at_once * (ring + 4 * 64 * tiling.block_rows) < 227 << 10
+    blocks = shape[1] / tiling.splits / tiling.block_inner
+    assert blocks == int(blocks) >= tiling.stages
+
+
+def test_rings_are_for_what_they_were_tried_for() -> None:
+    def is_ring(kind: RingKind, rows: int, outputs: int, inner: int, processors: int = 132) -> bool:
+        return choose_ring_tiling(kind, rows, outputs, inner, processors=processors) is not None
+
+    sums, gated, heads = RingKind
+    assert all(is_ring(sums, rows, 4096, inner) for rows in (2, 16, 32, 64) for inner in (4096, 12288, 14336))
+    assert [is_ring(gated, rows, 28672, 4096) for rows in (16, 64, 65)] == [True, True, False]
+    assert [is_ring(heads, rows, 6144, 4096) for rows in (8, 16, 32, 64)] == [True, True, False, True]
+    # Too few programs, more than a turn, other lengths, columns that fill no tile, another device.
+    assert not is_ring(sums, 16, 5120, 5120) and not is_ring(gated, 16, 43008, 4096)
+    assert not is_ring(gated, 16, 28672, 8192) and not is_ring(sums, 16, 4096, 2048)
+    assert not is_ring(sums, 16, 4096 - 8, 4096) and not is_ring(sums, 16, 4096, 4096, processors=78)
+
+
+@pytest.mark.parametrize(
+    ("capability", "version", "found"),
+    [((9, 0), "3.6.0", True), ((9, 0), "3.9.1", True), ((10, 0), "3.6.0", False), ((9, 0), "3.10.0", False)],
+)
+def test_hoppers_kernels_run_where_they_were_compiled(
+    monkeypatch: pytest.MonkeyPatch, capability: tuple[int, int], version: str, found: bool
+) -> None:
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda *_: capability)
+    monkeypatch.setattr("triton.__version__", version)
+    assert runs_on(torch.device("cuda")) is found and not runs_on(CPU)
+
+
 def test_the_kernels_behind_products_compile_for_a_gpu() -> None:
-    """A program has 227 KB of shared memory."""
+    """A program has 227 KB of shared memory, and two that share a processor have them together."""
     needed = compiled("linear_compiling_worker.py")
     assert len(needed) > 8 and max(needed.values()) < 227 << 10

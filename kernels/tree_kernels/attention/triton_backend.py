@@ -22,14 +22,12 @@ from tree_kernels.attention.triton_planning import (
 )
 from tree_kernels.attention.triton_tiling import Tiling, choose_tiling
 from tree_kernels.attention.variant import PLAIN, AttentionVariant
+from tree_kernels.hopper import runs_on
 
 # One tiling and one split for every step: a prompt's chunk, a tree and a single row are summed in the same order.
 INVARIANT = TritonSettings(
     split_keys=512, tiling=Tiling(block_rows=64, block_keys=32, warps=4, stages=3, programs_per_sm=1)
 )
-
-# Versions of Triton with which `tree_kernels.hopper` was compiled. Gluon is experimental; others may lack names.
-_GLUON_FROM, _GLUON_TO = (3, 6), (3, 9)
 
 
 class TritonAttention(TritonPlanner):
@@ -142,9 +140,7 @@ class TritonAttention(TritonPlanner):
 
     def _is_specialised(self, key_cache: Tensor, value_cache: Tensor, variant: AttentionVariant) -> bool:
         """Whether `specialised_kernel` computes the layer: its products are Hopper's own."""
-        if key_cache.device.type != "cuda" or torch.cuda.get_device_capability(key_cache.device)[0] != 9:
-            return False
-        if not _GLUON_FROM <= tuple(map(int, triton.__version__.split(".")[:2])) <= _GLUON_TO:
+        if not runs_on(key_cache.device):
             return False
         if not variant.is_plain or self._settings.split_keys or key_cache.element_size() != 2:
             return False

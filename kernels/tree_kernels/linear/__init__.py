@@ -31,10 +31,15 @@ def row_linears(device: torch.device, *, invariant: bool = False) -> RowLinears:
     """The layers for few rows. With `invariant`, no bit of a row's result depends on how many rows there are."""
     if device.type != "cuda":
         return RowLinears()
-    # Only here: Triton may be absent.
+    # Only here: Triton may be absent, and Gluon's kernels are for Hopper alone.
+    from tree_kernels.hopper import runs_on
     from tree_kernels.linear.triton_backend import TritonLinears
 
-    return TritonLinears(device, invariant=invariant)
+    if invariant or not runs_on(device):
+        return TritonLinears(device, invariant=invariant)
+    from tree_kernels.linear.ring_backend import RingLinears
+
+    return RingLinears(device)
 
 
 def single_row_linears(device: torch.device) -> RowLinears:

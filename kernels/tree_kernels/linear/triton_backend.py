@@ -283,7 +283,7 @@ class TritonLinears(RowLinears):
         """The tiling of a product, of heads of a width or not; `mapped` where the kernel can read by tensor maps."""
         check_product(rows, weight)
         if self._tiling is not None:
-            mapped = mapped and _mappable(rows, weight) and self._tiling.mapped
+            mapped = mapped and is_mappable(rows, weight) and self._tiling.mapped
             return replace(self._tiling, mapped=mapped and head_width in (None, self._tiling.block_outputs))
         found = self._mapped_tiling(rows, weight, gated=gated, head_width=head_width) if mapped else None
         int8 = isinstance(weight, Int8Weight)
@@ -300,7 +300,7 @@ class TritonLinears(RowLinears):
             self._invariant
             or not self._dependent["DEPENDENT"]
             or rows.element_size() != 2
-            or not _mappable(rows, weight)
+            or not is_mappable(rows, weight)
         ):
             return None
         return choose_mapped_tiling(len(rows), *weight.shape, gated=gated, head_width=head_width)
@@ -405,7 +405,7 @@ def _prefetchable(weight: Tensor) -> bool:
     return row_bytes >= 256 and row_bytes % 16 == 0 and weight.element_size() <= 2
 
 
-def _mappable(rows: Tensor, weight: Weight) -> bool:
+def is_mappable(rows: Tensor, weight: Weight) -> bool:
     """Whether both factors of a product can be read by tensor maps: numbers of one type, in rows and from addresses
     that are multiples of 16 bytes."""
     if isinstance(weight, Int8Weight) or not len(rows):
