@@ -74,11 +74,12 @@ class PassTensors:
 class StateTiles:
     """Columns of values and warps of a program, and how many such programs a processor has where they take items in
     turn: as many as run beside one another, by what they need of registers and shared memory (`ptxas`, sm_90a). Those
-    of one row and of few rows are the fastest in `benchmarks/results/2026-12-01-h200-experts-and-states.md`, by
-    `benchmarks.recurrence.launches --sweep` on an H200; the others are chosen."""
+    of one row are the fastest within steps of Qwen3.5-9B, of 1 to 64 sequences together, in
+    `benchmarks/results/2026-12-01-h200-weight-rings.md`; alone narrow ones are faster. Those of few rows are the
+    fastest alone in `2026-12-01-h200-experts-and-states.md`; the others are chosen."""
 
     # Of one row, a warp with 8 KB of states: what it waits for does not hold up other warps.
-    single: tuple[int, int] = (16, 1)
+    single: tuple[int, int] = (64, 4)
     # Of few rows, where wide tiles are fewer than processors, and where they are as many.
     few: tuple[int, int, int] = (32, 4, 2)
     few_wide: tuple[int, int, int] = (64, 4, 2)
