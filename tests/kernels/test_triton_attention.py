@@ -130,6 +130,14 @@ def test_trees_in_short_windows_have_two_programs_an_sm(rows: int, keys: int, sm
     assert (choose_tiling(rows, 8, 64, 2, specialised=False, **sizes) == Tiling(64, 64, 4, 2, 2)) is small
 
 
+@pytest.mark.parametrize(
+    ("rows", "keys", "long"), [(16, 1024, True), (16, 1008, False), (16, 2000, False), (64, 1024, False)]
+)
+def test_a_window_of_one_tile_too_many_has_longer_tiles(rows: int, keys: int, long: bool) -> None:
+    sizes = {"keys": keys, "sequences": 1, "kv_heads": 8, "processors": 132, "words": 1}
+    assert (choose_tiling(rows, 4, 128, 2, specialised=False, **sizes) == Tiling(64, 128, 4, 2, 1)) is long
+
+
 @pytest.mark.gpu
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
 def test_every_case_equals_the_reference_on_a_gpu() -> None:

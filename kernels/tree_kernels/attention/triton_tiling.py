@@ -125,6 +125,11 @@ def choose_tiling(
         merge_rows = 16 if short and _OWN_PROGRAMS * programs <= groups <= programs else 0
         if block == 16 and groups > processors:
             return Tiling(16, 128, 4, 3, per_sm, merge_rows)
+        # One tile of a group too many, as a window of 1,024 keys has behind a tree: half of the programs would have
+        # two. With 16 rows 10.2 us in place of 10.8 (`benchmarks/results/2026-12-01-h200-weight-rings.md`).
+        tiles = groups * triton.cdiv(keys // sequences + rows, 64)
+        if block == 64 and width == 128 and itemsize == 2 and processors < tiles <= processors + groups:
+            return Tiling(64, 128, 4, 2, 1, merge_rows)
         return Tiling(block, 64, 4, 5, per_sm, merge_rows)
     # Keys of a whole batch above which reading each of them once outweighs the spills of a block of 256 rows.
     if packed >= 256 and keys >= 96 * 1024 and not short:
