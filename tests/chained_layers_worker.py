@@ -33,8 +33,8 @@ from tree_kernels.experts.triton_tiling import ExpertVectorTilings
 from tree_kernels.linear import vector_backend as vector_kernels
 from tree_kernels.linear.cublas_backend import CublasLinears
 from tree_kernels.linear.triton_backend import TritonLinears
+from tree_kernels.linear.triton_tiling import VectorTiling
 from tree_kernels.linear.vector_backend import VectorLinears
-from tree_kernels.linear.vector_tiling import VectorTiling
 from tree_models.families import describe
 from tree_models.fused import preparing
 from tree_models.fused.preparing import LayerOptions

@@ -33,7 +33,7 @@ from tree_kernels.experts import Chosen, ExpertWeights, Routing, RowExperts
 from tree_kernels.experts.triton_backend import TritonExperts
 from tree_kernels.experts.triton_tiling import ExpertTiling, ExpertVectorTilings, choose_expert_tilings
 from tree_kernels.linear import Norm, RowLinears, ScaledRows
-from tree_kernels.linear.vector_tiling import VectorTiling
+from tree_kernels.linear.triton_tiling import VectorTiling
 
 
 @dataclass(frozen=True)

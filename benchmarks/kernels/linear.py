@@ -33,9 +33,14 @@ from benchmarks.shared.report import parser_of, show, write_json
 from tree_kernels.linear import HeadForm, HeadRows, Int8Weight, Norm, RowLinears, ScaledRows, Weight
 from tree_kernels.linear.cublas_backend import CublasLinears
 from tree_kernels.linear.triton_backend import TritonLinears
-from tree_kernels.linear.triton_tiling import MAX_BLOCK_ROWS, LinearTiling, choose_linear_tiling
+from tree_kernels.linear.triton_tiling import (
+    MAX_BLOCK_ROWS,
+    MIN_INNER,
+    LinearTiling,
+    VectorTiling,
+    choose_linear_tiling,
+)
 from tree_kernels.linear.vector_backend import VectorLinears
-from tree_kernels.linear.vector_tiling import MIN_INNER, VectorTiling
 
 # Relative error in bf16: one rounding, and sums in another order.
 TOLERANCE = 1e-2

@@ -23,8 +23,7 @@ from tree_kernels.experts.triton_backend import TritonExperts
 from tree_kernels.experts.triton_tiling import ExpertTiling, ExpertTilings, ExpertVectorTilings
 from tree_kernels.linear.cublas_backend import CublasLinears
 from tree_kernels.linear.forms import PLAIN_GATE
-from tree_kernels.linear.triton_tiling import MAX_BLOCK_ROWS
-from tree_kernels.linear.vector_tiling import VectorTiling
+from tree_kernels.linear.triton_tiling import MAX_BLOCK_ROWS, VectorTiling
 
 INTERPRETED = not torch.cuda.is_available()
 DEVICE = torch.device("cpu" if INTERPRETED else "cuda")

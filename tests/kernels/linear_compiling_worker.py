@@ -17,12 +17,16 @@ from triton.experimental.gluon._runtime import GluonASTSource
 from triton.experimental.gluon.language import NVMMASharedLayout
 
 from tree_kernels.hopper import products as rings
+from tree_kernels.hopper.ring_tiling import PART, RingKind, choose_ring_tiling
 from tree_kernels.linear import triton_epilogues as epilogues
 from tree_kernels.linear import triton_kernels as few_rows
 from tree_kernels.linear import triton_vectors as one_row
-from tree_kernels.linear.ring_tiling import PART, RingKind, choose_ring_tiling
-from tree_kernels.linear.triton_tiling import choose_linear_tiling, choose_mapped_tiling, whole_head_tiling
-from tree_kernels.linear.vector_tiling import choose_vector_tiling
+from tree_kernels.linear.triton_tiling import (
+    choose_linear_tiling,
+    choose_mapped_tiling,
+    choose_vector_tiling,
+    whole_head_tiling,
+)
 
 HALF = (
     "product", "rows", "scaled", "bias", "residual", "norm_weight", "normed", "output", "cosines", "sines",

@@ -21,9 +21,8 @@ from tree_kernels import linear
 from tree_kernels.conditional_launch import launched_if_positive
 from tree_kernels.linear.cublas_backend import CublasLinears
 from tree_kernels.linear.triton_backend import TritonLinears
-from tree_kernels.linear.triton_tiling import LinearTiling
+from tree_kernels.linear.triton_tiling import LinearTiling, VectorTiling
 from tree_kernels.linear.vector_backend import VectorLinears
-from tree_kernels.linear.vector_tiling import VectorTiling
 
 INTERPRETED = not torch.cuda.is_available()
 DEVICE = torch.device("cpu" if INTERPRETED else "cuda")

@@ -30,8 +30,8 @@ from tree_kernels.linear import (
 )
 
 pytest.importorskip("triton")
+from tree_kernels.hopper.ring_tiling import RingKind, choose_ring_tiling
 from tree_kernels.linear.cublas_backend import CublasLinears
-from tree_kernels.linear.ring_tiling import RingKind, choose_ring_tiling
 from tree_kernels.linear.triton_backend import TritonLinears
 from tree_kernels.linear.triton_tiling import (
     choose_linear_tiling,

@@ -115,24 +115,44 @@ def choose_tiling(
     # Blocks of 64 rows as soon as 16 are too few: products of 64 rows are Hopper's own.
     few = packed_rows <= 64 or (short and (packed_rows <= 128 or (packed_rows <= 256 and 4 * heads <= processors)))
     if few:
-        block = 16 if packed_rows <= 16 else 64
-        groups = heads * triton.cdiv(packed_rows, block)
-        # Two programs on an SM hide each other's latency where there are more groups than SMs, or where each group is
-        # then cut in four.
-        hides = groups > processors or processors // 4 < groups <= processors // 2
-        per_sm = 2 if hides or (block == 16 and keys > 16384) else 1
-        programs = per_sm * processors
-        merge_rows = 16 if short and _OWN_PROGRAMS * programs <= groups <= programs else 0
-        if block == 16 and groups > processors:
-            return Tiling(16, 128, 4, 3, per_sm, merge_rows)
-        # One tile of a group too many, as a window of 1,024 keys has behind a tree: half of the programs would have
-        # two. With 16 rows 10.2 us in place of 10.8 (`benchmarks/results/2026-12-01-h200-weight-rings.md`).
-        tiles = groups * triton.cdiv(keys // sequences + rows, 64)
-        if block == 64 and width == 128 and itemsize == 2 and processors < tiles <= processors + groups:
-            return Tiling(64, 128, 4, 2, 1, merge_rows)
-        return Tiling(block, 64, 4, 5, per_sm, merge_rows)
+        return _few_rows_tiling(
+            rows, packed_rows, width, itemsize, keys=keys, sequences=sequences, heads=heads, processors=processors,
+            short=short,
+        )  # fmt: skip
     # Keys of a whole batch above which reading each of them once outweighs the spills of a block of 256 rows.
     if packed >= 256 and keys >= 96 * 1024 and not short:
         return Tiling(256, 64, 16, 5, 1, apart=True)
     # With masks of four words a second loop would take 4 KB more than an SM has (`tests/kernels/test_tiling.py`).
     return Tiling(128, 128, 8, 5, 1, apart=keys > 4096 * sequences and words == 1)
+
+
+def _few_rows_tiling(
+    rows: int,
+    packed_rows: int,
+    width: int,
+    itemsize: int,
+    *,
+    keys: int,
+    sequences: int,
+    heads: int,
+    processors: int,
+    short: bool,
+) -> Tiling:
+    """See `choose_tiling`; `packed_rows` are those of one key head, `heads` all sequences' key heads, and a step
+    is `short` that starting and merging take longer than reading."""
+    block = 16 if packed_rows <= 16 else 64
+    groups = heads * triton.cdiv(packed_rows, block)
+    # Two programs on an SM hide each other's latency where there are more groups than SMs, or where each group is
+    # then cut in four.
+    hides = groups > processors or processors // 4 < groups <= processors // 2
+    per_sm = 2 if hides or (block == 16 and keys > 16384) else 1
+    programs = per_sm * processors
+    merge_rows = 16 if short and _OWN_PROGRAMS * programs <= groups <= programs else 0
+    if block == 16 and groups > processors:
+        return Tiling(16, 128, 4, 3, per_sm, merge_rows)
+    # One tile of a group too many, as a window of 1,024 keys has behind a tree: half of the programs would have two.
+    # With 16 rows 10.2 us in place of 10.8 (`benchmarks/results/2026-12-01-h200-weight-rings.md`).
+    tiles = groups * triton.cdiv(keys // sequences + rows, 64)
+    if block == 64 and width == 128 and itemsize == 2 and processors < tiles <= processors + groups:
+        return Tiling(64, 128, 4, 2, 1, merge_rows)
+    return Tiling(block, 64, 4, 5, per_sm, merge_rows)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from tree_kernels.linear.vector_tiling import VectorTiling
+from tree_kernels.linear.triton_tiling import VectorTiling
 
 # Pairs of a row and an expert up to which a program looks for its own among all, in place of a launch that lists them.
 # Chosen, not measured: one load of each thread.

@@ -7,7 +7,7 @@ from tree_kernels.linear.forms import NO_ACTIVATION, PLAIN_SUM, Activation, Acti
 from tree_kernels.linear.int8_weight import Int8Weight, Weight
 from tree_kernels.linear.layers import RowLinears
 from tree_kernels.linear.rows import HeadInputs, HeadRows, Norm, ScaledRows
-from tree_kernels.linear.vector_tiling import choose_vector_tiling
+from tree_kernels.linear.triton_tiling import choose_vector_tiling
 
 __all__ = [
     "NO_ACTIVATION",

@@ -12,9 +12,9 @@ from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
 from tree_kernels.conditional_launch import conditional_launch
 from tree_kernels.hopper.products import ring_activated_kernel, ring_add_kernel, ring_rotary_kernel
+from tree_kernels.hopper.ring_tiling import PART, RingKind, RingTiling, choose_ring_tiling
 from tree_kernels.linear.forms import LLAMA_HEADS, Activation, HeadForm
 from tree_kernels.linear.int8_weight import Int8Weight, Weight
-from tree_kernels.linear.ring_tiling import PART, RingKind, RingTiling, choose_ring_tiling
 from tree_kernels.linear.rows import HeadRows, Norm, ScaledRows
 from tree_kernels.linear.triton_backend import (
     TritonLinears,

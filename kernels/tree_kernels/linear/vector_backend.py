@@ -21,8 +21,8 @@ from tree_kernels.linear.triton_backend import (
     or_other,
     parts_of_rows,
 )
+from tree_kernels.linear.triton_tiling import VectorTiling, choose_vector_tiling
 from tree_kernels.linear.triton_vectors import activated_vector_kernel, add_vector_kernel, rotary_vector_kernel
-from tree_kernels.linear.vector_tiling import VectorTiling, choose_vector_tiling
 
 
 class VectorLinears(TritonLinears):
