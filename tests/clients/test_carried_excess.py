@@ -44,6 +44,13 @@ def begin(numbers: range, **named: Any) -> pb.GenerateManyRequest:
     return pb.GenerateManyRequest(begin=[pb.CarriedCall(call=number, **named) for number in numbers])
 
 
+def carried(handle: Any, read: Any, write: Any, most: int) -> CarriedCalls:
+    """Calls on a stream that reads and writes so."""
+    handler: Any = SimpleNamespace(stream_stream=handle, request_deserializer=None, response_serializer=None)
+    context: Any = SimpleNamespace(read=read, write=write)
+    return CarriedCalls(handler, context, most)
+
+
 def calls_of(target: Target) -> list[CarriedContext]:
     """Those that run, on all streams."""
     return [call for stream in target.server._carrying.streams for call in stream._running.values()]
@@ -166,6 +173,40 @@ async def test_a_message_of_too_many_entries_ends_its_own_stream(
         assert (await reading).completion_tokens == 3
 
 
+async def test_what_is_wrong_ends_the_stream_behind_the_message_on_its_way() -> None:
+    """That was given up, and gRPC sends no status behind one: the caller waited for ever."""
+    sending, may_end, given_up = asyncio.Event(), asyncio.Event(), list[object]()
+    orders = [begin(range(1, 2))]
+
+    async def read() -> pb.GenerateManyRequest:
+        if orders:
+            return orders.pop()
+        await sending.wait()
+        raise InvalidField("request", "is not a valid message")
+
+    async def write(message: object) -> None:
+        sending.set()
+        try:
+            await may_end.wait()
+        except asyncio.CancelledError:
+            given_up.append(message)
+            raise
+
+    async def handle(_requests: object, context: CarriedContext) -> None:
+        await context.write(b"said")
+        await asyncio.get_running_loop().create_future()
+
+    serving = asyncio.create_task(carried(handle, read, write, 4).serve())
+    await sending.wait()
+    for _ in range(10):
+        await asyncio.sleep(0)
+    assert not serving.done() and not given_up
+    may_end.set()
+    with pytest.raises(InvalidField):
+        await serving
+    assert not given_up
+
+
 async def test_metadata_are_as_few_as_those_of_a_call_of_its_own() -> None:
     many = [pb.CallMetadata(key="x")] * (MAX_METADATA_BYTES // 32)
     long = [pb.CallMetadata(key="x", value=bytes(MAX_METADATA_BYTES))]
@@ -195,9 +236,7 @@ async def test_a_caller_that_reads_nothing_is_not_read_either(monkeypatch: pytes
     async def handle(_requests: object, context: CarriedContext) -> None:
         await context.read()
 
-    handler: Any = SimpleNamespace(stream_stream=handle, request_deserializer=None, response_serializer=None)
-    context: Any = SimpleNamespace(read=next_orders, write=never)
-    stream = CarriedCalls(handler, context, most)
+    stream = carried(handle, next_orders, never, most)
     serving = asyncio.create_task(stream.serve())
     settled = [-1]
 

@@ -20,7 +20,7 @@ from grpc_status import rpc_status
 
 from outrider.admission.pacing import RefusalPace
 from outrider.errors import InvalidField, OutriderError, QuotaExceeded, check_most
-from outrider.runtime import end_tasks, until_first_ends
+from outrider.runtime import end_tasks
 from outrider.serving.calls import MAX_METADATA_BYTES
 from outrider.serving.interceptors import Context, Continuation, Handler, Proceed, guarded
 from outrider.v1 import target_pb2 as pb
@@ -233,10 +233,12 @@ class CarriedCalls:
 
     async def serve(self) -> None:
         """Run the calls until all have ended, once there are no further ones or `finish` was called."""
+        reading = asyncio.create_task(self._read())
+        reading.add_done_callback(lambda _: self._changed.set())
         try:
-            await until_first_ends(self._read(), self._write())
+            await self._write(reading)
         finally:
-            await end_tasks(*[call.task for call in self._running.values() if call.task is not None])
+            await end_tasks(reading, *[call.task for call in self._running.values() if call.task is not None])
 
     def finish(self) -> None:
         """End the stream when no call on it runs any more."""
@@ -252,8 +254,6 @@ class CarriedCalls:
         for call in self._running.values():
             call.resume()
         self.finish()
-        # Until those that run have ended, which ends this too.
-        await asyncio.get_running_loop().create_future()
 
     async def _follow(self, orders: pb.GenerateManyRequest) -> None:
         lists = {"begin": orders.begin, "cancel": orders.cancel, "pause": orders.pause, "resume": orders.resume}
@@ -334,24 +334,28 @@ class CarriedCalls:
             if deadline is not None:
                 deadline.cancel()
 
-    async def _write(self) -> None:
-        """Send what is ready, in one message at a time: what becomes ready meanwhile goes into the next."""
+    async def _write(self, reading: asyncio.Task[None]) -> None:
+        """Send what is ready, in one message at a time: what becomes ready meanwhile goes into the next. Raises what
+        `reading` did, between two messages: gRPC sends no status beside a message, nor beside one that was given up.
+        """
         while not (self._finishing and not self._running and not self._ready):
-            await self._changed.wait()
-            self._changed.clear()
-            while self._ready:
-                said = _Said()
+            if not self._ready:
+                await self._changed.wait()
+                self._changed.clear()
+            if reading.done():
+                reading.result()
+            said = _Said()
+            self._collect(said)
+            if said.last:
+                # Its handler ends in the loop's next turn: the end goes with what it said last, for which a reader
+                # would otherwise wake twice.
+                await asyncio.sleep(0)
                 self._collect(said)
-                if said.last:
-                    # Its handler ends in the loop's next turn: the end goes with what it said last, for which a reader
-                    # would otherwise wake twice.
-                    await asyncio.sleep(0)
-                    self._collect(said)
-                if said.calls or said.ends:
-                    await self._context.write(
-                        pb.GenerateManyResponse(calls=said.calls, responses=said.responses, ends=said.ends)
-                    )
-                self._sent.set()
+            if said.calls or said.ends:
+                await self._context.write(
+                    pb.GenerateManyResponse(calls=said.calls, responses=said.responses, ends=said.ends)
+                )
+            self._sent.set()
 
     def _collect(self, said: _Said) -> None:
         """Add what is ready."""
