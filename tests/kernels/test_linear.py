@@ -150,17 +150,6 @@ def test_the_states_of_a_gated_delta_net_are_read_in_wide_tiles(rows: int) -> No
     assert (choose_mapped_tiling(rows, 128256, 4096) is None) == (rows <= 32)
 
 
-@pytest.mark.parametrize("rows", [1, 16, 17, 32, 33])
-def test_gate_and_up_of_8b_bring_less_ahead_for_17_to_32_rows(rows: int) -> None:
-    """Of other shapes, rows and weights the tiling is that of a product alone."""
-    for outputs, inner in ((28672, 4096), (24576, 4096), (28672, 8192)):
-        for options in ({}, {"int8": True}, {"invariant": True}):
-            alone = choose_linear_tiling(rows, outputs, inner, **options)
-            tried = (outputs, inner) == (28672, 4096) and rows in (17, 32) and not options
-            gated = choose_linear_tiling(rows, outputs, inner, gated=True, **options)
-            assert gated == (replace(alone, ahead=2) if tried else alone)
-
-
 def test_the_definition_is_that_of_a_decoder_layer() -> None:
     """In the words of torch: a norm, projections, rotary embedding of halves, SiLU."""
     torch.manual_seed(0)

@@ -287,9 +287,7 @@ class TritonLinears(RowLinears):
             return replace(self._tiling, mapped=mapped and head_width in (None, self._tiling.block_outputs))
         found = self._mapped_tiling(rows, weight, gated=gated, head_width=head_width) if mapped else None
         int8 = isinstance(weight, Int8Weight)
-        return found or choose_linear_tiling(
-            len(rows), *weight.shape, invariant=self._invariant, int8=int8, gated=gated
-        )
+        return found or choose_linear_tiling(len(rows), *weight.shape, invariant=self._invariant, int8=int8)
 
     def _mapped_tiling(
         self, rows: Tensor, weight: Weight, *, gated: bool, head_width: int | None = None

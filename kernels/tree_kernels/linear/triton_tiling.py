@@ -37,12 +37,6 @@ _WIDE: dict[int, tuple[_Sizes, _Sizes, _Sizes]] = {
     8: ((64, 128, 1, 4, 6, 8), (32, 256, 1, 4, 5, 16), (32, 256, 2, 4, 5, 8)),
 }
 
-# The same for gate and up, by rows of a tile, outputs and inner. In a pass of 32 rows of Llama 8B's shape on an H200
-# it takes 1.6 us a layer less with 2 pieces ahead than with 8; of no other shape and rows was it tried:
-# benchmarks/results/2026-12-01-h200-one-stream-levels.md.
-_GATED: dict[tuple[int, int, int], _Sizes] = {(32, 28672, 4096): (64, 128, 1, 4, 4, 2)}
-
-
 # Of so few outputs, such as a gated delta net's gates, one or two of those tiles would read the weight. For 16 to 64
 # rows and 64 outputs the fastest of 16 on an H200, or within 4 % of it, 3.2 to 4.5 us, where cuBLAS takes 6:
 # benchmarks/results/2026-12-01-h200-experts-and-states.md.
@@ -127,10 +121,9 @@ def choose_mapped_tiling(
 
 
 def choose_linear_tiling(
-    rows: int, outputs: int, inner: int, *, invariant: bool = False, int8: bool = False, gated: bool = False
+    rows: int, outputs: int, inner: int, *, invariant: bool = False, int8: bool = False
 ) -> LinearTiling:
-    """The tiling for `rows` times a weight [outputs, inner], with gate above up if it is `gated`. `invariant` makes it
-    the same for any number of rows."""
+    """The tiling for `rows` times a weight [outputs, inner]. `invariant` makes it the same for any number of rows."""
     block_rows = MAX_BLOCK_ROWS
     while not invariant and block_rows > 8 and block_rows // 2 >= rows:
         block_rows //= 2
@@ -142,9 +135,6 @@ def choose_linear_tiling(
         return LinearTiling(block_rows, block_outputs, 64, splits, 4 if full else 2, 9, 8)
     if outputs <= _MOST_NARROW and not int8:
         return LinearTiling(block_rows, *_NARROW)
-    own = _GATED.get((block_rows, outputs, inner)) if gated and not int8 else None
-    if own is not None:
-        return LinearTiling(block_rows, *own)
     many, some, few = (_INT8 if int8 else _WIDE)[block_rows]
     if outputs >= 8192:
         return LinearTiling(block_rows, *many)
