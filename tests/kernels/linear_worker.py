@@ -225,7 +225,7 @@ def ring_cases() -> dict[str, Sizes]:
     found["bf16 ring, gelu"] = replace(llama, rows=12, activation=kinds.GELU_TANH, multiplier=0.22)
     found["bf16 ring, another activation"] = replace(llama, rows=12, activation=kinds.GELU)
     found["bf16 ring, partly rotated"] = replace(llama, rows=12, rotary=64)
-    found["bf16 ring, sums of one split"] = replace(llama, rows=12, hidden=8192, heads=64)
+    found["bf16 ring, wide sums"] = replace(llama, rows=12, hidden=8192, heads=64)
     found["bf16 ring, int8"] = replace(llama, rows=12, int8=True)
     return found
 

@@ -365,6 +365,7 @@ def test_rings_are_for_what_they_were_tried_for() -> None:
     # Too few programs, more than a turn, other lengths, columns that fill no tile, another device.
     assert not is_ring(sums, 16, 5120, 5120) and not is_ring(gated, 16, 43008, 4096)
     assert not is_ring(gated, 16, 28672, 8192) and not is_ring(sums, 16, 4096, 2048)
+    assert not is_ring(sums, 16, 8192, 4096)
     assert not is_ring(sums, 16, 4096 - 8, 4096) and not is_ring(sums, 16, 4096, 4096, processors=78)
 
 

@@ -48,9 +48,9 @@ _PROGRAMS: dict[RingKind, tuple[float, float]] = {
     RingKind.GATED: (1.0, 2.0),
     RingKind.HEADS: (0.7, 1.0),
 }
-# Shorter rows of the weight were not tried; of longer ones, tilings of gate and up and of heads were, and not rings:
-# see `triton_tiling`.
-_LEAST_INNER, _MOST_INNER = 4096, 8191
+# Shorter rows of the weight were not tried; of longer ones other tilings of gate and up and of heads were, and of more
+# outputs of sums, and not rings: see `triton_tiling`.
+_LEAST_INNER, _MOST_INNER, _MOST_SUMS = 4096, 8191, 8191
 
 
 def choose_ring_tiling(kind: RingKind, rows: int, outputs: int, inner: int, *, processors: int) -> RingTiling | None:
@@ -60,7 +60,7 @@ def choose_ring_tiling(kind: RingKind, rows: int, outputs: int, inner: int, *, p
     tried, tiles = _TRIED[kind].get(block_rows), outputs // (kind.parts * PART)
     if tried is None or outputs % (kind.parts * PART) or inner < _LEAST_INNER:
         return None
-    if kind is not RingKind.SUM and inner > _MOST_INNER:
+    if (outputs > _MOST_SUMS) if kind is RingKind.SUM else (inner > _MOST_INNER):
         return None
     least, most = (share * processors for share in _PROGRAMS[kind])
     splits = 1 if kind is RingKind.GATED else int(most // tiles)
