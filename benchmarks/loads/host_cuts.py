@@ -1,12 +1,14 @@
 """What the policies of speculation make of trees that the host cuts: the engine's own loop on a simulated executor,
 with a clock of its own.
 
-    python -m benchmarks.loads.host_cuts [--drafts good,poor,worthless,slow] [--shapes cpu,gpu] [--json FILE]
+    python -m benchmarks.loads.host_cuts [--drafts good,poor,worthless,slow,trie] [--shapes cpu,avx2,gpu] [--json FILE]
 
 There are no tables from which a device chooses rows, as on a CPU (`cpu`: the host computes the pass itself, and each
-row more takes 7 % of one) or with batch-invariant drafts (`gpu`: passes of an 8B shape on an H100, one launched while
-another runs). Texts are those of `loads.texts`; a draft's trees, and what is right in them, are drawn from the text's
-seed and the place in it, so that two commits meet the same. Streams send the next prompt when an answer has ended.
+row more takes 7 % of one; `avx2`: without AVX-512, where the second one takes most) or with batch-invariant drafts
+(`gpu`: passes of an 8B shape on an H100, one launched while another runs). Texts are those of `loads.texts`; a draft's
+trees, and what is right in them, are drawn from the text's seed and the place in it, so that two commits meet the same.
+Those of `trie` are what the trie drafter makes of the text, of which most places repeat nothing. Streams send the next
+prompt when an answer has ended.
 
 `alone`: one load from a cold start, its first quarter left out. `turns`: the draft is good for 30 answers of one
 stream, then worthless for as many, and good again.
@@ -18,7 +20,7 @@ import functools
 import itertools
 import random
 from collections import defaultdict
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
@@ -29,10 +31,21 @@ from benchmarks.host.simulated_prompts import ANSWER_TOKENS, MOST_ROWS, pass_sec
 from benchmarks.loads.texts import VOCABULARY, SimulatedDrafts, SimulatedText, made_up_text
 from benchmarks.shared.report import comma_separated, parser_of, provenance, record_table, settings_of, show, write_json
 from benchmarks.shared.virtual_clock import VirtualClock
+from draft_service.ngram.config import TrieConfig
+from draft_service.ngram.drafter import NgramDrafter
+from draft_service.session import ProposeSession, SequenceAdmission
 from outrider.drafting.events import Connected, DraftEvents, Grown
 from outrider.sampling import SamplingParams, VerificationMode
 from outrider.tree import TokenTree
-from outrider.wire.frames import DraftInfo, OpenSequence, SequenceAdvance, SequenceFeatures, SequenceGrowth, TreeLimits
+from outrider.wire.frames import (
+    DEFAULT_TENANT,
+    DraftInfo,
+    OpenSequence,
+    SequenceAdvance,
+    SequenceFeatures,
+    SequenceGrowth,
+    TreeLimits,
+)
 from target_service.config import TargetConfig
 from target_service.core.sequence import SequenceFinished, SequenceRequest, StepStats, StepVerdict
 from target_service.engine.loop import EngineLoop
@@ -56,17 +69,20 @@ _SURENESS = 0.7
 
 @dataclass(frozen=True)
 class CutShape:
-    """Seconds of a pass of one row, of each row more, and of the host for a launch and a commit; whether the host is
-    free while a pass runs."""
+    """Seconds of a pass of one row, what the second one adds beside each row more, and the host's for a launch and a
+    commit; whether the host is free while a pass runs."""
 
     row: float = 0.025
     more: float = 0.00175
+    second: float = 0.0
     host: float = 3e-4
     in_background: bool = False
 
     def seconds(self, rows: int, sequences: int) -> float:
         """Of a pass."""
-        return pass_seconds(rows, sequences) if self.in_background else self.row + (rows - 1) * self.more
+        if self.in_background:
+            return pass_seconds(rows, sequences)
+        return self.row + (rows - 1) * self.more + (rows > 1) * self.second
 
     def cost(self) -> StepCost:
         return StepCost([(rows, self.seconds(rows, 1)) for rows in _COSTED])
@@ -82,12 +98,18 @@ class CutDraft:
     each: float = 0.02
 
 
-SHAPES = {"cpu": CutShape(), "gpu": CutShape(in_background=True)}
+# `avx2` is SmolLM2-135M in float32 on two such cores, as a target measured its steps.
+SHAPES = {
+    "cpu": CutShape(),
+    "avx2": CutShape(row=0.032, more=0.0016, second=0.023),
+    "gpu": CutShape(in_background=True),
+}
 DRAFTS = {
     "good": CutDraft(),
     "poor": CutDraft(quality=0.5),
     "worthless": CutDraft(quality=0.0),
     "slow": CutDraft(answer=1.5),
+    "trie": CutDraft(answer=0.06),
 }
 TURNS = ("good", "worthless", "good")
 
@@ -130,6 +152,8 @@ class CutDrafter:
         self._lengths: dict[int, int] = {}
         self._ids: defaultdict[int, int] = defaultdict(lambda: 1)
         self._free_at = 0.0
+        # Trees that it has grown.
+        self.growths = 0
         events.receive(Connected(DraftInfo("simulated", 0, "", TreeLimits(), VOCABULARY + 1, "0")))
 
     def open(self, sequence: OpenSequence) -> None:
@@ -152,16 +176,20 @@ class CutDrafter:
         raise AssertionError(reason)
 
     def _answer(self, sent: Sequence[_SentTree]) -> None:
+        self._call_when_done(len(sent), lambda: self._deliver(sent))
+
+    def _call_when_done(self, sequences: int, deliver: Callable[[], None]) -> None:
         # One answer after the other.
         begin = max(self._clock.now, self._free_at)
-        self._free_at = begin + self._shape.seconds(1, 1) * (self.kind.answer + self.kind.each * len(sent))
-        self._clock.call_at(self._free_at, lambda: self._deliver(sent))
+        self._free_at = begin + self._shape.seconds(1, 1) * (self.kind.answer + self.kind.each * sequences)
+        self._clock.call_at(self._free_at, deliver)
 
     def _deliver(self, sent: Sequence[_SentTree]) -> None:
         growths = []
         for sequence_id, step, length in sent:
             if sequence_id not in self._lengths:
                 continue
+            self.growths += 1
             text, first = self._texts[sequence_id], self._ids[sequence_id]
             tree = drafted_tree(
                 text.seed, length - 1, self.kind.quality, tuple(text.token_ids[length : length + _DEPTH])
@@ -173,6 +201,38 @@ class CutDrafter:
             )
         if growths:
             self._events.receive(Grown(growths))
+
+
+class CutTrie(CutDrafter):
+    """The same with trees of the trie drafter, which learns each tenant's texts."""
+
+    def __init__(
+        self, events: DraftEvents, clock: VirtualClock, shape: CutShape, texts: dict[int, SimulatedText]
+    ) -> None:
+        super().__init__(events, clock, shape, texts)
+        self._drafter = NgramDrafter(TrieConfig())
+        self._session = ProposeSession(self._drafter, SequenceAdmission(2 * _MOST), DEFAULT_TENANT)
+
+    def open(self, sequence: OpenSequence) -> None:
+        self._session.open(sequence)
+        self._call_when_done(1, self._propose)
+
+    def advance(self, advances: Sequence[SequenceAdvance]) -> None:
+        for one in advances:
+            self._session.advance(one)
+        self._call_when_done(len(advances), self._propose)
+
+    def close(self, sequence_ids: Sequence[int]) -> None:
+        self._session.close(sequence_ids)
+
+    def _propose(self) -> None:
+        if self._session.awaits_growth:
+            # What its thread has learnt by now must not depend on the machine.
+            self._drafter.flush()
+            self._session.grant(1 - self._session.credit)
+            grown = self._session.propose_growth()
+            self.growths += len(grown)
+            self._events.receive(Grown(grown))
 
 
 class _CutPass(LaunchedWhole):
@@ -268,20 +328,20 @@ class _Unread:
 class CutEngine:
     """One engine, which keeps what its policies learnt from load to load."""
 
-    def __init__(self, shape: CutShape, *, drafts: bool = True) -> None:
+    def __init__(self, shape: CutShape, *, drafts: type[CutDrafter] | None = CutDrafter) -> None:
         self._clock = VirtualClock()
         settings: dict[str, Any] = {"draft": "inprocess:none"} if drafts else {"speculation": False}
         config = TargetConfig(
             model="none", max_running=_MOST, speculative_disable_queue_size=2 * _MOST, prefix_cache=False,
-            max_draft_nodes=2 * _DEPTH, lookup_tokens=0, **settings,
+            max_draft_nodes=31 if drafts is CutTrie else 2 * _DEPTH, lookup_tokens=0, **settings,
         )  # fmt: skip
         runner: Any = empty_runner(VOCABULARY + 1, _MOST * _PLACES)
         with self._clock.installed():
             self.steps = CutSteps(self._clock, shape)
             self.loop = EngineLoop(runner, config, steps=self.steps, step_cost=shape.cost(), observer=_Unread())
             self.drafter: CutDrafter | None = None
-            if drafts:
-                self.drafter = CutDrafter(self.loop.drafting, self._clock, shape, self.steps.texts)
+            if drafts is not None:
+                self.drafter = drafts(self.loop.drafting, self._clock, shape, self.steps.texts)
                 self.loop.drafting.attach(self.drafter)
                 self.loop.drafting.listen()
         self._number = 0
@@ -290,7 +350,7 @@ class CutEngine:
         """Closed loops of so many streams until `answers` have ended. Returns tokens a second from the end of the first
         quarter until the last was asked for."""
         if self.drafter is not None:
-            self.drafter.kind = DRAFTS[draft]
+            self.drafter.kind, self.drafter.growths = DRAFTS[draft], 0
         lengths, left, steps = prompt_lengths(seed), answers, self.steps
         asked: list[tuple[float, int]] = []
         tokens, steps.passes, steps.drafted_passes, steps.rows = 0, 0, 0, 0
@@ -311,6 +371,7 @@ class CutEngine:
             "tokens_per_second": round((until - before) / (ended - began), 1),
             "drafted": round(steps.drafted_passes / steps.passes, 3),
             "rows_per_pass": round(steps.rows / steps.passes, 2),
+            "growths_per_token": round(self.drafter.growths / tokens, 3) if self.drafter is not None else 0.0,
         }
 
     def _ask(self, prompt_tokens: int, seed: int) -> None:
@@ -324,7 +385,8 @@ class CutEngine:
 
 def alone(shape: CutShape, draft: str, streams: int, seed: int) -> dict[str, Any]:
     """One load from a cold start. A draft of "none" is not there."""
-    return CutEngine(shape, drafts=draft != "none").load(streams, max(24, 4 * streams), seed, draft)
+    drafts = {"none": None, "trie": CutTrie}.get(draft, CutDrafter)
+    return CutEngine(shape, drafts=drafts).load(streams, max(24, 4 * streams), seed, draft)
 
 
 def turns(shape: CutShape, seed: int) -> list[dict[str, Any]]:
@@ -335,8 +397,8 @@ def turns(shape: CutShape, seed: int) -> list[dict[str, Any]]:
 
 def main() -> None:
     parser = parser_of(__doc__)
-    parser.add_argument("--drafts", default="good,poor,worthless,slow,none", type=comma_separated(str))
-    parser.add_argument("--shapes", default="cpu,gpu", type=comma_separated(str))
+    parser.add_argument("--drafts", default="good,poor,worthless,slow,trie,none", type=comma_separated(str))
+    parser.add_argument("--shapes", default="cpu,avx2,gpu", type=comma_separated(str))
     parser.add_argument("--streams", default="1,4,16", type=comma_separated(int))
     parser.add_argument("--parts", default="alone,turns", type=comma_separated(str))
     parser.add_argument("--seeds", default="1,2", type=comma_separated(int))

@@ -49,9 +49,9 @@ class PolicyUpdates:
 
     def observe_outcomes(self, step: Step, outcomes: SequenceOf[Verified | None]) -> None:
         """Learn from what a pass accepted of the rows that the device chose, or of the drafts that it waited for."""
-        yields = step.gathered.yields(step.batch.items, outcomes) if step.gathered.drafted else []
-        if yields:
-            self.gathering.controller.observe_cuts(yields)
+        made = step.gathered.made_of_drafts(step.batch.items, outcomes) if step.gathered.drafted else None
+        if made is not None:
+            self.gathering.controller.observe_cuts(len(step.batch.items), *made)
         prefills_alone = step.batch.prefill_rows and step.batch.device_rows is None
         if self.gathering.controller.on and not prefills_alone and not step.batch.drafted:
             mode, tables = self.mode_with_draft(step.mode), self.tables

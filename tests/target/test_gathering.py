@@ -24,11 +24,9 @@ from target_service.sampling.verifier import Verified
 from target_service.speculation.drafts import DraftTrees
 from target_service.speculation.policy.controller import SpeculationController
 from target_service.speculation.policy.estimates import ENOUGH, PassTimes
-from target_service.speculation.policy.gathering import CutYield
 from target_service.speculation.policy.launch_mode import LaunchMode
 from target_service.speculation.policy.live_sequence import LiveSequence
 from target_service.speculation.policy.step_cost import StepCost
-from tree_kernels.node_table.layout import PROSPECTS
 from tree_kernels.verification import Walk
 
 
@@ -140,7 +138,7 @@ def test_a_draft_that_is_still_reading_is_neither_waited_for_nor_judged(
     while loop.live:
         loop.step()
         if len(live.sequence.token_ids) <= 30:
-            assert loop.speculation.controller._cuts.count == 0
+            assert not loop.speculation.controller._wait_yields
     assert tuple(live.sequence.token_ids) == truth
     # The first reads the prompt.
     assert all(step.gathered.use is LaunchMode.RUN_AHEAD for step in launched[1:25])
@@ -151,8 +149,8 @@ def test_steps_that_waited_in_vain_made_one_token_of_each_sequence(
     tiny_model: PreTrainedModel, launched: list[Step], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """By that, waits that are in vain cost what they take."""
-    yields: list[CutYield] = []
-    monkeypatch.setattr(SpeculationController, "observe_cuts", lambda _, passes: yields.extend(passes))
+    made: list[tuple[int, ...]] = []
+    monkeypatch.setattr(SpeculationController, "observe_cuts", lambda _, *of: made.append(of))
     runner = make_runner(tiny_model)
     loop = EngineLoop(runner, engine_config(), steps=HostSteps(runner))
     # It holds back more answers than there are steps.
@@ -161,8 +159,9 @@ def test_steps_that_waited_in_vain_made_one_token_of_each_sequence(
     while loop.live:
         loop.step()
     assert [step.gathered.fallbacks for step in launched[1:]] == [1] * (len(launched) - 1)
-    assert len(yields) == sum(step.gathered.fallbacks for step in launched)
-    assert {(one.accepted, one.expected, sum(one.prospects)) for one in yields} == {(0, 0.0, 0.0)}
+    assert len(made) == sum(step.gathered.fallbacks for step in launched)
+    # One sequence, which is drafted for, without a drafted row.
+    assert set(made) == {(1, 1, 0, 0)}
 
 
 def test_a_sequence_that_waited_for_its_turn_is_drafted_for_like_others(
@@ -335,9 +334,9 @@ def head_loop(model: PreTrainedModel, monkeypatch: pytest.MonkeyPatch) -> tuple[
 
 
 def _teach(controller: SpeculationController, accepted: float) -> None:
-    """Have a step that waits accept so many rows, however many it has."""
+    """Have a step that waits accept so many rows."""
     for _ in range(200):
-        controller.observe_cuts([CutYield(accepted, accepted, (accepted,) * len(PROSPECTS))])
+        controller.observe_cuts(1, 1, 1, accepted)
 
 
 def test_a_sequence_that_a_head_does_not_follow_is_no_late_answer(
@@ -347,8 +346,8 @@ def test_a_sequence_that_a_head_does_not_follow_is_no_late_answer(
     wanted = request([5, 7, 9], 40)
     truth = (*wanted.token_ids, *plain(tiny_model, wanted))
     loop, controller = head_loop(tiny_model, monkeypatch)
-    waited: list[CutYield] = []
-    monkeypatch.setattr(controller, "observe_cuts", waited.extend)
+    waited: list[tuple[float, ...]] = []
+    monkeypatch.setattr(controller, "observe_cuts", lambda *of: waited.append(of))
     draft = ScriptedDraft(loop.drafting, knowing_tree([truth], loop.drafting._vocabulary_size, 3, right=1.0))
     live = begin(loop, draft, wanted)
     for _ in range(4):

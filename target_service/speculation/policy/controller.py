@@ -29,11 +29,11 @@ from target_service.speculation.policy.estimates import (
     POOLED,
     Mode,
     PassTimes,
-    PassYield,
     TokenYield,
+    WaitYield,
     compile_pooled,
 )
-from target_service.speculation.policy.launch_mode import HOPELESS, MARGIN, LaunchMode
+from target_service.speculation.policy.launch_mode import HOPELESS, MARGIN, LaunchMode, load_size
 from target_service.speculation.policy.live_sequence import LiveSequence
 from target_service.speculation.policy.step_cost import StepCost
 from target_service.speculation.policy.throughput_trial import ThroughputTrial
@@ -41,15 +41,15 @@ from target_service.speculation.policy.tries import Tries
 from tree_kernels.node_table.layout import KEPT
 
 # Launches between two tries at most: some five seconds at 8B size, in which a new draft, or a text that begins to
-# repeat itself, is noticed. And launches of a try: of rows where none seem to pay, of the other launch mode, and of
-# trees that the host cuts.
-_LONGEST_PAUSE, _TRY, _TRY_MODE, _TRY_CUTS = 1024, 6, 16, 4
+# repeat itself, is noticed. And launches of a try: of rows where none seem to pay, and of the other launch mode.
+_LONGEST_PAUSE, _TRY, _TRY_MODE = 1024, 6, 16
 # Passes of a mode before its tokens are believed: they vary by as much as the mean, so that the error of the mean of 32
 # is a sixth of it. And waiting passes after which a hopeless first trial ends: of 891
 # passes of one request 104 waited at that rate (two H100, `benchmarks/results/2026-11-25-h100-widened-eleventh.md`).
 _TRIAL, _FEW = 32, 12
-# Weight of one launch in the tokens of trees that the host cuts: some twenty launches, on a CPU a second. Chosen.
-_CUT_SHARE = 0.05
+# Plain passes that the first steps may lose which wait for trees that the host cuts. Chosen: what a few of them make
+# varies by more than they take, and that drafts pay after all is found out by a try only.
+_TRIAL_LOSS = 4.0
 # Rows between which the time of one more is taken. Chosen.
 _PROMPT_ROWS = 512
 
@@ -88,9 +88,10 @@ class SpeculationController:
         self.draft_gate, self.throughput_trial = DraftGate(), ThroughputTrial()
         self._was_alone = True
         self._row_tries, self._mode_tries = Tries(_TRY, _LONGEST_PAUSE), Tries(_TRY_MODE, _LONGEST_PAUSE)
-        # Tokens of trees that the host cuts, tries of waiting for them, and launches since the last that waited.
-        # Launches between two tries of such trees at most: a wait may take many times a pass. Chosen.
-        self._cuts, self._cut_tries = TokenYield(_CUT_SHARE), Tries(_TRY_CUTS, 16384)
+        # By load, what steps made that waited for trees that the host cuts; tries of waiting for them, and launches
+        # since the last that waited. A try is one step, so that there are many: of one that finds nothing to verify
+        # only the wait is lost. Launches between two tries at most: a wait may take many times a pass. Chosen.
+        self._wait_yields, self._cut_tries = dict[int, WaitYield](), Tries(1, 16384)
         self._since_cuts = 0
         # By sequences, those of them with drafts, and mode of plain passes: a pass without waiting, and one with it.
         self._compared: tuple[tuple[int, int, Mode], _ExpectedPass, _ExpectedPass] | None = None
@@ -121,7 +122,7 @@ class SpeculationController:
         for mode, forms in itertools.product(LaunchMode, (False, True)):
             self._yields[mode, forms] = TokenYield()
         self._preferred = LaunchMode.RUN_AHEAD
-        self._cuts, self._compared = TokenYield(_CUT_SHARE), None
+        self._wait_yields, self._compared = {}, None
 
     def uses_draft(self, load: int) -> bool:
         """Whether drafted rows of the next launches may be a draft's."""
@@ -331,17 +332,26 @@ class SpeculationController:
             if timed:
                 self._cut_tries.end()
             return True
-        if not timed or not self._cut_tries.due((waiting.seconds + sending / _TRY_CUTS) / plain.seconds - 1):
+        takes, waits = waiting.seconds / plain.seconds, self._waits_near(load)
+        if timed and waits.count < _TRIAL and waits.count * (takes - waiting.tokens / plain.tokens) < _TRIAL_LOSS:
+            return True
+        if not timed or not self._cut_tries.due(takes - 1 + sending):
             return False
-        if self._cut_tries.begins:
-            self._cuts.restart()
+        waits.restart()
         return True
 
     @property
     def _knows_cuts(self) -> bool:
         """Whether enough steps waited for trees that the host cuts."""
         assert self.times is not None
-        return self._cuts.count >= ENOUGH and self.times.gap(1, LaunchMode.WAIT_FOR_DRAFT) is not None
+        known = any([waits.count >= ENOUGH for waits in self._wait_yields.values()])
+        return known and self.times.gap(1, LaunchMode.WAIT_FOR_DRAFT) is not None
+
+    def _waits_near(self, load: int) -> WaitYield:
+        """What steps made that waited, at this load or the nearest where enough did."""
+        size = load_size(load)
+        known = [of for of, waits in self._wait_yields.items() if waits.count >= ENOUGH]
+        return self._wait_yields[min(known, key=lambda of: (abs(of - size), of))]
 
     def needs_unfed(self, load: int) -> bool:
         """Whether plain passes that feed no head have to be timed, now that a head's drafts are."""
@@ -385,21 +395,24 @@ class SpeculationController:
         return _ExpectedPass(load * self.tokens_each.value, seconds)
 
     def _waiting_pass(self, load: int, drafted: int) -> _ExpectedPass:
-        """A pass that waits for its drafts, with the rows that suit it."""
-        times = self.times
+        """A pass that waits for its drafts, with the rows that its trees are cut to."""
+        times, waits = self.times, self._waits_near(load)
         assert times is not None
-        cost, gap = times.cost, times.gap(load, LaunchMode.WAIT_FOR_DRAFT) or 0.0
-        scale = times.expected((0,), load, LaunchMode.WAIT_FOR_DRAFT)[0]
-        others = (load - drafted) * self.tokens_each.value
-        passes = [
-            _ExpectedPass(drafted * self._cuts.tokens(count / drafted) + others, scale * cost(load + count) + gap)
-            for count in {max(1, int(each * drafted)) for each in POOLED}
-        ]
-        return max(passes, key=lambda one: one.tokens / one.seconds)
+        seconds = times.expected((0,), load, LaunchMode.WAIT_FOR_DRAFT)[0] * times.cost(load)
+        seconds *= 1 + waits.extra * drafted / load
+        tokens = drafted * waits.tokens + (load - drafted) * self.tokens_each.value
+        return _ExpectedPass(tokens, seconds + (times.gap(load, LaunchMode.WAIT_FOR_DRAFT) or 0.0))
 
-    def observe_cuts(self, passes: SequenceOf[PassYield]) -> None:
-        """Observe what a step that waited for drafts made of each of their sequences."""
-        self._cuts.observe_passes(passes)
+    def observe_cuts(self, load: int, drafted: int, rows: int, accepted: float) -> None:
+        """Observe a step of `load` sequences that waited for the drafts of `drafted` of them: the drafted rows that
+        were verified, and those of them that were accepted."""
+        times = self.times
+        if times is None:
+            return
+        plain = times.cost(load)
+        extra, gap = times.cost(load + rows) / plain - 1, times.gap(load, LaunchMode.WAIT_FOR_DRAFT) or 0.0
+        waits = self._wait_yields.setdefault(load_size(load), WaitYield())
+        waits.observe_step(1 + accepted / drafted, extra * load / drafted, 1 + extra + gap / plain)
         self._compared = None
 
     def _max_rows(self, live: LiveSequence) -> int:

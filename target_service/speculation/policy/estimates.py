@@ -41,6 +41,10 @@ _BORDERS = [(one * other) ** 0.5 for one, other in pairwise(POOLED)]
 _COUNTS, _POOLED = np.array(PROSPECTS, np.float64), np.array(POOLED, np.float64)
 # The weight of the initial values in launches.
 _PRIOR = 3
+# Of steps that waited for trees that the host cuts: the weight of a plain pass's time in their means, half of whose
+# weight lies in 35 such passes then. Chosen: by simulation 0.01 to 0.05 make about as much
+# (`benchmarks/results/2026-12-01-cpu-waits-for-cuts.md`).
+_WAITED_SHARE = 0.02
 # What is expected of a sequence's last rows comes true less often than what is expected of its first: with 64 sequences
 # seven rows of each made no more tokens than three, and were chosen
 # (`benchmarks/results/2026-11-28-h200-whole-answers.md`). So what was expected is corrected by the rows of a pass: the
@@ -174,10 +178,10 @@ class TokenYield:
     """Expected and accepted tokens of recent passes of one mode, at any load: what a sequence gains by so many rows
     hardly depends on how many sequences there are."""
 
-    # Weight of one launch in the means of expected and accepted tokens: some fifty launches, a quarter of a second at
-    # 8B size.
-    def __init__(self, share: float = 0.02) -> None:
-        """`share` is the weight of one launch."""
+    def __init__(self) -> None:
+        # Weight of one launch in the means of expected and accepted tokens: some fifty launches, a quarter of a second
+        # at 8B size.
+        share = 0.02
         # Expected tokens of a sequence by its rows, see `POOLED`.
         self._prospects = [RunningMean(share, tokens, _PRIOR) for tokens in _FIRST_PROSPECTS]
         # Of all passes, whatever their rows.
@@ -219,6 +223,42 @@ class TokenYield:
             # More rows never make fewer tokens.
             self._tokens = list(accumulate(made, max))
         return 1 + _between(drafted, self._tokens)
+
+
+@dataclass(slots=True)
+class WaitYield:
+    """What steps that waited for their drafts made of a sequence, at one load, and what their drafted rows took. Many
+    have no drafted row, since nothing good enough was drafted; others pay for them. So what is right for the mean tree
+    is not what they make."""
+
+    # All steps; and of recent ones the sums, in which the weight of each falls with the time since.
+    count: int = 0
+    _steps: float = 0.0
+    _tokens: float = 0.0
+    _extra: float = 0.0
+
+    @property
+    def tokens(self) -> float:
+        """Tokens of a sequence in a step."""
+        return self._tokens / self._steps
+
+    @property
+    def extra(self) -> float:
+        """Time of the drafted rows, in plain passes."""
+        return self._extra / self._steps
+
+    def observe_step(self, tokens: float, extra: float, took: float) -> None:
+        """Observe a step that `took` so many plain passes, the wait and the drafted rows among them."""
+        kept = 1 / (1 + _WAITED_SHARE * took)
+        self.count += 1
+        self._steps, self._tokens, self._extra = (
+            kept * before + new for before, new in ((self._steps, 1), (self._tokens, tokens), (self._extra, extra))
+        )
+
+    def restart(self) -> None:
+        """Learn quickly again, since drafts are tried again."""
+        kept = min(1.0, _PRIOR / self._steps)
+        self._steps, self._tokens, self._extra = kept * self._steps, kept * self._tokens, kept * self._extra
 
 
 def _nearest(drafted: float) -> int:

@@ -25,16 +25,13 @@ from target_service.speculation.policy.controller import SpeculationController
 from target_service.speculation.policy.estimates import Mode
 from target_service.speculation.policy.launch_mode import LaunchMode
 from target_service.speculation.policy.live_sequence import LiveSequence
-from target_service.speculation.policy.tree_cuts import IN_ORDER_NODES, CutTree, Offer, TreeCutter
-from tree_kernels.node_table.layout import PROSPECTS
+from target_service.speculation.policy.tree_cuts import IN_ORDER_NODES, Offer, TreeCutter
 from tree_kernels.pages import OutOfPages
 
 # Time to send a sequence to a draft, and the features that a head needs by then, in plain steps.
 _SENDING, _SENDING_HEADS = 0.5, 12.0
 # The tree of every plain step: the root that is fed is the sequence's own token, whatever this one holds.
 _ROOT_ALONE = TokenTree.root_only(0)
-# The tokens that a sequence's tree was not there for.
-_NO_TREE = (0.0,) * len(PROSPECTS)
 
 
 def _drafted(tree: TokenTree | None) -> int:
@@ -42,13 +39,12 @@ def _drafted(tree: TokenTree | None) -> int:
 
 
 class CutYield(NamedTuple):
-    """What a step made of a sequence whose draft it waited for, and what was expected; see `PassYield`."""
+    """Of the sequences whose drafts a step waited for: how many they are, their drafted rows, and those of them that
+    were accepted."""
 
-    accepted: float
-    expected: float
-    prospects: tuple[float, ...]
-    # Its scores are calibrated.
-    drafted: int = 0
+    sequences: int
+    rows: int
+    accepted: int
 
 
 @dataclass(frozen=True)
@@ -62,8 +58,8 @@ class Gathered:
     # Sequences whose draft came too late.
     fallbacks: int
     use: LaunchMode
-    # By sequence id, what the trees that the host has cut are expected to bring.
-    cuts: Mapping[int, CutTree] = field(default_factory=dict)
+    # By sequence id, the trees that the host has cut.
+    cuts: Mapping[int, TokenTree] = field(default_factory=dict)
 
     @cached_property
     def has_trees(self) -> bool:
@@ -75,21 +71,21 @@ class Gathered:
         """Rows of its trees beside their roots."""
         return sum([tree.drafted for tree in self.trees if tree is not None])
 
-    def yields(self, items: SequenceOf[StepItem], outcomes: SequenceOf[Verified | None]) -> list[CutYield]:
+    def made_of_drafts(self, items: SequenceOf[StepItem], outcomes: SequenceOf[Verified | None]) -> CutYield | None:
         """What it made of the sequences that it waited for, but for those whose rows are not their draft's: a
-        prediction has some, a grammar forces some, or there were no pages for them."""
+        prediction has some, a grammar forces some, or there were no pages for them. None if there are no others."""
         waited = {sequence.sequence_id for sequence in self.drafted}
-        found = []
+        found = list[tuple[int, int]]()
         for item, outcome in zip(items, outcomes, strict=True):
             sequence_id = item.sequence.sequence_id
             if sequence_id not in waited or outcome is None or item.tree is None:
                 continue
             cut = self.cuts.get(sequence_id)
             if cut is None and not item.tree.drafted:
-                found.append(CutYield(0, 0.0, _NO_TREE))
-            elif cut is not None and item.tree is cut.tree and not isinstance(cut.tree, PredictedTree):
-                found.append(CutYield(outcome.accepted, cut.expected, cut.prospects))
-        return found
+                found.append((0, 0))
+            elif cut is not None and item.tree is cut and not isinstance(cut, PredictedTree):
+                found.append((cut.drafted, outcome.accepted))
+        return CutYield(len(found), *map(sum, zip(*found, strict=True))) if found else None
 
 
 @dataclass(eq=False, kw_only=True)
@@ -285,17 +281,16 @@ class Gathering:
 
     def _cut(
         self, schedule: Schedule, offers: Mapping[int, Offer], taking: int
-    ) -> tuple[list[TokenTree | None], dict[int, CutTree]]:
+    ) -> tuple[list[TokenTree | None], dict[int, TokenTree]]:
         """The trees of a step, in which `taking` sequences could have one, and those that were cut."""
-        spare, cuts = self.scheduler.max_step_rows - schedule.rows, dict[int, CutTree]()
+        spare, cuts = self.scheduler.max_step_rows - schedule.rows, dict[int, TokenTree]()
         if offers:
             rate = self.controller.cut_rate(taking, len(offers))
             cuts = dict(zip(offers, self.cutter.cut(list(offers.values()), schedule.rows, spare, rate), strict=True))
-        spare -= sum([cut.tree.drafted for cut in cuts.values()])
+        spare -= sum([cut.drafted for cut in cuts.values()])
         chosen: list[TokenTree | None] = []
         for chunk in schedule.chunks:
-            cut = cuts.get(chunk.sequence.sequence_id)
-            own = None if cut is None else cut.tree
+            own = cuts.get(chunk.sequence.sequence_id)
             chosen.append(self._tree(chunk, own, spare))
             spare -= max(0, _drafted(chosen[-1]) - _drafted(own))
         return chosen, cuts

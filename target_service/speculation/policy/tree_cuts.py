@@ -15,13 +15,12 @@ import heapq
 from collections.abc import Iterable
 from collections.abc import Sequence as SequenceOf
 from dataclasses import dataclass
-from itertools import accumulate, islice
+from itertools import islice
 
 from outrider.drafting.draft_tree import GrowingTree
 from outrider.tree import TokenTree
 from target_service.speculation.merged_tree import MergedTree, PredictedTree
 from target_service.speculation.policy.step_cost import StepCost
-from tree_kernels.node_table.layout import PROSPECTS
 
 # Chosen, not measured, each for the reason beside it.
 # Buckets of scores between 0 and 1: a sixteenth is about twice the error of a rate from three hundred observations.
@@ -122,15 +121,6 @@ class Offer:
     predicted_record: SequenceRecord | None = None
 
 
-@dataclass(frozen=True, slots=True)
-class CutTree:
-    """The part of a tree that is verified, and what it is expected to bring; see `estimates.PassYield`."""
-
-    tree: TokenTree
-    expected: float
-    prospects: tuple[float, ...]
-
-
 class TreeCutter:
     """Cuts every sequence's tree to the rows that pay."""
 
@@ -140,13 +130,12 @@ class TreeCutter:
         # Of the scores of drafts and of predictions.
         self.calibration, self.of_predictions = Calibration(), Calibration()
 
-    def cut(self, offers: SequenceOf[Offer], base_rows: int, max_nodes: int, rate: float) -> list[CutTree]:
+    def cut(self, offers: SequenceOf[Offer], base_rows: int, max_nodes: int, rate: float) -> list[TokenTree]:
         """One tree per offer, at least the root; of all together at most `max_nodes` are drafted. The step has
         `base_rows` rows without drafts, and the batch makes `rate` tokens a second."""
-        ranked = [self._ranked(offer) for offer in offers]
         streams = [
-            [(_CERTAIN if offer.in_order else path_prob, index, node) for path_prob, node in nodes]
-            for index, (offer, nodes) in enumerate(zip(offers, ranked, strict=True))
+            [(_CERTAIN if offer.in_order else path_prob, index, node) for path_prob, node in self._ranked(offer)]
+            for index, offer in enumerate(offers)
         ]
         merged = streams[0] if len(streams) == 1 else heapq.merge(*streams, key=_falling)
         best = list(islice(merged, max_nodes))
@@ -154,7 +143,7 @@ class TreeCutter:
         chosen: list[set[int]] = [set() for _ in offers]
         for _, index, node in best[:count]:
             chosen[index].add(node)
-        return [_cut_tree(offer, nodes, taken) for offer, nodes, taken in zip(offers, ranked, chosen, strict=True)]
+        return [offer.tree.cut(taken) for offer, taken in zip(offers, chosen, strict=True)]
 
     def _ranked(self, offer: Offer) -> list[tuple[float, int]]:
         """(path probability, node) of the nodes that may be used, likeliest first or in order, parents first."""
@@ -204,14 +193,6 @@ class TreeCutter:
         """Observe the time of a step that only decoded."""
         if self._cost is not None:
             self._cost.observe_step(rows, seconds)
-
-
-def _cut_tree(offer: Offer, ranked: SequenceOf[tuple[float, int]], taken: set[int]) -> CutTree:
-    """The `taken` nodes of the ranked ones of an offer."""
-    sums = [0.0, *accumulate(path_prob for path_prob, _ in ranked)]
-    # Those of one offer that are taken are its best.
-    prospects = tuple([sums[min(count, len(ranked))] for count in PROSPECTS])
-    return CutTree(offer.tree.cut(taken), sums[len(taken)], prospects)
 
 
 def _falling(node: tuple[float, int] | tuple[float, int, int]) -> float:

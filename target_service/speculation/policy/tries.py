@@ -29,11 +29,6 @@ class Tries:
         self.since, self.left = 0, self.length - 1
         return True
 
-    @property
-    def begins(self) -> bool:
-        """Whether the launch that is due is the first one of a try."""
-        return self.left == self.length - 1
-
     def is_near(self, launches: int) -> bool:
         """Whether a try is under way, or comes in less than so many launches."""
         return bool(self.left) or self.since + launches > self.pause
