@@ -161,9 +161,12 @@ class CutDrafter:
         self._answer([_SentTree(sequence.sequence_id, sequence.step, len(sequence.token_ids))])
 
     def advance(self, advances: Sequence[SequenceAdvance]) -> None:
+        newest = dict[int, _SentTree]()
         for one in advances:
             self._lengths[one.sequence_id] += len(one.token_ids)
-        self._answer([_SentTree(one.sequence_id, one.step, self._lengths[one.sequence_id]) for one in advances])
+            newest[one.sequence_id] = _SentTree(one.sequence_id, one.step, self._lengths[one.sequence_id])
+        # One tree for each sequence, as a draft service makes.
+        self._answer([*newest.values()])
 
     def send_features(self, features: Sequence[SequenceFeatures]) -> None:
         raise AssertionError(f"{len(features)} features for a draft that reads none")
@@ -220,7 +223,7 @@ class CutTrie(CutDrafter):
     def advance(self, advances: Sequence[SequenceAdvance]) -> None:
         for one in advances:
             self._session.advance(one)
-        self._call_when_done(len(advances), self._propose)
+        self._call_when_done(len({one.sequence_id for one in advances}), self._propose)
 
     def close(self, sequence_ids: Sequence[int]) -> None:
         self._session.close(sequence_ids)

@@ -15,7 +15,14 @@ from outrider.drafting.latency import DraftLatency
 from outrider.errors import InvalidField, NotSupported, OutriderError
 from outrider.log_limit import LogLimit
 from outrider.sampling import VerificationMode
-from outrider.wire.frames import DraftInfo, OpenSequence, SequenceAdvance, SequenceGrowth, TreeLimits
+from outrider.wire.frames import (
+    MAX_SEQUENCES_PER_FRAME,
+    DraftInfo,
+    OpenSequence,
+    SequenceAdvance,
+    SequenceGrowth,
+    TreeLimits,
+)
 from target_service.config import TargetConfig
 from target_service.core.sequence import Sequence
 from target_service.core.weights import FIRST_VERSION
@@ -60,6 +67,9 @@ class DraftTrees(DraftInbox):
         self._enabled = self.active = config.speculates
         # Whether drafting stopped because drafts did not pay, and not because of load.
         self._dropped = False
+        # Whether the next step waits for no draft, and what the draft has not been sent since.
+        self.rests = False
+        self._unsent: list[SequenceAdvance] = []
         self.model_version = FIRST_VERSION
 
     def draft_in_passes(self, info: DraftInfo) -> None:
@@ -115,8 +125,10 @@ class DraftTrees(DraftInbox):
         self._features.forget(sequence_id)
         if self._tables is not None:
             self._tables.free_slot(sequence_id)
-        if self._trees.pop(sequence_id, None) is not None:
+        if sequence_id in self._trees:
+            # A trie learns the text up to here.
             self._close([sequence_id])
+            del self._trees[sequence_id]
 
     @property
     def reads_features(self) -> bool:
@@ -177,6 +189,8 @@ class DraftTrees(DraftInbox):
     def wait_for(self, sequences: SequenceOf[Sequence], max_wait: float = float("inf")) -> int:
         """Wait until the draft has answered the last commit of each sequence, for at most `max_wait` seconds and the
         configured time. Returns the nanoseconds waited."""
+        if sequences:
+            self._send_unsent()
         self.listen()
         if not self.latency.waiting_pays or self._answered(sequences):
             return 0
@@ -199,14 +213,18 @@ class DraftTrees(DraftInbox):
         self._features.collect(items, states, outcomes, self._eligible)
 
     def send_commits(self, commits: SequenceOf[tuple[Sequence, int]]) -> None:
-        """Re-root a step's trees, given (sequence, tokens committed), and send the commits in one frame."""
+        """Re-root a step's trees, given (sequence, tokens committed), and send the commits in one frame.
+
+        Where the host cuts trees and the next step waits for none, a draft that reads no hidden states is sent them
+        later, in order: it grows one tree for all of them, and takes no time meanwhile, which on a CPU is the target's.
+        One that may be preparing is sent them at once, as nothing else shows that it is ready."""
         if not self._trees and not self.reads_features:
             return
         ahead, along = self._features.due(self._trees, commits)
         if ahead and self._link is not None and self.connected:
             # The draft has the tokens that these belong to.
             self._link.send_features(ahead)
-        advances: list[SequenceAdvance] = []
+        advances = self._unsent
         for sequence, committed in commits:
             sequence_id = sequence.sequence_id
             tree = self._trees.get(sequence_id)
@@ -220,6 +238,13 @@ class DraftTrees(DraftInbox):
                 tokens = tokens[1:]
             tree.move_root(len(tokens))
             advances.append(SequenceAdvance(sequence_id, tree.step, tokens, features))
+        holds = self.rests and self._tables is None and not self.reads_features and not self.latency.beginning
+        if not holds or len(advances) >= MAX_SEQUENCES_PER_FRAME:
+            self._send_unsent()
+
+    def _send_unsent(self) -> None:
+        """Send the commits that the draft has not been sent, of those sequences that it still follows."""
+        advances, self._unsent = [one for one in self._unsent if one.sequence_id in self._trees], []
         if advances and self._link is not None and self.connected:
             self.latency.sent()
             self._link.advance(advances)
@@ -247,6 +272,8 @@ class DraftTrees(DraftInbox):
         if not self._trees:
             self.latency.expect_first_answer()
         self.latency.sent()
+        # All its tokens go with it.
+        self._unsent = [one for one in self._unsent if one.sequence_id != sequence.sequence_id]
         reopened = sequence.sequence_id in self._opened
         self._opened.add(sequence.sequence_id)
         self._trees[sequence.sequence_id] = GrowingTree(sequence.token_ids, sequence.step, reopened=reopened)
@@ -278,12 +305,14 @@ class DraftTrees(DraftInbox):
             for sequence_id in self._trees:
                 self._tables.clear(sequence_id)
         self._trees.clear()
+        self._unsent.clear()
 
     def _close_all(self) -> None:
         self._close(list(self._trees))
         self._forget_trees()
 
     def _close(self, sequence_ids: list[int]) -> None:
+        self._send_unsent()
         if sequence_ids and self._link is not None and self.connected:
             self._link.close(sequence_ids)
 

@@ -23,7 +23,9 @@ def test_good_drafts_make_more_and_others_cost_little(shape: str) -> None:
     speeds = {draft: rate["tokens_per_second"] for draft, rate in rates.items()}
     assert speeds["good"] > 1.4 * speeds["none"]
     assert min(speeds["worthless"], speeds["slow"]) > 0.97 * speeds["none"]
-    assert rates["worthless"]["drafted"] < 0.15 and rates["slow"]["drafted"] < 0.05 < 0.8 < rates["good"]["drafted"]
+    assert rates["worthless"]["drafted"] < 0.15 and rates["good"]["drafted"] > 0.8
+    # A draft that is not waited for rests.
+    assert rates["worthless"]["growths_per_token"] < 0.15 and rates["good"]["growths_per_token"] > 0.3
 
 
 def test_where_rows_are_dear_for_many_sequences_few_steps_wait() -> None:

@@ -46,6 +46,7 @@ from target_service.engine.loop import EngineLoop
 from target_service.execution.device_executor import DeviceSteps
 from target_service.execution.host_executor import Steps
 from target_service.model.runner import ModelRunner
+from target_service.speculation.policy.launch_mode import LaunchMode
 
 END = 2
 INFO = DraftInfo("fuzzed", 0, "", TreeLimits(), 1 << 20, "0")
@@ -172,9 +173,19 @@ class ServiceMachine(RuleBasedStateMachine):
         kept=st.sampled_from([0, 3, 100]),
         shares=st.booleans(),
         kind=st.sampled_from(["full", "windowed", "recurrent"]),
+        rests=st.booleans(),
     )
     def begin(
-        self, page_size: int, chunk: int, seed: int, device: str, passes: int, kept: int, shares: bool, kind: str
+        self,
+        page_size: int,
+        chunk: int,
+        seed: int,
+        device: str,
+        passes: int,
+        kept: int,
+        shares: bool,
+        kind: str,
+        rests: bool,
     ) -> None:
         """Steps are verified by the host, or by the device itself, which may draft too."""
         self.runner, self.kind = runner_of(page_size, 128, kind, chunk), kind
@@ -192,6 +203,11 @@ class ServiceMachine(RuleBasedStateMachine):
         self.draft = FuzzedDraft(self.wanted, kind)
         self.loop.drafting.attach(self.draft)
         self.random = random.Random(seed)
+        if rests:
+            # Any step may wait for drafts, or leave the draft alone.
+            self.loop.speculation.controller.choose_wait = (  # type: ignore[method-assign]
+                lambda *_load, **_how: self.random.choice([*LaunchMode])
+            )
         self.said: dict[int, list[int]] = {}
         self.ended: set[int] = set()
         self.next_id = 1

@@ -133,7 +133,7 @@ type ProposeRequest_Open struct {
 }
 
 type ProposeRequest_Advance struct {
-	// advance tells what one step committed, for every sequence that ran in it.
+	// advance tells what a step committed, or several, for every sequence that ran in them.
 	Advance *AdvanceSequences `protobuf:"bytes,2,opt,name=advance,proto3,oneof"`
 }
 
@@ -552,7 +552,8 @@ func (x *SequenceOpened) GetFeaturesFrom() uint32 {
 	return 0
 }
 
-// AdvanceSequences tells what one engine step committed.
+// AdvanceSequences tells what one engine step committed, or several: those of a sequence in order, for which one growth
+// is owed. A target that waits for no draft may send its steps later.
 type AdvanceSequences struct {
 	state protoimpl.MessageState `protogen:"open.v1"`
 	// sequences that ran in the step, at most 256; INVALID_ARGUMENT past that, which ends the stream.

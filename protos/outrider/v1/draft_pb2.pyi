@@ -31,7 +31,7 @@ class ProposeRequest(google.protobuf.message.Message):
 
     @property
     def advance(self) -> global___AdvanceSequences:
-        """advance tells what one step committed, for every sequence that ran in it."""
+        """advance tells what a step committed, or several, for every sequence that ran in them."""
 
     @property
     def close(self) -> global___CloseSequences:
@@ -234,7 +234,9 @@ global___SequenceOpened = SequenceOpened
 
 @typing.final
 class AdvanceSequences(google.protobuf.message.Message):
-    """AdvanceSequences tells what one engine step committed."""
+    """AdvanceSequences tells what one engine step committed, or several: those of a sequence in order, for which one growth
+    is owed. A target that waits for no draft may send its steps later.
+    """
 
     DESCRIPTOR: google.protobuf.descriptor.Descriptor
 

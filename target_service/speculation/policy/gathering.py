@@ -158,6 +158,7 @@ class Gathering:
         self._ahead = ahead
         use = self._best_use(running, ahead)
         self._use = use if self.drafting.active else LaunchMode.RUN_AHEAD
+        self.drafting.rests = self._use is LaunchMode.RUN_AHEAD
         return self._use
 
     def _best_use(self, running: SequenceOf[Sequence], ahead: bool) -> LaunchMode:

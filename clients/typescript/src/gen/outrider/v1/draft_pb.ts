@@ -39,7 +39,7 @@ export type ProposeRequest = Message<"outrider.v1.ProposeRequest"> & {
     case: "open";
   } | {
     /**
-     * advance tells what one step committed, for every sequence that ran in it.
+     * advance tells what a step committed, or several, for every sequence that ran in them.
      *
      * @generated from field: outrider.v1.AdvanceSequences advance = 2;
      */
@@ -304,7 +304,8 @@ export const SequenceOpenedSchema: GenMessage<SequenceOpened> = /*@__PURE__*/
   messageDesc(file_outrider_v1_draft, 4);
 
 /**
- * AdvanceSequences tells what one engine step committed.
+ * AdvanceSequences tells what one engine step committed, or several: those of a sequence in order, for which one growth
+ * is owed. A target that waits for no draft may send its steps later.
  *
  * @generated from message outrider.v1.AdvanceSequences
  */
