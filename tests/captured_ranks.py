@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import queue
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import contextmanager
 from dataclasses import dataclass
+from functools import partial
 
 import torch
 from rerun_graphs import CPU, ROWS, SEQUENCES, ReadBack, RerunRunner
@@ -126,7 +127,7 @@ def leading_rank(
     with ThreadPoolExecutor(size) as threads:
         following = [threads.submit(_follow, model, link, drafter_of(link), common) for link in others]
         for one in following:
-            one.add_done_callback(lambda _: exchange.barrier.abort())
+            one.add_done_callback(partial(_abort_for_failed, exchange))
         try:
             runner = captured_rank(model, leading, Rehearsed(leading), drafter_of(leading), common=common)
             capture_steps(runner, seconds=60.0, memory_share=memory_share)
@@ -138,6 +139,13 @@ def leading_rank(
                 one.result()
             # One for all threads: where both ranks change it at once, what the first had found is lost.
             torch.compiler.set_stance("default")  # type: ignore[no-untyped-call]
+
+
+def _abort_for_failed(exchange: Exchange, done: Future[None]) -> None:
+    """Let no rank wait for one that failed. One that has ended well leaves the others a barrier that they may still be
+    on their way out of."""
+    if done.exception() is not None:
+        exchange.barrier.abort()
 
 
 def _follow(model: PreTrainedModel, link: ThreadLink, drafter: InPassDrafter | None, common: bool) -> None:
