@@ -42,8 +42,7 @@ _COUNTS, _POOLED = np.array(PROSPECTS, np.float64), np.array(POOLED, np.float64)
 # The weight of the initial values in launches.
 _PRIOR = 3
 # Of steps that waited for trees that the host cuts: the weight of a plain pass's time in their means, half of whose
-# weight lies in 35 such passes then. Chosen: by simulation 0.01 to 0.05 make about as much
-# (`benchmarks/results/2026-12-01-cpu-waits-for-cuts.md`).
+# weight lies in 35 such passes then. Chosen; what it makes: `benchmarks/results/2026-12-01-cpu-waits-for-cuts.md`.
 _WAITED_SHARE = 0.02
 # What is expected of a sequence's last rows comes true less often than what is expected of its first: with 64 sequences
 # seven rows of each made no more tokens than three, and were chosen
