@@ -138,8 +138,8 @@ def _few_rows_tiling(
     processors: int,
     short: bool,
 ) -> Tiling:
-    """See `choose_tiling`; `packed_rows` are those of one key head, `heads` all sequences' key heads, and a step
-    is `short` that starting and merging take longer than reading."""
+    """See `choose_tiling`; `packed_rows` are those of one key head, `heads` all sequences' key heads, and
+    `short` whether starting and merging take longer than reading."""
     block = 16 if packed_rows <= 16 else 64
     groups = heads * triton.cdiv(packed_rows, block)
     # Two programs on an SM hide each other's latency where there are more groups than SMs, or where each group is

@@ -24,6 +24,9 @@ from tree_kernels.linear.triton_backend import (
     is_mappable,
     norms_of,
     or_other,
+    parts_of_rows,
+    room_for_norm,
+    sum_tensors,
 )
 
 # What `hopper.products` computes of `forms.ActivationKind`.
@@ -87,14 +90,11 @@ class RingLinears(TritonLinears):
         tiling = self._ring(RingKind.SUM, rows, weight)
         if tiling is None:
             return super()._add(rows, weight, output, bias, residual, norm, multiplier)
-        scaled, outputs = None, weight.shape[0]
-        if norm is not None:
-            squares = torch.empty(len(rows), outputs // PART, dtype=torch.float32, device=rows.device)
-            scaled = ScaledRows(torch.empty_like(output), squares, norm.epsilon)
+        outputs = weight.shape[0]
+        scaled = room_for_norm(output, norm, outputs // PART)
         grid, options = self._launch_ring(tiling, RingKind.SUM, rows, weight)
         ring_add_kernel[grid](
-            or_other(bias, output), or_other(residual, output), output if norm is None else norm.weight, output,
-            output if scaled is None else scaled.rows, output if scaled is None else scaled.squares,
+            *sum_tensors(output, bias, residual, norm, scaled),
             HAS_BIAS=bias is not None, MULTIPLIER=multiplier, ADDS=residual is not None, SCALES=norm is not None,
             OUTPUTS=outputs, **options,
         )  # fmt: skip
@@ -153,5 +153,6 @@ class RingLinears(TritonLinears):
 
 def _sums_of(rows: ScaledRows) -> dict[str, int]:
     """How many sums of squares a row has; none where it is normed whole."""
-    sums = 0 if rows.squares is None else rows.squares.shape[1]
-    return {"SUMS": sums, "BLOCK_SUMS": triton.next_power_of_2(max(1, sums))}
+    # A tile has parts too, which are others.
+    sums = parts_of_rows(rows)
+    return {"SUMS": sums["PARTS"], "BLOCK_SUMS": sums["BLOCK_PARTS"]}

@@ -189,15 +189,10 @@ class TritonLinears(RowLinears):
         tiling = self._prepare(rows, weight, mapped=True)
         count, outputs = output.shape
         tiles = triton.cdiv(outputs, tiling.block_outputs)
-        scaled = None
-        if norm is not None:
-            squares = torch.empty(count, tiles, dtype=torch.float32, device=rows.device)
-            scaled = ScaledRows(torch.empty_like(output), squares, norm.epsilon)
+        scaled = room_for_norm(output, norm, tiles)
         grid, options = self._launch(tiling, rows, weight, tiles)
         add_kernel[grid](
-            rows, or_other(bias, output), or_other(residual, output),
-            output if norm is None else norm.weight, output,
-            output if scaled is None else scaled.rows, output if scaled is None else scaled.squares,
+            rows, *sum_tensors(output, bias, residual, norm, scaled),
             count=count, row_stride=rows.stride(0), HAS_BIAS=bias is not None, MULTIPLIER=multiplier,
             ADDS=residual is not None, SCALES=norm is not None, OUTPUTS=outputs, **options,
             **_maps(tiling, rows, weight, tiling.block_outputs),
@@ -429,6 +424,24 @@ def _maps(tiling: LinearTiling, rows: Tensor, weight: Weight, outputs: int) -> d
 def or_other(tensor: Tensor | None, other: Tensor) -> Tensor:
     """`tensor`, or `other` where there is none: a kernel takes a pointer also for what it does not read."""
     return other if tensor is None else tensor
+
+
+def room_for_norm(output: Tensor, norm: Norm | None, tiles: int) -> ScaledRows | None:
+    """Memory for the first half of a norm of `output` [R, N] whose columns are made in so many tiles."""
+    if norm is None:
+        return None
+    squares = torch.empty(len(output), tiles, dtype=torch.float32, device=output.device)
+    return ScaledRows(torch.empty_like(output), squares, norm.epsilon)
+
+
+def sum_tensors(
+    output: Tensor, bias: Tensor | None, residual: Tensor | None, norm: Norm | None, scaled: ScaledRows | None
+) -> tuple[Tensor, ...]:
+    """What a kernel that adds reads and writes beside its product, in its order; `output` stands for what is absent."""
+    return (
+        or_other(bias, output), or_other(residual, output), output if norm is None else norm.weight, output,
+        output if scaled is None else scaled.rows, output if scaled is None else or_other(scaled.squares, output),
+    )  # fmt: skip
 
 
 def parts_of_rows(rows: ScaledRows) -> dict[str, int]:

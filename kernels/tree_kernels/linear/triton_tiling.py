@@ -181,7 +181,7 @@ def whole_head_tiling(tiling: LinearTiling, width: int, outputs: int, inner: int
     )  # fmt: skip
 
 
-# Shorter rows of a weight are left to the matrix units' kernels, whose tilings were measured for them; of one row.
+# For one row, shorter rows of a weight are left to the matrix units' kernels, whose tilings were measured for them.
 MIN_INNER = 2048
 
 

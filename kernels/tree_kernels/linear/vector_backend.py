@@ -20,6 +20,8 @@ from tree_kernels.linear.triton_backend import (
     norms_of,
     or_other,
     parts_of_rows,
+    room_for_norm,
+    sum_tensors,
 )
 from tree_kernels.linear.triton_tiling import VectorTiling, choose_vector_tiling
 from tree_kernels.linear.triton_vectors import activated_vector_kernel, add_vector_kernel, rotary_vector_kernel
@@ -81,13 +83,9 @@ class VectorLinears(TritonLinears):
             return super()._add(rows, weight, output, bias, residual, norm, multiplier)
         outputs = weight.shape[0]
         tiles = triton.cdiv(outputs, tiling.block_outputs)
-        scaled = None
-        if norm is not None:
-            squares = torch.empty(1, tiles, dtype=torch.float32, device=rows.device)
-            scaled = ScaledRows(torch.empty_like(output), squares, norm.epsilon)
+        scaled = room_for_norm(output, norm, tiles)
         add_vector_kernel[(tiles,)](
-            rows, or_other(bias, output), or_other(residual, output), output if norm is None else norm.weight, output,
-            output if scaled is None else scaled.rows, output if scaled is None else scaled.squares, weight,
+            rows, *sum_tensors(output, bias, residual, norm, scaled), weight,
             HAS_BIAS=bias is not None, MULTIPLIER=multiplier, ADDS=residual is not None, SCALES=norm is not None,
             OUTPUTS=outputs, **self._sizes(tiling, weight),
         )  # fmt: skip
