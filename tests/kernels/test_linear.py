@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -31,6 +32,7 @@ from tree_kernels.linear import (
 
 pytest.importorskip("triton")
 from tree_kernels.hopper.ring_tiling import RingKind, choose_ring_tiling
+from tree_kernels.linear import ring_backend
 from tree_kernels.linear.cublas_backend import CublasLinears
 from tree_kernels.linear.triton_backend import TritonLinears
 from tree_kernels.linear.triton_tiling import (
@@ -367,6 +369,50 @@ def test_rings_are_for_what_they_were_tried_for() -> None:
     assert not is_ring(gated, 16, 28672, 8192) and not is_ring(sums, 16, 4096, 2048)
     assert not is_ring(sums, 16, 8192, 4096)
     assert not is_ring(sums, 16, 4096 - 8, 4096) and not is_ring(sums, 16, 4096, 4096, processors=78)
+
+
+def test_rings_are_launched_with_all_that_their_kernels_take(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Without the device that runs them: which tensors go where, and over which programs."""
+    found: dict[str, tuple[tuple[int, ...], dict[str, Any]]] = {}
+
+    class Noted:
+        def __init__(self, kernel: Any) -> None:
+            self.kernel = kernel
+
+        def __getitem__(self, grid: tuple[int, ...]) -> Any:
+            def launch(*given: Any, **named: Any) -> None:
+                names = self.kernel.arg_names
+                own = dict(zip(names, given, strict=False)) | named
+                assert len(own) == len(given) + len(named)
+                assert own.keys() == {*names, "num_warps", "launch_pdl"}
+                found[self.kernel.__name__] = grid, own
+
+            return launch
+
+    for name in ("ring_add_kernel", "ring_activated_kernel", "ring_rotary_kernel"):
+        monkeypatch.setattr(ring_backend, name, Noted(getattr(ring_backend, name)))
+    monkeypatch.setattr(torch.cuda, "get_device_properties", lambda _: SimpleNamespace(multi_processor_count=132))
+    linears = ring_backend.RingLinears(CPU)
+
+    def half(*shape: int) -> Tensor:
+        return torch.empty(shape, dtype=torch.bfloat16)
+
+    norm, rows = Norm(half(4096), 1e-5), half(5, 4096)
+    output, scaled = linears.add_linear(rows, half(4096, 4096), None, rows, norm)
+    grid, own = found["ring_add_kernel"]
+    assert scaled is not None and scaled.squares is not None and scaled.squares.shape == (5, 64)
+    assert grid == (1, 64, 2) and own["BLOCK_M"] == 8 and own["ADDS"] and own["SCALES"] and not own["HAS_BIAS"]
+    read = own["residual"], own["norm_weight"], own["output"], own["scaled"], own["squares"]
+    for one, expected in zip(read, (rows, norm.weight, output, scaled.rows, scaled.squares), strict=True):
+        assert one is expected
+    assert linears.gated_linear(scaled, half(28672, 4096)).shape == (5, 14336)
+    grid, own = found["ring_activated_kernel"]
+    assert grid == (1, 224, 1) and (own["SUMS"], own["OUTPUTS"]) == (64, 14336) and own["squares"] is scaled.squares
+    heads = HeadRows(half(5, 128), half(5, 128), torch.arange(5), half(5, 1, 8, 128), half(5, 1, 8, 128))
+    assert linears.rotary_linear(scaled, half(6144, 4096), None, heads).shape == (5, 32, 128)
+    grid, own = found["ring_rotary_kernel"]
+    assert grid == (1, 48, 2) and (own["HEADS"], own["KV_HEADS"], own["NORMS"]) == (32, 8, False)
+    assert own["key_cache"] is heads.key_cache and own["value_cache"] is heads.value_cache
 
 
 @pytest.mark.parametrize(
